@@ -10,18 +10,24 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet --retries 1 -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[dev]'
 	touch $(READY)
+
+NATIVE := pqweights/kernels/native
+LEVELS ?= own
+
+kernels: $(READY) ## compile what changed of the C++ kernels, for this processor (LEVELS=all, or x86-64-v3,x86-64-v2 ...)
+	$(BIN)/python tools/build_kernels.py --levels $(LEVELS)
 
 venv: $(READY) ## make the environment in .venv (torch without CUDA where that can be had)
 
@@ -60,10 +66,10 @@ demo: $(READY) ## quantize a real trained model and show that the result still w
 # without it every worker, and every process that a test starts, compiles all modules again.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --dist worksteal
 
-test: $(READY) ## run all tests
+test: kernels ## run all tests
 	$(PYTEST) $(ARGS)
 
-test-fast: $(READY) ## run the tests that take a minute together, without those that tests/support/slow.py lists
+test-fast: kernels ## run the tests that take a minute together, without those that tests/support/slow.py lists
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # What computes with exports. llama-cpp-python gets a library that npm has built; compiling it takes five minutes on two
@@ -83,7 +89,15 @@ $(VENV)-vllm/.ready: Makefile
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-runtimes: $(VENV)/.llama $(VENV)-vllm/.ready ## install llama.cpp and vLLM (2 GB), which some tests compute exports with
+# An emulator of aarch64, from a package of the system that is unpacked here instead of installed.
+$(BIN)/qemu-aarch64-static: $(READY)
+	mkdir -p $(VENV)/qemu
+	cd $(VENV)/qemu && (apt-get download --quiet=2 qemu-user-static || (apt-get update --quiet=2 && apt-get download --quiet=2 qemu-user-static))
+	dpkg-deb --fsys-tarfile $(VENV)/qemu/*.deb | tar -x -C $(VENV)/qemu ./usr/bin/qemu-aarch64-static
+	mv $(VENV)/qemu/usr/bin/qemu-aarch64-static $@
+	rm -r $(VENV)/qemu
+
+runtimes: $(VENV)/.llama $(VENV)-vllm/.ready $(BIN)/qemu-aarch64-static ## install llama.cpp, vLLM (2 GB) and qemu, which some tests compute with
 
 test-runtimes: runtimes ## run those tests; the other targets skip them where nothing is installed
 	$(PYTEST) --require-runtimes $$(grep -rlE "import.* need\b|import ggml_blocks" tests --include=test_*.py) $(ARGS)
@@ -254,13 +268,28 @@ $(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: pyproject.toml constr
 docs: $(VENV)-docs/.ready ## build the documentation as a site, in SITE=site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --site-dir $(abspath $(SITE))
 
-dist: $(VENV)-dist/.ready ## build wheel and sdist in DIST=dist, check them, and try the wheel in an empty environment
-	rm -rf $(DIST) $(VENV)-wheel
-	$(VENV)-dist/bin/python -m build --outdir $(DIST) . > $(VENV)-dist/build.log 2>&1 || (cat $(VENV)-dist/build.log; false)
+# The wheel of this system is built from the sdist, which shows that that is whole; what is compiled is found again.
+DIST_BUILD = PQWEIGHTS_LEVELS=all PQWEIGHTS_OBJECTS=$(CURDIR)/build/kernels $(VENV)-dist/bin/python -m build --no-isolation --outdir $(DIST)
+OTHER_TARGETS = $(filter-out $(shell $(PYTHON) -c "import sys; sys.path.append('tools'); import build_kernels as b; print(b.own_target())"),linux-x86_64 linux-aarch64 macos-x86_64 macos-arm64)
+
+wheels: $(VENV)-dist/.ready ## build the sdist and wheels of Linux and macOS, x86-64 and aarch64, in DIST=dist; open and check each
+	rm -rf $(DIST) build/lib* build/bdist*
+	$(DIST_BUILD) . > $(VENV)-dist/build.log 2>&1 || (cat $(VENV)-dist/build.log; false)
+	for target in $(OTHER_TARGETS); do rm -rf build/lib* build/bdist*; \
+		PQWEIGHTS_TARGET=$$target $(DIST_BUILD) --wheel . > $(VENV)-dist/build.log 2>&1 || { cat $(VENV)-dist/build.log; exit 1; }; done
+	$(VENV)-dist/bin/python tools/check_wheels.py $(DIST)/*.whl
 	$(VENV)-dist/bin/twine check --strict $(DIST)/*
+
+dist: wheels ## the same, and try the wheel of this system in an empty environment, at every level of its processor
+	rm -rf $(VENV)-wheel
 	$(PYTHON) -m venv $(VENV)-wheel
-	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt $(DIST)/*.whl
+	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt $(DIST)/*$(if $(filter Darwin,$(shell uname -s)),macosx,manylinux)*_$(shell uname -m).whl
 	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
 
+FUZZ_SECONDS ?= 600
+
+fuzz: kernels ## FUZZ_SECONDS=600: the decoders with sanitizers (g++ or clang++), fed with damaged input
+	PYTHONPATH=tests/support:tools $(BIN)/python tests/fuzz_decoders.py --seconds $(FUZZ_SECONDS) $(ARGS)
+
 clean: ## remove the environments, what was built, and caches
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(TOOLS:%=$(VENV)-%) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pqweights/kernels/__pycache__
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(TOOLS:%=$(VENV)-%) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/lib

@@ -35,7 +35,7 @@ from harness import Document, argument_parser, machine, now, publish, table
 import pqweights
 from pqweights.evaluate.protocol import Windows, compare
 from pqweights.exports.gguf_files import IMATRIX_FILE
-from pqweights.kernels.gguf_encoding import KERNELS, encode_blocks
+from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.measure.calibrate import CalibrationOptions
 from pqweights.measure.moments import calibrate_moments
@@ -85,7 +85,7 @@ def in_threads(encode: Callable[[np.ndarray], Any], values: np.ndarray, threads:
 def block_rows() -> Iterator[Document]:
     """A row for each type, kind of weights, and with or without importances."""
     ggml = peers.load_ggml()
-    for name in KERNELS:
+    for name in BLOCK_TYPES:
         theirs = _Ggml(ggml, name)
         for kind, values in weights().items():
             for importance in (None, _importance(values.shape[1])):

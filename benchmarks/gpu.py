@@ -1,6 +1,6 @@
 """Products of packed weights with a few rows of inputs on a GPU, beside torch's BF16 F.linear with the decoded weight.
 
-    python benchmarks/gpu.py --device cuda
+    python benchmarks/gpu.py
 
 Each way takes turns with as many weights as it needs to exceed the GPU's caches, so that weights come from its memory.
 *GPU* is the time of a CUDA graph of all these products, the rotation of the inputs included each time. *Calls* is the
@@ -142,14 +142,13 @@ def sections(document: Document) -> dict[str, str]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="of inputs")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 5])
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("error: --device cuda: needs an NVIDIA GPU and a CUDA build of torch; found none")
+        raise SystemExit("error: this needs an NVIDIA GPU and a CUDA build of torch; found none")
     if version("triton") is None:
-        raise SystemExit("error: --device cuda: needs triton, which is not installed: pip install 'pqweights[cuda]'")
+        raise SystemExit("error: this needs triton, which is not installed: pip install 'pqweights[cuda]'")
     start, device = now(), torch.device("cuda", 0)
     with torch.no_grad():
         rows = [

@@ -213,7 +213,7 @@ def machine(start: Moment) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "cores_busy_elsewhere": others,
-        "versions": {name: version(name) for name in ("pqweights", "numpy", "numba", "torch")},
+        "versions": {name: version(name) for name in ("pqweights", "numpy", "torch")},
     }
 
 

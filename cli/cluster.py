@@ -29,7 +29,7 @@ RayOption = Annotated[
 
 @contextlib.contextmanager
 def run_options(
-    ray: str | None, *, threads: int | None, device: options.Device, overwrite: bool, progress: output.Display
+    ray: str | None, *, threads: int | None, overwrite: bool, progress: output.Display
 ) -> Iterator[RunOptions]:
     """Yield how a command is carried out."""
     from pqweights.distributed.engine import engine_of
@@ -38,7 +38,6 @@ def run_options(
     with engine_of(ray, threads, output.note) as engine:
         yield RunOptions(
             threads=options.thread_count(threads),
-            device=device.value,
             overwrite=overwrite,
             progress=progress,
             engine=engine,

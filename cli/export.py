@@ -205,7 +205,6 @@ def command(
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     ray: cluster.RayOption = None,
-    device: options.DeviceOption = options.Device.CPU,
     revision: options.RevisionOption = None,
     token: options.TokenOption = None,
     json: options.JsonOption = False,
@@ -247,7 +246,7 @@ def command(
         master = MasterFolder(found.where, found.origin, original)
         with (
             output.progress("exporting") as progress,
-            cluster.run_options(ray, threads=threads, device=device, overwrite=overwrite, progress=progress) as run,
+            cluster.run_options(ray, threads=threads, overwrite=overwrite, progress=progress) as run,
         ):
             done = export(master, place, target, options=asked, max_shard_bytes=max_shard_bytes, run=run)
         _show(done, folder, str(place), json=json)

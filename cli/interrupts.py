@@ -14,9 +14,6 @@ import sys
 from types import FrameType, TracebackType
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
-# Said at once where the command goes on for seconds: LLVM cannot be stopped.
-STOPPING = "stopping when the kernels are compiled; press Ctrl-C again to stop now\n"
-CLEAR_LINE = "\r\x1b[2K"  # takes the place of the progress that the terminal shows
 # Whether an interrupt came inside Raised. Some libraries turn the KeyboardInterrupt into an error of their own.
 _came = False
 
@@ -74,15 +71,5 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _came
-    if not _came and _others_compile():
-        with contextlib.suppress(OSError):
-            os.write(2, f"{CLEAR_LINE if os.isatty(2) else ''}{STOPPING}".encode())
     _came = True
     raise KeyboardInterrupt
-
-
-def _others_compile() -> bool:
-    """Whether the command will wait for a thread that compiles kernels."""
-    notices = sys.modules.get("pqweights.notices")
-    others_compile = getattr(notices, "others_compile", None)
-    return others_compile is not None and bool(others_compile())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Device(StrEnum):
-    """The devices that pqweights.kernels.devices.resolve_device takes."""
+    """The devices that a model can run on: pqweights.runtimes.models.choose_device."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -356,13 +356,6 @@ CalibrationOption = Annotated[
 ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", min=1, max=256, help="Number of worker threads.", show_default="the number of cores"),
-]
-DeviceOption = Annotated[
-    Device,
-    typer.Option(
-        "--device",
-        help="Device to compute on; auto uses a GPU if there is one. The output bytes are the same on all devices.",
-    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[

@@ -52,7 +52,6 @@ def command(
     max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     ray: cluster.RayOption = None,
-    device: options.DeviceOption = options.Device.CPU,
     awq: options.AwqOption = None,
     awq_any_codec: options.AnyCodecOption = False,
     fold: options.FoldOption = None,
@@ -110,7 +109,7 @@ def command(
             return
         with (
             output.progress("quantizing") as progress,
-            cluster.run_options(ray, threads=threads, device=device, overwrite=overwrite, progress=progress) as run,
+            cluster.run_options(ray, threads=threads, overwrite=overwrite, progress=progress) as run,
         ):
             progress.status("reading the headers")
             done = quantize(source, place, chosen, options=asked, run=run)

@@ -117,7 +117,6 @@ def quantize(
     low_disk: bool = False,
     threads: int | None = None,
     ray: str | None = None,
-    device: str = "cpu",
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
     revision: str | None = None,
@@ -148,12 +147,11 @@ def quantize(
     low_disk: whether to keep at most two files of a source on the Hub at a time
     threads: by default one for each core
     ray: "HOST:PORT" of a Ray cluster whose nodes do the work, "auto" for that of this machine, "local" for a new one
-    device: "cpu", "cuda", or "auto" for a GPU if there is one; the bytes are the same
     overwrite: whether to replace an earlier result in `out`
     progress: called with the bytes done, the bytes in all, and the name of a tensor
     revision, token: those of a source on the Hub
 
-    Raises SourceError, RecipeError, OptionError, OutputError, DeviceError or HubError.
+    Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
     chosen = arguments.chosen_recipe(
         recipe,
@@ -180,7 +178,7 @@ def quantize(
         low_disk=low_disk,
     )
     found, place = arguments.local_or_hub("source", source), arguments.place("out", out)
-    with _run(threads=threads, ray=ray, device=device, overwrite=overwrite, progress=progress) as run:
+    with _run(threads=threads, ray=ray, overwrite=overwrite, progress=progress) as run:
         return quantize_source(found, place, chosen, options=options, run=run)
 
 
@@ -210,7 +208,6 @@ def export(
     max_shard_size: int | str = DEFAULT_MAX_SHARD_BYTES,
     threads: int | None = None,
     ray: str | None = None,
-    device: str = "cpu",
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
     revision: str | None = None,
@@ -237,8 +234,7 @@ def export(
     imatrix: whether llama.cpp's importance matrix is written as well (gguf)
     The other arguments are those of `quantize`.
 
-    Raises SourceError, MasterError, ExportError, OptionError, OutputError, DeviceError, HubError or
-    MissingDependencyError.
+    Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
     asked = ExportOptions(
         dtype=dtype,
@@ -263,7 +259,7 @@ def export(
     place, shard_bytes = arguments.place("out", out), arguments.byte_size("max_shard_size", max_shard_size)
     given = arguments.local_or_hub("folder", master)
     given_source = None if source is None else arguments.local_or_hub("folder", source)
-    with _run(threads=threads, ray=ray, device=device, overwrite=overwrite, progress=progress) as run:
+    with _run(threads=threads, ray=ray, overwrite=overwrite, progress=progress) as run:
         found = find_result(given, Access(revision, token), ours=True, progress=run.progress)
         original = None if given_source is None else find_original(given_source, Access(None, token), run.progress)
         folder = MasterFolder(found.where, found.origin, original)
@@ -378,9 +374,7 @@ def _ignore(done: int, total: int, name: str) -> None:
 
 
 @contextmanager
-def _run(
-    *, threads: int | None, ray: str | None, device: str, overwrite: bool, progress: Progress | None
-) -> Iterator[RunOptions]:
+def _run(*, threads: int | None, ray: str | None, overwrite: bool, progress: Progress | None) -> Iterator[RunOptions]:
     used = arguments.threads(threads)
     with engine_of(ray, threads) as engine:
-        yield RunOptions(threads=used, device=device, overwrite=overwrite, progress=progress or _ignore, engine=engine)
+        yield RunOptions(threads=used, overwrite=overwrite, progress=progress or _ignore, engine=engine)

@@ -92,7 +92,7 @@ class GenerationError(PqweightsError):
 
 
 class DeviceError(PqweightsError):
-    """The device that was asked for is unknown, absent, or not supported by the installed packages."""
+    """The device that was asked for is absent, or torch cannot use it."""
 
 
 class MissingDependencyError(PqweightsError):

@@ -62,7 +62,7 @@ def export(
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
-    DeviceError, StorageError or MissingDependencyError.
+    StorageError or MissingDependencyError.
     """
     to = get_target(target)
     settings = to.settings(options)

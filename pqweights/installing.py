@@ -14,7 +14,6 @@ _TRANSFORMERS = ("accelerate>=1.10", "torch>=2.6", "transformers>=5.23")
 # The extras of pyproject.toml that messages name, and what each installs.
 PACKAGES = {
     "torch": ("torch>=2.6",),
-    "cuda": ("torch>=2.8", "triton>=3.4"),
     "transformers": _TRANSFORMERS,
     "torchao": ("torch>=2.6", "torchao>=0.18"),
     "eval": (*_TRANSFORMERS, "datasets>=4.0"),

@@ -1,20 +1,12 @@
-"""Notices of slow steps that the library takes by itself, such as compiling kernels on the first run on a machine.
-
-Whoever calls the library knows which call is slow. That a call compiles kernels first, only the kernels know.
-"""
+"""Notices of the slow steps of a call, such as looking at a Ray cluster first: only the library knows of them."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
-# Compiled kernels are shared by all threads, so the listeners are, too. The last one is told.
+# Steps are taken in any thread, so all share the listeners. The last one is told.
 _listeners: list[Callable[[str], None]] = []
-# The slow steps under way, with the threads that take them.
-_steps: list[tuple[str, int]] = []
-# The step that cannot be interrupted, see kernels/cpu.py.
-COMPILING = "compiling kernels (once)"
 
 
 @contextlib.contextmanager
@@ -31,18 +23,10 @@ def listening(tell: Callable[[str], None]) -> Iterator[None]:
 def slow_step(name: str) -> Iterator[None]:
     """Tell the listener that a slow step begins, and that it ends."""
     told = _listeners[-1:]
-    step = (name, threading.get_ident())
-    _steps.append(step)
     for tell in told:
         tell(name)
     try:
         yield
     finally:
-        _steps.remove(step)
         for tell in told:
             tell("")
-
-
-def others_compile() -> bool:
-    """Whether a thread other than this one compiles kernels."""
-    return any(name == COMPILING and thread != threading.get_ident() for name, thread in tuple(_steps))

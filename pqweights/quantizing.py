@@ -95,7 +95,7 @@ def quantize(
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     recipe: which codec encodes which tensor
 
-    Raises SourceError, RecipeError, OutputError, DeviceError, HubError or StorageError.
+    Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
     place = result_place(out)
     checkpoint, transform, plan = plan_quantize(source, recipe, options)

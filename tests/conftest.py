@@ -1,4 +1,4 @@
-"""The environment of every run: shared compiled kernels, one torch thread a process, and GPU kernels anywhere."""
+"""The environment of every run: a cache of its own, one torch thread a process, and GPU kernels anywhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import typer.main
 import typer.testing
 from helpers import narrow_layers_packed
 from httpx2._transports import default as transports
-from pqweights_cli import output
 from shared import skip_flushes
 from slow import is_slow
-
-from pqweights.kernels.devices import INTERPRETER, _why_no_gpu
 
 TESTS = Path(__file__).parent
 FAST = "not slow"  # as make test-fast asks
@@ -26,14 +23,24 @@ BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers
 # Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
+def _has_gpu() -> bool:
+    """Whether torch can use a GPU; it is imported, which takes seconds, only where there is a driver."""
+    if not Path("/proc/driver/nvidia").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 # Without a GPU, Triton interprets the GPU kernels on the CPU. It reads this when it is imported.
-if _why_no_gpu() is not None:
-    os.environ.setdefault(INTERPRETER, "1")
+if not _has_gpu():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled kernels in one folder, for all workers, the processes that they start, and later runs."""
-    os.environ.setdefault("PQWEIGHTS_CACHE", str(config.cache.mkdir("kernels")))
+    """Keep what the library remembers in one folder, for all workers and the processes that they start."""
+    os.environ.setdefault("PQWEIGHTS_CACHE", str(config.cache.mkdir("pqweights")))
     skip_flushes()
 
 
@@ -48,14 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_line_about_compiling() -> Iterator[None]:
-    """Do not print that kernels are compiled, which the first test to need them would otherwise find on stderr."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "STATUS_SECONDS", 3600.0)
-        yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -137,7 +137,9 @@ def test_readme_is_short_and_has_one_table_of_the_usual_choices():
 
 def test_the_description_for_package_indexes_has_no_relative_links(monkeypatch):
     """setup.py is imported with a stub of setuptools that does nothing."""
-    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda **_: None))
+    monkeypatch.setitem(sys.modules, "setuptools", SimpleNamespace(setup=lambda **_: None, Distribution=object))
+    for command in ("bdist_wheel", "build_ext"):
+        monkeypatch.setitem(sys.modules, f"setuptools.command.{command}", SimpleNamespace(**{command: object}))
     spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

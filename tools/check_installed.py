@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ import numpy as np
 
 import pqweights
 from pqweights.checkpoint.header import TensorSpec, build_header
+from pqweights.kernels import native
 
 HIDDEN = 256
 SHAPES = {
@@ -47,6 +49,17 @@ def run(*arguments: str) -> str:
     return subprocess.run([str(script), *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+def usable_levels() -> list[str]:
+    """The levels that are installed and that this processor has."""
+    found = sorted(path.stem for path in native.LIBRARIES.glob("*.so"))
+    return [level for level in found if native._library(level, native.LIBRARIES).pqweights_runs_here()]
+
+
+def weights_of(folder: str) -> bytes:
+    """The bytes of the weights in a folder."""
+    return b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.safetensors")))
+
+
 def main() -> None:
     """Raises CalledProcessError if a command fails, SystemExit if a result is not as it must be."""
     installed = Path(pqweights.__file__).parent
@@ -61,9 +74,19 @@ def main() -> None:
         run("export", master, plain, "--target", "bf16")
         run("verify", plain)
         run("export", master, integers, "--target", "vllm-int4")
+        made = weights_of(master), weights_of(integers)
+        levels = usable_levels()
+        for level in levels:
+            os.environ["PQWEIGHTS_LEVEL"] = level
+            again = [str(Path(work) / f"{name}-{level}") for name in ("master", "int4")]
+            run("quantize", source, again[0])
+            run("export", master, again[1], "--target", "vllm-int4")
+            if (weights_of(again[0]), weights_of(again[1])) != made:
+                sys.exit(f"error: {level} makes other bytes")
     if totals["bits_per_weight"] != 5.125:
         sys.exit(f"error: expected 5.125 bits per weight, found {totals['bits_per_weight']}")
     version = run("--version").strip()
+    print(f"the same bytes from {', '.join(levels)}")
     print(f"{version}: {totals['quantized_tensors']} of {totals['tensors']} tensors at 5.125 bits per weight")
 
 

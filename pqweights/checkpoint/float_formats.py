@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
-from pqweights.kernels.workers import scratch, worker
+from pqweights.kernels.workers import kept, scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Mxfp4Tensor:
                 self._read_columns(self.scales, expert, everything),
             )
 
-        return worker().kept("expert", (self.blocks, expert), read)
+        return kept("expert", (self.blocks, expert), read)
 
     def _read_columns(self, stored: StoredTensor, expert: int, columns: slice) -> npt.NDArray[np.uint8]:
         """Read columns of one expert's byte matrix, in runs of whole rows: [rows, columns]."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 from pqweights.codecs import lloyd_max
 from pqweights.codecs.protocol import Bytes
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarCodec
-from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook
-from pqweights.kernels.workers import backend
 
 
 class HadamardLloydMax(ScalarCodec):
@@ -20,7 +19,6 @@ class HadamardLloydMax(ScalarCodec):
 
     name = "hadamard-lloyd-max"
     rotations = (HADAMARD, SIGNED_HADAMARD)
-    encodes_on_gpu = True
     orthogonal_error = True  # because the norm is that of least squares
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
@@ -38,4 +36,4 @@ class HadamardLloydMax(ScalarCodec):
 
     def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
         """See ScalarCodec."""
-        return backend().encode(values, dtype, coding, out)
+        return load_backend("cpu").encode(values, dtype, coding, out)

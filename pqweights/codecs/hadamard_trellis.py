@@ -48,8 +48,6 @@ _BLOCKS, _FEWEST, _MOST = 512, 384, 768
 _LANES = 16
 # Bits above the rate-distortion bound of N(0,1), with everything counted, 8 states, from 1.5 to 8 bits.
 _ABOVE_BOUND = 0.097
-# Measured: 54, 58 and 69 MB more than with the scalar codecs' kernels, with 8, 64 and 256 states.
-_COMPILING_BYTES = 80_000_000
 _REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
 
 
@@ -87,10 +85,8 @@ class HadamardTrellis:
     rates = tuple(eighths / 8 for eighths in range(12, 65))
     any_rate = True
     efforts = trellis.STATES
-    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD}
-    compiling_bytes = _COMPILING_BYTES
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
         "makes its coordinates nearly Gaussian. Coordinates become integers by trellis-coded quantization, with one "

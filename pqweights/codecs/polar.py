@@ -67,10 +67,8 @@ class PolarAngles:
     rates = (RATE,)
     any_rate = False
     efforts: tuple[int, ...] = ()
-    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
-    compiling_bytes = 0
     description = ""
     papers = (
         "Han, Kacham, Karbasi, Mirrokni and Zandieh, *PolarQuant: Quantizing KV Caches with Polar Transformation*, "

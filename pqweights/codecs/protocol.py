@@ -228,7 +228,7 @@ class Coder(Protocol):
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        A codec without kernels for other devices calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`, except
+        A codec that torch cannot decode calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`, except
         for what `check` finds, if the parts are on another device: asking would wait for it.
         """
 
@@ -274,24 +274,12 @@ class Codec(Protocol):
         """
 
     @property
-    def encodes_on_gpu(self) -> bool:
-        """Whether it encodes on the device of the run; otherwise always on the CPU."""
-
-    @property
-    def decodes_on_gpu(self) -> bool:
-        """Whether it decodes on the device of the run; otherwise always on the CPU."""
-
-    @property
     def block_size(self) -> int:
         """The block size that configurations state: that of every weight, or the unit of blocks that depend on size."""
 
     @property
     def state_defaults(self) -> Mapping[str, Any]:
         """The keys of State.to_json, with the values of a weight for which the master gives no others."""
-
-    @property
-    def compiling_bytes(self) -> int:
-        """The memory that compiling its kernels takes beyond that of the scalar codecs' kernels, at any effort."""
 
     @property
     def description(self) -> str:

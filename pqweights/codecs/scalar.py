@@ -31,9 +31,8 @@ from pqweights.codecs.protocol import (
     exceeds_promise,
     unknown_rate,
 )
-from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
-from pqweights.kernels.workers import backend
 from pqweights.strict_json import Fields, is_number
 
 if TYPE_CHECKING:
@@ -104,10 +103,7 @@ class ScalarCodec(ABC):
     rates = range(MIN_BITS, MAX_BITS + 1)
     any_rate = False
     efforts: tuple[int, ...] = ()
-    encodes_on_gpu = False
-    decodes_on_gpu = True
     block_size = BLOCK_SIZE
-    compiling_bytes = 0
     description = ""
     papers = (POLARQUANT,)
 
@@ -260,7 +256,8 @@ class ScalarCoder:
         """See Coder."""
         self.check(parts, state)
         codes, norms = parts
-        backend().decode((codes, norms.reshape(-1).view(np.uint16)), self.coding(state, basis), dtype, values)
+        encoded = codes, norms.reshape(-1).view(np.uint16)
+        load_backend("cpu").decode(encoded, self.coding(state, basis), dtype, values)
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder."""

@@ -48,20 +48,18 @@ class Node:
 
     id: what Ray calls it
     name: what it is called in messages
-    cores, gpus: how many of its cores and GPUs Ray may use
+    cores: how many of its cores Ray may use
     memory_bytes: how much of its memory
     """
 
     id: str
     name: str
     cores: int
-    gpus: int
     memory_bytes: int
 
-    def tasks_at_once(self, *, threads: int, memory_bytes: int, gpus: int) -> int:
+    def tasks_at_once(self, *, threads: int, memory_bytes: int) -> int:
         """Return how many tasks have room there at once, each of which needs so much."""
-        by_gpu = self.gpus // gpus if gpus else self.cores
-        return max(0, min(self.cores // threads, self.memory_bytes // memory_bytes, by_gpu))
+        return max(0, min(self.cores // threads, self.memory_bytes // memory_bytes))
 
 
 def import_ray() -> ModuleType:
@@ -222,7 +220,6 @@ def nodes_of(ray: ModuleType) -> list[Node]:
             id=each["NodeID"],
             name=f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']}, {each['NodeID'][:8]})",
             cores=int(each["Resources"]["CPU"]),
-            gpus=int(each["Resources"].get("GPU", 0)),
             memory_bytes=int(each["Resources"].get("memory", 0)),
         )
         for each in alive

@@ -18,7 +18,6 @@ from pqweights.distributed.running import TaskKind
 from pqweights.distributed.verifying import check_on_ray
 from pqweights.distributed.worker import Surroundings
 from pqweights.errors import ClusterError
-from pqweights.kernels.devices import AUTO, resolve_device
 from pqweights.results.shard_checks import Progress as ShardProgress
 from pqweights.results.shard_checks import ShardChecks, ShardFindings
 from pqweights.rewrite.places import ResultWorkspace
@@ -79,31 +78,15 @@ class RayEngine:
     threads: int
     tell: Callable[[str], None]
 
-    def device(self, asked: str) -> str:
-        """Return the key of DEVICES that tasks use: a GPU if every node has one, unless the user asked for one.
-
-        asked: see resolve_device
-
-        Raises ClusterError if no node has the device that is asked for, DeviceError if there is no such device.
-        """
-        nodes = nodes_of(self.ray)
-        if asked == AUTO:
-            return "cuda" if nodes and all(node.gpus for node in nodes) else "cpu"
-        if asked == "cuda":
-            if not any(node.gpus for node in nodes):
-                raise ClusterError("--device cuda: no node of the cluster has a GPU; use --device cpu")
-            return asked
-        return resolve_device(asked)
-
-    def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
+    def check(self, task: RewriteTask, workspace: ResultWorkspace, fetched_bytes: int) -> None:
         """Find out whether all nodes can do their part, see Engine."""
-        kind, nodes = self._kind(task, workspace, device), nodes_of(self.ray)
+        kind, nodes = self._kind(task, workspace), nodes_of(self.ray)
         small = [node for node in nodes if not kind.room_on(node)]
-        needs = f"{kind.threads} cores, {kind.memory_bytes} bytes of memory" + (" and a GPU" if kind.gpus else "")
+        needs = f"{kind.threads} cores and {kind.memory_bytes} bytes of memory"
         for node in small:
             self.tell(
-                f"node {node.name}: is not used: a task needs {needs}; it has {node.cores} cores, "
-                f"{node.memory_bytes} bytes and {node.gpus} GPUs; pass fewer --threads"
+                f"node {node.name}: is not used: a task needs {needs}; it has {node.cores} cores "
+                f"and {node.memory_bytes} bytes; pass fewer --threads"
             )
         if len(small) == len(nodes):
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer --threads")
@@ -118,13 +101,13 @@ class RayEngine:
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
         """Write all tensors, see Engine."""
-        kind = self._kind(task, workspace, run.device)
+        kind = self._kind(task, workspace)
         records = DistributedRewrite(self.ray, task, workspace, run, kind).records()
         if task.out.scratch_folder is not None:
             tidy_nodes(self.ray, pickle.dumps(task.out))
         return records
 
-    def _kind(self, task: RewriteTask, workspace: ResultWorkspace, device: str) -> TaskKind:
+    def _kind(self, task: RewriteTask, workspace: ResultWorkspace) -> TaskKind:
         """Return what the parts of a task have in common."""
         pickled = pickle.dumps(task)
         return TaskKind(
@@ -137,7 +120,6 @@ class RayEngine:
             ),
             threads=self.threads,
             memory_bytes=memory_of(task, self.threads, len(pickled)),
-            gpus=1 if device == "cuda" else 0,
         )
 
     def run_checks(self, checks: ShardChecks, threads: int, progress: ShardProgress) -> ShardFindings:

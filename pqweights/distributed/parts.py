@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pqweights.checkpoint.readers import EncodedTensor
-from pqweights.codecs import get_codec
 from pqweights.rewrite.needs import resource_needs
 from pqweights.rewrite.parts import PartInputs
 from pqweights.rewrite.records import TensorRecord
@@ -38,13 +36,12 @@ class PartOrder:
 
     part: the part
     inputs: what its workspace needs to know
-    threads, device: see RunOptions
+    threads: see RunOptions
     """
 
     part: RunPart
     inputs: PartInputs
     threads: int
-    device: str
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,7 @@ def memory_of(task: RewriteTask, threads: int, pickled_bytes: int) -> int:
         storages=[each.storage for each in task.checkpoints],
         shard_room=task.out.shard_room(task.plan),
     )
-    read = {tensor.coder.codec for tensor in task.checkpoint.tensors if isinstance(tensor, EncodedTensor)}
-    decoding = max((get_codec(codec).compiling_bytes for codec in read), default=0)
-    return needs.peak_memory_bytes + decoding + task.transform.memory_bytes + 3 * pickled_bytes
+    return needs.peak_memory_bytes + task.transform.memory_bytes + 3 * pickled_bytes
 
 
 def divide(task: RewriteTask, slots: int) -> list[RunPart]:

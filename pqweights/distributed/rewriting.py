@@ -79,7 +79,6 @@ class DistributedRewrite:
                 known={name: known[name] for name in names if name in known},
             ),
             threads=self._kind.threads,
-            device=self._run.device,
         )
 
     def _join(self, task: ClusterTask, result: PartResult) -> None:

@@ -42,7 +42,6 @@ class TaskKind:
     asked: what a node is asked for before its first task: it may have joined after the others were
     threads: how many cores a task needs
     memory_bytes: how much memory it needs at most
-    gpus: how many GPUs it needs
     """
 
     function: str
@@ -50,11 +49,10 @@ class TaskKind:
     asked: Surroundings
     threads: int
     memory_bytes: int
-    gpus: int = 0
 
     def room_on(self, node: Node) -> int:
         """Return how many of the tasks have room on a node at once."""
-        return node.tasks_at_once(threads=self.threads, memory_bytes=self.memory_bytes, gpus=self.gpus)
+        return node.tasks_at_once(threads=self.threads, memory_bytes=self.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,6 @@ class ClusterTasks:
         kind = self._kind
         reference = self._remote.options(
             num_cpus=kind.threads,
-            num_gpus=kind.gpus,
             memory=kind.memory_bytes,
             max_retries=0,  # _lost decides
             scheduling_strategy="SPREAD",

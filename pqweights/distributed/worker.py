@@ -16,7 +16,6 @@ from pqweights.checkpoint.disk_room import free_bytes
 from pqweights.checkpoint.file_uses import file_uses
 from pqweights.distributed.parts import CheckOrder, PartOrder, PartResult
 from pqweights.errors import ClusterError, PqweightsError
-from pqweights.kernels.devices import resolve_device
 from pqweights.results.shard_checks import ShardChecks, ShardFindings
 from pqweights.rewrite.places import ResultPlace
 from pqweights.rewrite.stream import Stream
@@ -170,7 +169,7 @@ def _common(pickled: bytes) -> Any:
 
 def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResult:
     shards = task.plan.shards[order.part.shards.start : order.part.shards.stop]
-    run = RunOptions(threads=order.threads, device=resolve_device(order.device), progress=report)
+    run = RunOptions(threads=order.threads, progress=report)
     read_before = task.bytes_read
     with task.out.open_part(order.inputs) as workspace:
         task.checkpoint.restore_fingerprints(workspace.fingerprints())

@@ -23,7 +23,7 @@ from pqweights.dtypes import item_bytes
 from pqweights.folding.folded import exact_dtype
 from pqweights.folding.links import COLUMNS, ROWS, Link, Side
 from pqweights.kernels.factors import squares
-from pqweights.kernels.workers import compute_on, scratch
+from pqweights.kernels.workers import scratch
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -144,7 +144,7 @@ class SizesPass:
         total, done = sum(element_count(tensor) for tensor in wanted), 0
         files = {name: use.together for name, use in file_uses(wanted).items()}
         under_way: deque[tuple[_RowRange, bool, Future[list[_Sums]]]] = deque()
-        pool = ThreadPoolExecutor(self.threads, "pqweights-sizes", compute_on, ("cpu",))
+        pool = ThreadPoolExecutor(self.threads, "pqweights-sizes")
         try:
             with self.storage.fetching(self.fetched, files):
                 for chunk, is_last in [*_chunks(wanted, uses), (None, True)]:

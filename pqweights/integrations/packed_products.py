@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pqweights.integrations import packed_products_gpu
 from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
-from pqweights.kernels.product_task import MOST_ROWS
-from pqweights.kernels.products import InputBasis, PreparedInputs, Product
+from pqweights.kernels.products import MOST_ROWS, InputBasis, PreparedInputs, Product
 
 
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
@@ -49,9 +48,9 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         assert product is not None
         product.multiply(
             _inputs(x, product.basis),
-            out=out.data_ptr() + above * out.element_size(),
-            stride=outputs,
-            bias=None if floats is None else floats.data_ptr() + 4 * above,
+            out=out,
+            column=above,
+            bias=floats,
             factor=each.factor.value,
             threads=threads,
         )
@@ -116,7 +115,6 @@ def _inputs(x: Tensor, basis: InputBasis) -> PreparedInputs:
     alike = copied.shape == x.shape and copied.dtype == x.dtype and inputs.basis == basis
     if alike and not _compare(copied.data_ptr(), x.data_ptr(), x.nbytes):
         return inputs
-    rows, columns = x.shape
-    inputs.prepare(x.data_ptr(), rows=rows, columns=columns, dtype=NAMES[x.dtype], basis=basis)
+    inputs.prepare(x, dtype=NAMES[x.dtype], basis=basis)
     last.copied = x.detach().clone()
     return inputs

@@ -1,18 +1,22 @@
 """The one seam to the arithmetic: whole blocks in, codes, norms and errors out, the same bytes from every backend.
 
-`reference` (torch) defines what the bytes mean; `cpu` (numba) and `gpu` (Triton) are the backends that run.
+`reference` (torch) defines what the bytes mean; `cpu` (C++) is what runs.
 docs/format.md has the arithmetic, operation by operation. All arrays are C-contiguous numpy arrays.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import threading
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.errors import PqweightsWarning
 from pqweights.kernels.codebook import Codebook
 
 BLOCK_SIZE = 128
@@ -79,10 +83,6 @@ class EncodedArrays(NamedTuple):
 class Backend(Protocol):
     """Something that encodes and decodes whole blocks, from any thread."""
 
-    def empty(self, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Memory that the kernels read and write fastest; they accept any other memory, too."""
-        ...
-
     def encode(
         self,
         values: npt.NDArray[np.uint8],  # [blocks * 128 * itemsize] raw bytes of the weights
@@ -108,13 +108,27 @@ class Backend(Protocol):
 BACKENDS = {
     "reference": "pqweights.kernels.reference",
     "cpu": "pqweights.kernels.cpu",
-    "gpu": "pqweights.kernels.gpu",
 }
 
-# The name that users know a device by -> its backend
-DEVICES = {"cpu": "cpu", "cuda": "gpu"}
+
+_said = threading.Lock()  # held from the first time on that the reference stands in: threads ask at once
 
 
+@functools.cache
 def load_backend(name: str) -> Backend:
-    """The backend of that name. It is imported on first use: torch, numba and Triton are slow to import."""
+    """The backend of that name. It is imported on first use: torch is slow to import.
+
+    Where no kernels were compiled for this processor, the reference stands in for them, which is said once.
+    """
+    if name == "cpu":
+        from pqweights.kernels import native
+
+        if native.level() is None:
+            if _said.acquire(blocking=False):
+                warnings.warn(
+                    "no compiled kernels for this processor: the reference computes, slowly (docs/kernels.md)",
+                    PqweightsWarning,
+                    stacklevel=2,
+                )
+            name = "reference"
     return cast(Backend, importlib.import_module(BACKENDS[name]))

@@ -1,29 +1,32 @@
 """Attention on packed codes of keys and values on the CPU: products that restore neither.
 
-cpu_polar_scores.py, cpu_hadamard_scores.py and cpu_weighted_values.py have the arithmetic. All tensors lie on the CPU
-without gaps.
+native/polar_scores.cpp, native/hadamard_scores.cpp and native/weighted_values.cpp have the arithmetic. All tensors lie
+on the CPU without gaps.
 """
 
 from __future__ import annotations
 
-import ctypes
-
+import numpy as np
 import torch
 
-from pqweights.kernels import cpu
-from pqweights.kernels.attention_task import (
-    GROUP,
-    LEAST_SHARED,
-    LEAST_TILE,
-    MOST_ROWS,
-    MOST_SIZE,
-    POLAR_WIDTHS,
-    TOKEN_WIDTHS,
-    VALUE_TILE,
-    PolarTask,
-    TokenTask,
-    tile_length,
-)
+from pqweights.kernels import native
+
+# Rows of queries or weights that one call takes, and the largest head.
+MOST_ROWS, MOST_SIZE = 16, 256
+# Tokens in a group of polar-rope codes, whose bytes lie side by side.
+GROUP = 32
+# Widths of angles and radii that have a kernel.
+POLAR_WIDTHS = ((4, 4), (4, 2))
+# Making the tables of a query costs as much as some groups, so a tile has at least this many.
+LEAST_TILE = 16
+# Tokens of a tile of values. It does not depend on the threads, and so neither do sums.
+VALUE_TILE = 1024
+# Calls with fewer look-ups are left to one thread: waking another would take longer.
+LEAST_SHARED = 1 << 19
+
+# `native.Array.kind` of the tensors that kernels read.
+_KINDS = {torch.float32: "r f4", torch.float16: "r u2", torch.uint8: "r u1"}
+_CPU = torch.device("cpu")  # which is found in less time than its name
 
 
 def polar_rope_scores(
@@ -51,7 +54,7 @@ def polar_rope_scores(
     halves: whether pair j is the coordinates j and j + size / 2, rather than 2 j and 2 j + 1
     chunk_groups: how many groups share scales, of which the last chunk may have fewer; all without
 
-    Returns [heads, rows, groups * 32] f32. With AVX-512 VBMI and VNNI, table entries are rounded to multiples of
+    Returns [heads, rows, groups * 32] f32, the same bits on every processor: table entries are rounded to multiples of
     1/32639 of the largest one of the query, and sums are exact. Raises ValueError for tensors that do not fit together.
     """
     if (angle_bits, radius_bits) not in POLAR_WIDTHS:
@@ -65,23 +68,21 @@ def polar_rope_scores(
     if chunk_groups is not None and chunk_groups < 1:
         raise ValueError(f"expected chunks of at least one group, found {chunk_groups}")
     chunks = () if chunk_groups is None else (-(-groups // chunk_groups),)
-    scales = scales.to(torch.float32)
-    addresses = (
-        _address("queries", queries, torch.float32, (heads, rows, size)),
-        _address("angles", angles, torch.uint8, (heads, groups, pairs, 4 * angle_bits)),
-        _address("radii", radii, torch.uint8, (heads, groups, pairs, 4 * radius_bits)),
-        _address("scales", scales, torch.float32, (heads, *chunks, pairs)),
+    scales = scales.float()
+    out, written = _room(heads, rows, groups * GROUP)
+    arrays = (
+        _array("queries", queries, torch.float32, (heads, rows, size)),
+        _array("angles", angles, torch.uint8, (heads, groups, pairs, 4 * angle_bits)),
+        _array("radii", radii, torch.uint8, (heads, groups, pairs, 4 * radius_bits)),
+        _array("scales", scales, torch.float32, (heads, *chunks, pairs)),
+        written,
     )
-    out = _room(heads, rows, groups * GROUP)
-    if out.numel() == 0:
+    if written.size == 0:
         return out
-    threads = _threads(out.numel() * pairs)
-    tile = tile_length(groups, heads=heads, threads=threads, least=LEAST_TILE)
-    step, offset = (1, pairs) if halves else (2, 1)
-    task = PolarTask(
-        0, heads, rows, groups, pairs, tile, *addresses, out.data_ptr(), step, offset, chunk_groups or groups
-    )
-    cpu.run_task(f"polar_scores_{angle_bits}{radius_bits}", ctypes.addressof(task), threads)
+    threads = _threads(written.size * pairs)
+    tile = native.tile_length(groups, heads=heads, threads=threads, least=LEAST_TILE)
+    numbers = (heads, rows, groups, pairs, radius_bits, halves, chunk_groups or groups, tile)
+    native.call("polar_scores", native.counter(), *arrays, *numbers, threads=threads)
     return out
 
 
@@ -98,7 +99,7 @@ def weighted_values(
 
     weights: [heads, rows, tokens] f32; up to 16 rows, which are the query heads of a value head times their tokens
     codes: [heads, tokens, size * bits / 8] u8, packed along the coordinates
-    levels: [2**bits] f32, for 2 to 8 bits; 2, 3 and 4 are fast
+    levels: [2**bits] f32, for 2 to 8 bits; fewer are faster
     size: coordinates of a head, a multiple of 32 up to 256
     scales: [heads, tokens] f16; 1 without
     lows: [heads, tokens] f16; 0 without
@@ -107,27 +108,24 @@ def weighted_values(
     fit together.
     """
     heads, rows, tokens = weights.shape
-    bits = _token_bits(levels, rows, size)
-    out = _room(heads, rows, size)
-    of_tokens = ("scales", scales), ("lows", lows)
-    scales_at, lows_at = (
-        None if tensor is None else _address(name, tensor, torch.float16, (heads, tokens)) for name, tensor in of_tokens
-    )
-    addresses = (
-        _address("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
-        _address("levels", levels, torch.float32, (1 << bits,)),
-        _address("weights", weights, torch.float32, (heads, rows, tokens)),
-        out.data_ptr(),
-        scales_at,
-    )
-    if out.numel() == 0 or tokens == 0:
-        return out.zero_()
+    bits, of_tokens = _token_bits(levels, rows, size), (heads, tokens)
+    out, written = _room(heads, rows, size)
     tiles = -(-tokens // VALUE_TILE)
-    sums, finished = _room(heads, tiles, rows, size), torch.zeros(heads, dtype=torch.int64, device="cpu")
-    room = sums.data_ptr(), finished.data_ptr()
-    task = TokenTask(0, heads, rows, tokens, size, bits, VALUE_TILE, *addresses, *room, lows_at)
+    arrays = (
+        _array("weights", weights, torch.float32, (heads, rows, tokens)),
+        _array("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
+        _array("levels", levels, torch.float32, (1 << bits,)),
+        None if scales is None else _array("scales", scales, torch.float16, of_tokens),
+        None if lows is None else _array("lows", lows, torch.float16, of_tokens),
+        _room(heads, tiles, rows, size)[1] if tiles > 1 else written,  # sums
+        native.array(np.zeros(heads, np.int64), "i8", heads, written=True),  # how many tiles are finished
+        written,
+    )
+    if written.size == 0 or tokens == 0:
+        return out.zero_()
     threads = _threads(heads * rows * tokens * size)
-    cpu.run_task(f"weighted_values_{bits if bits in TOKEN_WIDTHS else 8}", ctypes.addressof(task), threads)
+    numbers = (heads, rows, tokens, size, bits, VALUE_TILE)
+    native.call("weighted_values", native.counter(), *arrays, *numbers, threads=threads)
     return out
 
 
@@ -140,34 +138,34 @@ def hadamard_scores(
         to 16 rows, a size that is a multiple of 32 up to 256
     codes: [heads, tokens, size * bits / 8] u8, packed along the coordinates
     norms: [heads, tokens] f16
-    levels: [2**bits] f32, for 2 to 8 bits; 2, 3 and 4 are fast
+    levels: [2**bits] f32, for 2 to 8 bits; fewer are faster
 
     Returns [heads, rows, tokens] f32. Raises ValueError for tensors that do not fit together.
     """
     (heads, rows, size), tokens = queries.shape, codes.shape[1]
     bits = _token_bits(levels, rows, size)
-    out = _room(heads, rows, tokens)
-    addresses = (
-        _address("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
-        _address("levels", levels, torch.float32, (1 << bits,)),
-        _address("queries", queries, torch.float32, (heads, rows, size)),
-        out.data_ptr(),
-        _address("norms", norms, torch.float16, (heads, tokens)),
+    out, written = _room(heads, rows, tokens)
+    arrays = (
+        _array("queries", queries, torch.float32, (heads, rows, size)),
+        _array("codes", codes, torch.uint8, (heads, tokens, size * bits // 8)),
+        _array("norms", norms, torch.float16, (heads, tokens)),
+        _array("levels", levels, torch.float32, (1 << bits,)),
+        written,
     )
-    if out.numel() == 0:
+    if written.size == 0:
         return out
     threads = _threads(heads * rows * tokens * size)
-    tile = tile_length(tokens, heads=heads, threads=threads, least=LEAST_TILE * GROUP)
-    task = TokenTask(0, heads, rows, tokens, size, bits, tile, *addresses)
-    cpu.run_task(f"hadamard_scores_{bits if bits in TOKEN_WIDTHS else 8}", ctypes.addressof(task), threads)
+    tile = native.tile_length(tokens, heads=heads, threads=threads, least=LEAST_TILE * GROUP)
+    native.call("hadamard_scores", native.counter(), *arrays, heads, rows, tokens, size, bits, tile, threads=threads)
     return out
 
 
 def _token_bits(levels: torch.Tensor, rows: int, size: int) -> int:
     """Return the bits of token-wise codes with these levels, if there is a kernel for them."""
-    bits = len(levels).bit_length() - 1
-    if not 2 <= bits <= 8 or len(levels) != 1 << bits:
-        raise ValueError(f"expected 4 to 256 levels, a power of two, found {len(levels)}")
+    count = levels.numel()
+    bits = count.bit_length() - 1
+    if not 2 <= bits <= 8 or count != 1 << bits:
+        raise ValueError(f"expected 4 to 256 levels, a power of two, found {count}")
     if not 0 < rows <= MOST_ROWS or size % 32 or not 0 < size <= MOST_SIZE:
         raise ValueError(
             f"expected 1 to {MOST_ROWS} rows of a multiple of 32 up to {MOST_SIZE}, found {rows} rows of {size}"
@@ -175,9 +173,10 @@ def _token_bits(levels: torch.Tensor, rows: int, size: int) -> int:
     return bits
 
 
-def _room(*shape: int) -> torch.Tensor:
-    """Return memory for float32 on the CPU, whatever device torch allocates on by default."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
+def _room(*shape: int) -> tuple[torch.Tensor, native.Array]:
+    """Return memory for float32 on the CPU, whatever device torch allocates on by default, and as kernels write it."""
+    room = torch.empty(*shape, dtype=torch.float32, device=_CPU)
+    return room, native.Array(room.data_ptr(), "w f4", room.numel(), room)
 
 
 def _threads(look_ups: int) -> int:
@@ -185,12 +184,15 @@ def _threads(look_ups: int) -> int:
     return torch.get_num_threads() if look_ups >= LEAST_SHARED else 1
 
 
-def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return where a tensor lies, which is checked here because the kernels check nothing."""
-    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
-        gaps = "" if tensor.is_contiguous() else " with gaps"
-        raise ValueError(
-            f"expected {name} {list(shape)} of {dtype} on the CPU without gaps, "
-            f"found {list(tensor.shape)} of {tensor.dtype} on {tensor.device.type}{gaps}"
-        )
-    return tensor.data_ptr()
+def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> native.Array:
+    """Return a tensor as kernels read it, in less time than native.array, as a call has five and takes microseconds.
+
+    Raises ValueError unless it has this dtype and shape, lies on the CPU, and has no gaps.
+    """
+    if tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu:
+        return native.Array(tensor.data_ptr(), _KINDS[dtype], tensor.numel(), tensor)
+    gaps = "" if tensor.is_contiguous() else " with gaps"
+    raise ValueError(
+        f"expected {name} {list(shape)} of {dtype} on the CPU without gaps, "
+        f"found {list(tensor.shape)} of {tensor.dtype} on {tensor.device.type}{gaps}"
+    )

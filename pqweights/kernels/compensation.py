@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels import cpu
+from pqweights.kernels import native
 from pqweights.kernels.groups import GroupRule, Groups
 
 Floats = npt.NDArray[np.float32]
 
-# The same as in cpu_compensation.py, which imports numba.
+# The same as in native/compensation.cpp.
 TILE, QUAD, PANEL, STRIP = 64, 4, 64, 32
 # How often all columns are looked at again after the first pass. More than two gain little.
 REPEATS = 2
@@ -66,8 +66,10 @@ def factorize(matrix: Floats, moments: Floats, damping: float) -> Floats | None:
     matrix: f32 [K, stride], which holds H below the diagonal
     moments: f32 [K], the diagonal of H, in the order of the matrix
     damping: what is added to the diagonal, as a share of its mean
+
+    Raises ValueError for a matrix of another kind than `empty_matrix` returns.
     """
-    size, stride = matrix.shape
+    size, stride = _checked_shape(matrix)
     diagonal = moments + np.float32(damping * float(np.mean(moments, dtype=np.float64)))
     for start in range(0, size, STRIP):  # what is above the diagonal is what is below it
         end = min(start + STRIP, size)
@@ -75,17 +77,18 @@ def factorize(matrix: Floats, moments: Floats, damping: float) -> Floats | None:
         for row in range(start, end):
             matrix[row, row:end] = matrix[row:end, row]
     np.fill_diagonal(matrix, diagonal)
-    failed = np.empty(1, dtype=np.int64)
-    panel = np.empty(STRIP * stride, dtype=np.float32)
-    cpu.run(
-        "factor",
-        cpu.address(matrix, np.float32, size * stride, written=True),
-        cpu.address(panel, np.float32, panel.size, written=True),
-        cpu.address(failed, np.int64, 1, written=True),
-        size,
-        stride,
-    )
+    failed, panel = np.empty(1, dtype=np.int64), np.empty(STRIP * stride, dtype=np.float32)
+    arrays = ((matrix, np.float32, size * stride), (panel, np.float32, panel.size), (failed, np.int64, 1))
+    native.call("factor", *(native.array(*each, written=True) for each in arrays), size, stride)
     return diagonal if failed[0] < 0 else None
+
+
+def _checked_shape(matrix: Floats) -> tuple[int, int]:
+    """The shape of a matrix that is like one of `empty_matrix`."""
+    size, stride = matrix.shape
+    if size % QUAD or stride < size + TILE:
+        raise ValueError(f"expected a multiple of {QUAD} columns, padded by {TILE}, found {size} in rows of {stride}")
+    return size, stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +182,14 @@ def fit_by_importance(
     """
     tiles, size, _ = weights.values.shape
     count = tiles * (size // rule.group_size) * TILE
-    position = np.empty(size, dtype=np.int64)
+    position = np.zeros(size, dtype=np.int64)
     position[factor.order] = np.arange(size)
-    cpu.run(
+    native.call(
         "fit_by_importance",
-        cpu.address(weights.values, np.float32, weights.values.size),
-        cpu.address(factor.diagonal, np.float32, size),
-        cpu.address(position, np.int64, size),
-        *(cpu.address(each.values, np.float32, count, written=True) for each in numbers),
+        native.array(weights.values, np.float32, tiles * size * TILE),
+        native.array(factor.diagonal, np.float32, size),
+        native.array(position, np.int64, size),
+        *(native.array(each.values, np.float32, count, written=True) for each in numbers),
         size,
         tiles,
         rule.group_size,
@@ -214,25 +217,24 @@ def round_tiles(
 
     Raises ValueError for arrays that do not fit together.
     """
-    size, stride = factor.matrix.shape
+    size, stride = _checked_shape(factor.matrix)
     tiles, groups = len(weights), numbers[0].shape[1]
     if group_of.min(initial=0) < 0 or group_of.max(initial=0) >= groups:
         raise ValueError(f"expected columns of {groups} groups, found group {group_of.min()} to {group_of.max()}")
-    errors = np.zeros_like(weights)
-    found = np.empty(weights.shape, dtype=np.uint8)
+    errors, found = np.zeros_like(weights), np.empty(weights.shape, dtype=np.uint8)
     panel = np.empty(PANEL * stride, dtype=np.float32)
-    pointers = (
-        cpu.address(factor.matrix, np.float32, size * stride),
-        cpu.address(factor.diagonal, np.float32, size),
-        cpu.address(weights, np.float32, tiles * size * TILE),
-        *(cpu.address(each, np.float32, tiles * groups * TILE) for each in numbers),
-        cpu.address(group_of, np.int64, size),
-        cpu.address(errors, np.float32, errors.size, written=True),
-        cpu.address(found, np.uint8, found.size, written=True),
-        cpu.address(panel, np.float32, panel.size, written=True),
+    arrays = (
+        native.array(factor.matrix, np.float32, size * stride),
+        native.array(factor.diagonal, np.float32, size),
+        native.array(weights, np.float32, tiles * size * TILE),
+        *(native.array(each, np.float32, tiles * groups * TILE) for each in numbers),
+        native.array(group_of, np.int64, size),
+        native.array(errors, np.float32, errors.size, written=True),
+        native.array(found, np.uint8, found.size, written=True),
+        native.array(panel, np.float32, panel.size, written=True),
     )
     for again in (False, *(True,) * repeats):
-        cpu.run("compensate", *pointers, size, stride, tiles, groups, again, *codes)
+        native.call("compensate", *arrays, size, stride, tiles, groups, again, *codes)
     return errors, found
 
 
@@ -244,11 +246,11 @@ def output_errors(errors: Tiles, inputs: Floats) -> npt.NDArray[np.float64]:
     tiles, size, _ = errors.values.shape
     count = len(inputs) // QUAD * QUAD
     totals = np.empty((tiles, TILE), dtype=np.float64)
-    cpu.run(
+    native.call(
         "output_errors",
-        cpu.address(errors.values, np.float32, errors.values.size),
-        cpu.address(inputs[:count], np.float32, count * size),
-        cpu.address(totals, np.float64, totals.size, written=True),
+        native.array(errors.values, np.float32, tiles * size * TILE),
+        native.array(inputs[:count], np.float32, count * size),
+        native.array(totals, np.float64, tiles * TILE, written=True),
         size,
         tiles,
         count,

@@ -1,13 +1,14 @@
 """Factors on the rows and columns of a weight, and sums of squares along them; docs/folding.md says what for.
 
 Both work on float32 products and sums in a fixed order, so that every processor finds the same.
-The backend is imported where it is used: commands that only read manifests do without it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
+from pqweights.kernels import native
 
 Floats = npt.NDArray[np.float32]
 
@@ -19,15 +20,13 @@ def multiply(values: npt.NDArray[np.uint8], dtype: str, *, columns: Floats, rows
     dtype: BF16 or F32
     columns, rows: one factor for each
     """
-    from pqweights.kernels import cpu
-
     count, bf16 = len(rows) * len(columns), dtype == "BF16"
-    cpu.run(
+    native.call(
         "multiply",
-        cpu.address(values, np.uint8, count * (2 if bf16 else 4)),
-        cpu.address(columns, np.float32, len(columns)),
-        cpu.address(rows, np.float32, len(rows)),
-        cpu.address(out, np.float32, count, written=True),
+        native.array(values, np.uint8, count * (2 if bf16 else 4)),
+        native.array(columns, np.float32, len(columns)),
+        native.array(rows, np.float32, len(rows)),
+        native.array(out, np.float32, count, written=True),
         len(rows),
         len(columns),
         bf16,
@@ -44,18 +43,15 @@ def squares(
     weights: by what squares are multiplied before they are added up along rows, [columns]
     along_rows: whether the sums of the rows are wanted; else they are undefined
     """
-    from pqweights.kernels import cpu
-
     columns, bf16 = len(weights), dtype == "BF16"
-    room = np.empty(columns, dtype=np.uint32)
     of_columns, of_rows = np.zeros(columns, dtype=np.float32), np.empty(rows, dtype=np.float32)
-    cpu.run(
+    native.call(
         "squares",
-        cpu.address(values, np.uint8, rows * columns * (2 if bf16 else 4)),
-        cpu.address(weights, np.float32, columns),
-        cpu.address(of_columns, np.float32, columns, written=True),
-        cpu.address(of_rows, np.float32, rows, written=True),
-        cpu.address(room, np.uint32, columns, written=True),
+        native.array(values, np.uint8, rows * columns * (2 if bf16 else 4)),
+        native.array(weights, np.float32, columns),
+        native.array(of_columns, np.float32, columns, written=True),
+        native.array(of_rows, np.float32, rows, written=True),
+        native.array(np.empty(columns, dtype=np.float32), np.float32, columns, written=True),
         rows,
         columns,
         bf16,

@@ -1,8 +1,7 @@
 """Weights as GGUF blocks, with nearly the least squared error: what calls the encoders of each format.
 
-Each format has a kernel of its own: cpu_gguf_affine.py has those of blocks whose parts have scales and offsets, and
-cpu_gguf_symmetric.py those of the others. The sizes of the blocks are in gguf_types.py, and where the searches begin in
-gguf_affine_formats.py and gguf_symmetric_formats.py.
+native/gguf_affine.cpp has those of blocks of scales and offsets, native/gguf_symmetric.cpp the others, and
+native/gguf_formats.hpp the bytes. Where the searches begin is in gguf_searches.py.
 """
 
 from __future__ import annotations
@@ -12,20 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels import cpu, gguf_affine_formats, gguf_symmetric_formats
-from pqweights.kernels.gguf_affine_formats import AffineFormat
-from pqweights.kernels.gguf_symmetric_formats import SymmetricFormat
+from pqweights.kernels import native
+from pqweights.kernels.gguf_searches import SEARCHES, Points
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 Floats = npt.NDArray[np.float32]
 
-_FORMATS: dict[str, AffineFormat | SymmetricFormat] = {**gguf_affine_formats.FORMATS, **gguf_symmetric_formats.FORMATS}
-# type -> its kernel
-KERNELS = {name: f"encode_gguf_{name.lower()}" for name in _FORMATS}
 # Columns that hardly count are taken to count this much, of the one that counts most.
 LEAST_IMPORTANCE = 2.0**-30
-# A kernel may read so many settings, however few there are.
-_ROOM_OF_SETTINGS = 256
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,7 +36,7 @@ class EncodedBlocks:
 
 
 def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> EncodedBlocks:
-    """Weights f32 [rows, columns] as blocks of a type (a key of KERNELS), row by row.
+    """Weights f32 [rows, columns] as blocks of a type (a key of BLOCK_TYPES), row by row.
 
     importance: f32 [columns], the second moments of the inputs at any scale, by which squared errors count; None: all
     the same. A block's bytes depend on nothing but its weights and the importance of all columns.
@@ -61,18 +54,19 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
         energies=np.empty(blocks, dtype=np.float64),
         errors=np.empty(blocks, dtype=np.float64),
     )
-    settings = encoder_settings(type_name, weighted=factors is not None)
-    cpu.run(
-        KERNELS[type_name],
-        cpu.address(values, np.float32, blocks * kind.block_size),
-        0 if factors is None else cpu.address(factors, np.float32, columns),
-        cpu.address(settings, np.float32, _ROOM_OF_SETTINGS),
-        cpu.address(out.data, np.uint8, blocks * kind.block_bytes, written=True),
-        cpu.address(out.energies, np.float64, blocks, written=True),
-        cpu.address(out.errors, np.float64, blocks, written=True),
+    search = SEARCHES[type_name]
+    native.call(
+        search.kernel,
+        kind.number,
+        native.array(values, np.float32, blocks * kind.block_size),
+        None if factors is None else native.array(factors, np.float32, columns),
+        *_points(search.starts if factors is None else search.weighted_starts),
+        *_points(search.factors),
+        native.array(out.data, np.uint8, blocks * kind.block_bytes, written=True),
+        native.array(out.energies, np.float64, blocks, written=True),
+        native.array(out.errors, np.float64, blocks, written=True),
         blocks,
         row_blocks,
-        factors is not None,
     )
     return out
 
@@ -90,9 +84,7 @@ def normalized_importance(importance: Floats, columns: int) -> Floats | None:
     return np.asarray(np.maximum(scaled, LEAST_IMPORTANCE), dtype=np.float32)
 
 
-def encoder_settings(type_name: str, *, weighted: bool) -> Floats:
-    """Where the search of an encoder begins and how long it goes on: f32 [_ROOM_OF_SETTINGS], the unused ones 0."""
-    numbers = _FORMATS[type_name].settings(weighted=weighted)
-    settings = np.zeros(_ROOM_OF_SETTINGS, dtype=np.float32)
-    settings[: len(numbers)] = numbers
-    return settings
+def _points(points: Points) -> tuple[native.Array, int]:
+    """As arguments of a kernel."""
+    numbers = np.array(points, dtype=np.float32)
+    return native.array(numbers, np.float32, numbers.size), len(points)

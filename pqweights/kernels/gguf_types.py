@@ -13,6 +13,7 @@ class BlockType:
     """One block format.
 
     name: what GGUF calls it
+    number: ggml's number of it
     bits: width of a code
     block_size: weights of a block
     block_bytes: bytes of a block, with its scales
@@ -20,6 +21,7 @@ class BlockType:
     """
 
     name: str
+    number: int
     bits: int
     block_size: int
     block_bytes: int
@@ -39,17 +41,17 @@ class BlockType:
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
-        BlockType(name="Q8_0", bits=8, block_size=32, block_bytes=34, distortion=2.1e-5),
-        BlockType(name="Q6_K", bits=6, block_size=256, block_bytes=210, distortion=2.74e-4),
-        BlockType(name="Q5_K", bits=5, block_size=256, block_bytes=176, distortion=1.17e-3),
-        BlockType(name="Q5_1", bits=5, block_size=32, block_bytes=24, distortion=1.11e-3),
-        BlockType(name="Q5_0", bits=5, block_size=32, block_bytes=22, distortion=1.6e-3),
-        BlockType(name="Q4_1", bits=4, block_size=32, block_bytes=20, distortion=4.75e-3),
-        BlockType(name="Q4_K", bits=4, block_size=256, block_bytes=144, distortion=4.83e-3),
-        BlockType(name="Q4_0", bits=4, block_size=32, block_bytes=18, distortion=6.54e-3),
-        BlockType(name="IQ4_NL", bits=4, block_size=32, block_bytes=18, distortion=5.41e-3),
-        BlockType(name="IQ4_XS", bits=4, block_size=256, block_bytes=136, distortion=5.47e-3),
-        BlockType(name="Q3_K", bits=3, block_size=256, block_bytes=110, distortion=2.06e-2),
-        BlockType(name="Q2_K", bits=2, block_size=256, block_bytes=84, distortion=6.69e-2),
+        BlockType(name="Q8_0", number=8, bits=8, block_size=32, block_bytes=34, distortion=2.1e-5),
+        BlockType(name="Q6_K", number=14, bits=6, block_size=256, block_bytes=210, distortion=2.74e-4),
+        BlockType(name="Q5_K", number=13, bits=5, block_size=256, block_bytes=176, distortion=1.17e-3),
+        BlockType(name="Q5_1", number=7, bits=5, block_size=32, block_bytes=24, distortion=1.11e-3),
+        BlockType(name="Q5_0", number=6, bits=5, block_size=32, block_bytes=22, distortion=1.6e-3),
+        BlockType(name="Q4_1", number=3, bits=4, block_size=32, block_bytes=20, distortion=4.75e-3),
+        BlockType(name="Q4_K", number=12, bits=4, block_size=256, block_bytes=144, distortion=4.83e-3),
+        BlockType(name="Q4_0", number=2, bits=4, block_size=32, block_bytes=18, distortion=6.54e-3),
+        BlockType(name="IQ4_NL", number=20, bits=4, block_size=32, block_bytes=18, distortion=5.41e-3),
+        BlockType(name="IQ4_XS", number=23, bits=4, block_size=256, block_bytes=136, distortion=5.47e-3),
+        BlockType(name="Q3_K", number=11, bits=3, block_size=256, block_bytes=110, distortion=2.06e-2),
+        BlockType(name="Q2_K", number=10, bits=2, block_size=256, block_bytes=84, distortion=6.69e-2),
     )
 }

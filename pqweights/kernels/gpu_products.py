@@ -1,7 +1,8 @@
 """Products of packed weights with a few rows of inputs on a GPU, in Triton: y = W x + b without decoding W.
 
-As on the CPU (cpu_products.py), each block of 128 inputs is rotated once for all rows of W, because <H c, x> is
-<c, H x>, and a row of W is then a look-up, a multiplication and an addition for each code. Sums are float32.
+native/products.cpp has the same formula for CPUs, native/hadamard.hpp the rotation, and native/codes.hpp the bits of
+codes. As there, each block of 128 inputs is rotated once for all rows of W, because <H c, x> is <c, H x>, and a row of
+W is then a look-up, a multiplication and an addition for each code. Sums are float32.
 
 One row of inputs is multiplied in float32. Several rows go through the tensor cores, 16 at a time: rotated inputs and
 levels become float16, inputs with a scale for each block (in F32 models both stay float32).
@@ -9,13 +10,14 @@ levels become float16, inputs with a scale for each block (in F32 models both st
 Reading the codes takes longest on a GPU that is well used. So they are read once, as words of 32 bits that lie together
 for the threads of a warp, and a program has several kilobytes of them in flight. Where a thread's four or eight codes
 stand in such a word does not depend on the thread, because the order of the inputs is adapted to that of the codes:
-`_code_bytes`.
+`_code_bytes`. With TRITON_INTERPRET=1 the same kernels run, slowly, without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,60 +28,64 @@ import triton.language as tl
 from torch import Tensor
 
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, BlockCoding
-from pqweights.kernels.gpu import INTERPRETED, hadamard, launching, power_of_two
 from pqweights.kernels.products import InputBasis
 
-# Blocks that one program prepares. The interpreter's cost is per program, not per element.
-PREPARED_BLOCKS = 256 if INTERPRETED else 1
 # Blocks of a row of W that one program reads at a time: with 16 rows, 4 kB of codes of 4 bits.
 BLOCKS = 4
 # Rows of W that one program multiplies. More of them read the inputs less often; fewer leave no processor idle, if
 # there are this many programs. The tensor cores take 16.
-MOST_OUTPUTS, LEAST_OUTPUTS, ENOUGH_PROGRAMS = (1024, 256, 1) if INTERPRETED else (16, 4, 512)
+MOST_OUTPUTS, LEAST_OUTPUTS, ENOUGH_PROGRAMS = 16, 4, 512
 TILE = 16
 # No pipelining: the look-ups need what was just loaded, and many programs share a processor.
-MULTIPLY_OPTIONS = {} if INTERPRETED else {"num_warps": 4, "num_stages": 1}
-PREPARE_OPTIONS = {} if INTERPRETED else {"num_warps": 1}
+MULTIPLY_OPTIONS = {"num_warps": 4, "num_stages": 1}
+PREPARE_OPTIONS = {"num_warps": 1}
+
+_launching = threading.Lock()  # Triton compiles on the first launch, which two threads must not do at once
 
 
 # --- inputs ---
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit
+def _butterfly(x: tl.tensor, H: tl.constexpr) -> tl.tensor:
+    """One stage of the rotation: x [128] with sums and differences of coordinates that are H apart."""
+    low, high = tl.split(tl.permute(tl.reshape(x, [64 // H, 2, H]), [0, 2, 1]))
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), [0, 2, 1]), [128])
+
+
+@triton.jit
 def _prepare(
     values: tl.tensor,  # [rows, blocks * 128]
     signs: tl.tensor,  # f32 [128]
     awq: tl.tensor,  # f32 [blocks * 128]
     out: tl.tensor,  # [blocks, 8, rows, 16] f32 or f16, in the order of _code_bytes
     scales: tl.tensor,  # out: f32 [blocks, rows], what a one stands for; not written for f32
-    blocks: tl.tensor,
     SCALED: tl.constexpr,  # whether inputs are divided by awq
     ROTATION: tl.constexpr,  # see InputBasis
     HALF: tl.constexpr,  # whether inputs become f16
-    BLOCKS: tl.constexpr,
 ) -> None:
     row, rows = tl.program_id(0), tl.num_programs(0)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < blocks
-    mask, j = inside[:, None], tl.arange(0, 128)
-    column = block[:, None] * 128 + j[None, :]
-    x = tl.load(values + row.to(tl.int64) * blocks * 128 + column, mask=mask, other=0).to(tl.float32)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    j = tl.arange(0, 128)
+    column = block * 128 + j
+    x = tl.load(values + row.to(tl.int64) * blocks * 128 + column).to(tl.float32)
     if SCALED:
-        x = x / tl.load(awq + column, mask=mask, other=1)
+        x = x / tl.load(awq + column)
     if ROTATION == 2:
-        x = x * tl.load(signs + j)[None, :]
+        x = x * tl.load(signs + j)
     if ROTATION:
-        x = hadamard(x, BLOCKS)
-    place = (block[:, None] * 8 + (j // 64 * 4 + j % 4)[None, :]) * (rows * 16) + row * 16 + (j % 64 // 4)[None, :]
+        for stage in tl.static_range(7):
+            x = _butterfly(x, 1 << stage)
     if HALF:
         # The largest magnitude by its bits, which order like the number and put infinities and NaN on top.
-        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
         largest = bits.to(tl.float32, bitcast=True)
         usable = (bits < 0x7F800000) & (largest >= 7.888609052210118e-31)  # 2**-100
         scale = tl.where(usable, largest * 3.0517578125e-05, tl.where(bits < 0x7F800000, 0.0, float("nan")))  # 2**-15
-        x = tl.where(usable[:, None], x * (32768.0 / tl.where(usable, largest, 1.0))[:, None], 0.0)
-        tl.store(scales + block * rows + row, scale, mask=inside)
-    tl.store(out + place, x.to(out.dtype.element_ty), mask=mask)
+        x = tl.where(usable, x * (32768.0 / tl.where(usable, largest, 1.0)), 0.0)
+        tl.store(scales + block * rows + row, scale)
+    place = (block * 8 + j // 64 * 4 + j % 4) * (rows * 16) + row * 16 + j % 64 // 4
+    tl.store(out + place, x.to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,9 +118,9 @@ def prepare(x: Tensor, basis: InputBasis, awq: Tensor | None) -> GpuInputs:
     values = torch.empty(blocks, 8, rows, 16, dtype=torch.float16 if half else torch.float32, device=x.device)
     scales = torch.empty(blocks, rows, dtype=torch.float32, device=x.device)
     signs = _uploaded(SIGNS.tobytes(), x.device)
-    constants = {"SCALED": awq is not None, "ROTATION": basis.rotation, "HALF": half, "BLOCKS": PREPARED_BLOCKS}
-    arguments = (x, signs, signs if awq is None else awq, values, scales, blocks)
-    _run(_prepare, (rows, triton.cdiv(blocks, PREPARED_BLOCKS)), arguments, constants | PREPARE_OPTIONS)
+    constants = {"SCALED": awq is not None, "ROTATION": basis.rotation, "HALF": half}
+    arguments = (x, signs, signs if awq is None else awq, values, scales)
+    _run(_prepare, (rows, blocks), arguments, constants | PREPARE_OPTIONS)
     return GpuInputs(values=values, scales=scales, basis=basis)
 
 
@@ -157,7 +163,8 @@ def _store(
     HAS_BIAS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store y * 2**exponent + bias. y: f32; row: of W; at: places in out."""
-    y = (y.to(tl.float64) * power_of_two(exponent)).to(tl.float32)
+    power_of_two = ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    y = (y.to(tl.float64) * power_of_two).to(tl.float32)
     if HAS_BIAS:
         y += tl.load(bias + row, mask=mask, other=0).to(tl.float32)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
@@ -314,17 +321,17 @@ class GpuProduct:
         _run(_multiply_one if one else _multiply_some, grid, arguments, constants | MULTIPLY_OPTIONS)
 
 
-@functools.lru_cache(maxsize=256)
-def _uploaded(floats: bytes, device: torch.device) -> Tensor:
-    """Return a table of f32 on a device."""
-    tensor = torch.tensor(np.frombuffer(floats, dtype=np.float32), device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # other streams use it, too
-    return tensor
-
-
 def _run(kernel: Any, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launch a kernel on the device and the stream on which the caller computes."""
     # The interpreter computes with numpy, which would warn of infinities and NaN, and of products that overflow.
-    with launching, torch.cuda.device_of(arguments[0]), np.errstate(all="ignore"):
+    with _launching, torch.cuda.device_of(arguments[0]), np.errstate(all="ignore"):
         kernel[grid](*arguments, **constants)
+
+
+@functools.lru_cache(maxsize=256)
+def _uploaded(floats: bytes, device: torch.device) -> Tensor:
+    """A table of f32 on a device, for all streams."""
+    tensor = torch.tensor(np.frombuffer(floats, dtype=np.float32), device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other threads use it on other streams
+    return tensor

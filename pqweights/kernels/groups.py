@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.dtypes import FLOAT4_VALUES, float8_table
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, cpu
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, native
 
-# How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does (cpu_groups.py).
+# How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does
+# (native/group_rules.cpp).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
 FLOAT_MODES = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2}
-# The weights of a group for which the kernels have room: those of fit_groups, and those of round_floats.
+# The most weights of a group: in fit_groups, whose kernel has no more room, and in round_floats.
 MOST_WEIGHTS, MOST_FLOATS = 256, 32
 
 
@@ -129,7 +130,7 @@ def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
 
 @functools.lru_cache
 def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.float32]:
-    """Where the chains of lanes.py start, and how far they step: f32 [7].
+    """Where the chains of native/groups.cpp start, and how far they step: f32 [7].
 
     Affine: the range is shrunk to a share, of which each chain cuts 1.2 steps: at the lower end, at the upper end, or
     half at each. Symmetric: the largest weight times three shares. The numbers are the best that a search found on the
@@ -156,7 +157,7 @@ def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.flo
     return np.array([*pairs, {2: 2, 7: 4, 8: 5}.get(bits, 3)], dtype=np.float32)
 
 
-# --- the kernels of cpu_groups.py; they raise ValueError for arrays that do not fit, or their room on the stack ---
+# --- the kernels; they raise ValueError for arrays that do not fit, or their room ---
 
 
 def fit_groups(
@@ -175,8 +176,8 @@ def fit_groups(
             f"expected groups of a multiple of 16 up to {MOST_WEIGHTS} weights and 2 to 8 bits, found {size} weights "
             f"and {bits} bits"
         )
-    pointers = (cpu.address(values, np.float32, groups * size), cpu.address(settings, np.float32, 7))
-    cpu.run("fit", *pointers, *_addresses(out), groups, size, bits, symmetric, middle)
+    given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 7))
+    native.call("fit", *given, *_written(out), groups, size, bits, symmetric, middle)
 
 
 def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int) -> None:
@@ -184,7 +185,7 @@ def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rul
     groups, size = out.codes.shape
     if size < 1 or not 2 <= bits <= 8:
         raise ValueError(f"expected groups of at least one weight and 2 to 8 bits, found {size} and {bits} bits")
-    cpu.run("round", cpu.address(values, np.float32, groups * size), *_addresses(out), groups, size, bits, rule)
+    native.call("round", native.array(values, np.float32, groups * size), *_written(out), groups, size, bits, rule)
 
 
 def round_floats(values: npt.NDArray[np.float32], out: Groups, *, mode: int) -> None:
@@ -192,66 +193,56 @@ def round_floats(values: npt.NDArray[np.float32], out: Groups, *, mode: int) -> 
     groups, size = out.codes.shape
     if not 1 <= size <= MOST_FLOATS:
         raise ValueError(f"expected groups of 1 to {MOST_FLOATS} weights, found {size}")
-    codes, scales, _, energies, errors = _addresses(out)
-    pointers = (cpu.address(values, np.float32, groups * size), codes, scales, energies, errors)
-    cpu.run("round_floats", *pointers, groups, size, mode)
+    codes, scales, _, *sums = _written(out)
+    weights = native.array(values, np.float32, groups * size)
+    native.call("round_floats", weights, codes, scales, *sums, groups, size, mode)
 
 
-def _addresses(out: Groups) -> tuple[int, int, int, int, int]:
-    """Where the kernels write the codes, the scales, the offsets, the energies and the errors."""
+def _written(out: Groups) -> list[native.Array]:
+    """The codes, the scales, the offsets, the energies and the errors, for kernels to write."""
     groups = len(out.codes)
-    return (
-        cpu.address(out.codes, np.uint8, out.codes.size, written=True),
-        cpu.address(out.scales, np.float32, groups, written=True),
-        cpu.address(out.offsets, np.float32, groups, written=True),
-        cpu.address(out.energies, np.float64, groups, written=True),
-        cpu.address(out.errors, np.float64, groups, written=True),
+    numbers = (
+        (out.scales, np.float32),
+        (out.offsets, np.float32),
+        (out.energies, np.float64),
+        (out.errors, np.float64),
     )
+    codes = native.array(out.codes, np.uint8, out.codes.size, written=True)
+    return [codes, *(native.array(array, dtype, groups, written=True) for array, dtype in numbers)]
 
 
 def rotate(values: npt.NDArray[np.float32]) -> None:
     """Multiply each run of 128 values by H / sqrt(128), in place; its own inverse."""
-    blocks = len(values) // BLOCK_SIZE
-    cpu.run("rotate", cpu.address(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, ORTHONORMAL)
+    _transform(values, ORTHONORMAL)
 
 
 def turn_runs(values: npt.NDArray[np.float32]) -> None:
     """Multiply each run of 128 values by H, in place."""
+    _transform(values, 1.0)
+
+
+def _transform(values: npt.NDArray[np.float32], factor: float) -> None:
     blocks = len(values) // BLOCK_SIZE
-    cpu.run("rotate", cpu.address(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, 1.0)
+    native.call("rotate", native.array(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, factor)
 
 
 def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     """Codes below 2**bits as one stream of bits, the lowest first; their number is a multiple of 8."""
-    flat, eights = codes.reshape(-1), codes.size // 8
+    eights = codes.size // 8
     packed = np.empty(eights * bits, dtype=np.uint8)
-    pointers = (
-        cpu.address(flat, np.uint8, eights * 8),
-        cpu.address(packed, np.uint8, eights * bits, written=True),
-    )
-    cpu.run("pack_bits", *pointers, eights, bits)
+    to = native.array(packed, np.uint8, eights * bits, written=True)
+    native.call("pack_bits", native.array(codes, np.uint8, eights * 8), to, eights, bits)
     return packed
-
-
-# Where in a tile (row * 128 + column) each nibble of the packed words comes from, lowest nibbles first.
-TILE_ORDER: npt.NDArray[np.int32] = np.ascontiguousarray(
-    np.arange(8 * BLOCK_SIZE, dtype=np.int32).reshape(8, 4, 2, 2, 4, 2).transpose(0, 4, 1, 5, 2, 3).reshape(-1)
-)
 
 
 def pack_tiles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """4-bit codes [8 * m, 128 * n] in tiles of 8 x 128, as PyTorch's tinygemm kernel reads them.
 
     Returns the bytes of i32 [m, n, 32, 4].
-    The layout is that of aten::_convert_weight_to_int4pack with inner_k_tiles 8 (PyTorch,
-    aten/src/ATen/native/cuda/int4mm.cu).
     """
     rows, columns = codes.shape
     packed = np.empty(rows * columns // 2, dtype=np.uint8)
-    pointers = (
-        cpu.address(codes, np.uint8, rows // 8 * 8 * (columns // 128) * 128),
-        cpu.address(TILE_ORDER, np.int32, 1024),
-        cpu.address(packed, np.uint8, rows * columns // 2, written=True),
-    )
-    cpu.run("pack_tiles", *pointers, rows // 8, columns // 128)
+    tiles = (rows // 8, columns // 128)
+    given = native.array(codes, np.uint8, tiles[0] * tiles[1] * 1024)
+    native.call("pack_tiles", given, native.array(packed, np.uint8, given.size // 2, written=True), *tiles)
     return packed

@@ -21,15 +21,16 @@ from typing import Any
 TASK_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run_in_threads(function: Any, argument: int, threads: int) -> None:
+def run_in_threads(function: Any, argument: bytes | int, threads: int) -> None:
     """Call a function of machine code with one address in several threads at once, one of which is the caller's.
+
+    argument: the address, or bytes that begin there
 
     The function must share out the work among its calls, and may be called fewer times.
     """
-    parallel = _parallel() if threads > 1 else None
     if threads == 1:
         function(argument)
-    elif parallel is not None:
+    elif (parallel := _parallel()) is not None:
         parallel(function, argument, threads, 0)
     else:
         others = [_pool(threads - 1).submit(function, argument) for _ in range(threads - 1)]

@@ -1,12 +1,11 @@
 """Products of packed weights with a few rows of inputs on the CPU: y = W x + b, from the codes themselves.
 
-cpu_products.py has the arithmetic. A `Product` keeps what belongs to a weight; `PreparedInputs` keeps rows of inputs,
-which several weights may share.
+native/products.cpp has the arithmetic. A `Product` keeps what belongs to a weight; `PreparedInputs` keeps rows of
+inputs, which several weights may share.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from dataclasses import dataclass
@@ -16,19 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import pageable
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, cpu
-from pqweights.kernels.product_task import (
-    LEAST_SHARED,
-    MOST_LEVEL,
-    MOST_ROWS,
-    TILE_ROWS,
-    TILE_WEIGHTS,
-    TILES_PER_THREAD,
-    Task,
-)
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, native
 
-_NO_AWQ = np.ones(1, dtype=np.float32)
-_SIGNS_ADDRESS, _NO_AWQ_ADDRESS = SIGNS.ctypes.data, _NO_AWQ.ctypes.data
+# Levels and inputs as integers, at most: see native/products.cpp.
+MOST_LEVEL, MOST_INPUT = 8191, 16383
+# Rows of inputs that one call multiplies.
+MOST_ROWS = 16
+# A thread takes a tile of rows at a time, of about TILE_WEIGHTS weights and no more than TILE_ROWS rows.
+TILE_WEIGHTS, TILE_ROWS = 1 << 18, 256
+# A small weight is cut into at least this many tiles per thread, so that a slow thread delays the others by one tile.
+TILES_PER_THREAD = 4
+# Products with fewer weights are left to one thread: waking another would take longer.
+LEAST_SHARED = 1 << 17
+
+_SIGNS = native.array(SIGNS, np.float32, BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class InputBasis:
     awq: bytes
 
     @functools.cached_property
-    def awq_address(self) -> int:
-        """Where the scales lie."""
-        return np.frombuffer(self.awq, dtype=np.float32).ctypes.data if self.awq else _NO_AWQ_ADDRESS
+    def factors(self) -> tuple[native.Array | None, native.Array | None]:
+        """The scales and the signs, where there are such."""
+        awq = np.frombuffer(self.awq, dtype=np.float32)
+        scales = native.array(awq, np.float32, len(awq)) if self.awq else None
+        return scales, _SIGNS if self.rotation == 2 else None
 
 
 class PreparedInputs:
@@ -53,49 +55,44 @@ class PreparedInputs:
 
     rows, columns: how many there are
     basis: that in which they are
-    values: the address of [blocks, rows, 128], i16 or f32
-    scales: the address of what an integer stands for, f32 [blocks, rows]
+    arrays: i16 [blocks, rows, 128], in an order of the processor's own, and what a one stands for, f32 [rows, blocks];
+        or f32 [blocks, rows, 128] alone. There may be room for more.
     """
 
     def __init__(self) -> None:
-        self.rows, self.columns, self.values, self.scales = 0, 0, 0, 0
+        self.rows, self.columns = 0, 0
         self.basis: InputBasis | None = None
-        self.memory: tuple[npt.NDArray[Any], ...] = ()
-        self._room = 0
+        self.arrays: tuple[native.Array, ...] = ()
+        self._written: tuple[native.Array, ...] = ()  # the same arrays
 
-    def prepare(self, address: int, *, rows: int, columns: int, dtype: str, basis: InputBasis) -> None:
+    def prepare(self, inputs: Any, *, dtype: str, basis: InputBasis) -> None:
         """Bring rows of inputs into the basis of a weight's codes.
 
-        address: of the inputs, [rows, columns] of the dtype, without gaps; columns are a multiple of 128
+        inputs: [rows, columns] of the dtype, a tensor or an array, in which u16 stand for BF16 and F16
         dtype: BF16, F16 or F32
 
-        Raises ValueError for columns that do not fit the basis.
+        Raises ValueError for columns that are not whole blocks or do not fit the basis, and for inputs of other types.
         """
+        (rows, columns), whole = inputs.shape, dtype != "F32"
         if columns % BLOCK_SIZE or len(basis.awq) not in (0, 4 * columns):
             raise ValueError(
                 f"expected a multiple of {BLOCK_SIZE} columns, with as many scales or none, found {columns} with "
                 f"{len(basis.awq) // 4}"
             )
-        if rows * columns > self._room:
-            # Aligned, because every load of a vector would else touch two cache lines.
-            self.memory = values, scales = pageable(rows * columns * 4), pageable(rows * columns // BLOCK_SIZE * 4)
-            self.values, self.scales, self._room = values.ctypes.data, scales.ctypes.data, rows * columns
+        given = native.array(inputs, np.uint16 if whole else np.float32, rows * columns)
+        if len(self.arrays) != 1 + whole or self.arrays[0].size < rows * columns:
+            self._make_room(rows * columns, whole)
         self.rows, self.columns, self.basis = rows, columns, None  # until they are there
-        cpu.run(
-            "prepare",
-            address,
-            _SIGNS_ADDRESS,
-            basis.awq_address,
-            self.values,
-            self.scales,
-            rows,
-            columns // BLOCK_SIZE,
-            VALUE_DTYPES[dtype],
-            basis.rotation,
-            bool(basis.awq),
-            dtype != "F32",
-        )
+        sizes = rows, columns // BLOCK_SIZE, basis.rotation > 0, *((VALUE_DTYPES[dtype],) if whole else ())
+        native.call("prepare" if whole else "prepare_f32", given, *basis.factors, *self._written, *sizes)
         self.basis = basis
+
+    def _make_room(self, count: int, whole: bool) -> None:
+        # Aligned, because every load of a vector would else touch two cache lines.
+        kinds = [("i2", count), ("f4", count // BLOCK_SIZE)] if whole else [("f4", count)]
+        memory = [(pageable(size * int(kind[1])).view(kind), kind, size) for kind, size in kinds]
+        self.arrays = tuple(native.array(*each) for each in memory)
+        self._written = tuple(native.array(*each, written=True) for each in memory)
 
 
 class Product:
@@ -125,65 +122,57 @@ class Product:
         """
         rotation = int(coding.rotate) + int(coding.rotate and coding.signed)
         self.basis = InputBasis(rotation, b"" if awq is None else awq.tobytes())
-        book, whole, blocks = coding.codebook, dtype != "F32", len(codes) // outputs
+        book, blocks = coding.codebook, len(codes) // outputs
         if len(norms) != outputs * blocks:
             raise ValueError(f"expected {outputs} rows of whole blocks with a norm each, found {len(norms)} norms")
-        levels, factor = level_integers(book.levels) if whole else (padded(book.levels), 1.0)
-        exponent = coding.norm_exponent
-        self._kept = codes, norms, levels
-        self._kernel = f"product_{book.bits}" if whole else "product_f32"
-        self._task = Task(
-            outputs=outputs,
-            tile_rows=max(1, min(TILE_ROWS, TILE_WEIGHTS // (blocks * BLOCK_SIZE))),
-            blocks=blocks,
-            codes=cpu.address(codes, np.uint8, len(norms) * 16 * book.bits),
-            norms=cpu.address(norms, np.uint16, len(norms)),
-            levels=levels.ctypes.data,
-            dtype=VALUE_DTYPES[dtype],
-            bits=book.bits,
-            factor=factor * (math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent)),
+        whole, exponent = dtype != "F32", coding.norm_exponent
+        levels, factor = level_integers(book.levels) if whole else (book.levels, 1.0)
+        table: Any = np.tile(levels, max(1, 32 // len(levels)))  # the smallest look-up takes 32 entries
+        self._factor = factor * (math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent))
+        self._weight = (
+            native.array(codes, np.uint8, len(norms) * 16 * book.bits),
+            native.array(norms, np.uint16, len(norms)),
+            native.array(table, np.int16 if whole else np.float32, max(32, 1 << book.bits)),
         )
+        self._outputs, self._blocks, self._bits = outputs, blocks, book.bits
+        self._kernel = "product" if whole else "product_f32"
+        self._element = "u2" if whole else "f4"
+        self._dtype = (VALUE_DTYPES[dtype],) if whole else ()
+        self._tile_rows = max(1, min(TILE_ROWS, TILE_WEIGHTS // (blocks * BLOCK_SIZE)))
         self._shared = outputs * blocks * BLOCK_SIZE >= LEAST_SHARED
 
     def multiply(
-        self, inputs: PreparedInputs, *, out: int, stride: int, bias: int | None, factor: float, threads: int
+        self, inputs: PreparedInputs, *, out: Any, bias: Any, factor: float, threads: int, column: int = 0
     ) -> None:
         """Write W x + b for each row of inputs.
 
         inputs: at most MOST_ROWS rows, in the basis of this weight
-        out: the address of the first output; [rows, outputs] of the dtype
-        stride: elements between the rows of the output
-        bias: the address of the bias, f32 [outputs], if there is one
+        out: [rows, stride] of the dtype, a tensor or an array as for inputs; columns from `column` on are written
+        bias: f32 [stride], of which the same columns are added, or None
         factor: by what W is multiplied
         threads: how many may work
 
-        Raises ValueError for inputs that are not such rows of this weight's columns.
+        Raises ValueError for inputs that are not such rows of this weight's columns, and for too small an output.
         """
-        columns = self._task.blocks * BLOCK_SIZE
-        if not 0 < inputs.rows <= MOST_ROWS or inputs.columns != columns or inputs.basis != self.basis:
+        rows, columns, stride = inputs.rows, self._blocks * BLOCK_SIZE, out.shape[-1]
+        in_basis = inputs.basis is self.basis or inputs.basis == self.basis
+        if not 0 < rows <= MOST_ROWS or inputs.columns != columns or not in_basis:
             raise ValueError(
-                f"expected 1 to {MOST_ROWS} rows of {columns} inputs in the basis of the weight, found {inputs.rows} "
-                f"rows of {inputs.columns}{'' if inputs.basis == self.basis else ' in another basis'}"
+                f"expected 1 to {MOST_ROWS} rows of {columns} inputs in the basis of the weight, found {rows} "
+                f"rows of {inputs.columns}{'' if in_basis else ' in another basis'}"
             )
+        if not 0 <= column <= stride - self._outputs:
+            raise ValueError(f"expected room for {self._outputs} outputs from column {column} on, found {stride}")
         threads = threads if self._shared else 1
-        task = Task.from_buffer_copy(self._task)
-        task.tile_rows = min(task.tile_rows, -(-task.outputs // (TILES_PER_THREAD * threads)))
-        task.rows, task.inputs, task.scales = inputs.rows, inputs.values, inputs.scales
-        task.out, task.stride = out, stride
-        task.has_bias, task.bias = bias is not None, bias or inputs.scales
-        task.factor *= factor
-        cpu.run_task(self._kernel, ctypes.addressof(task), threads)
+        added = None if bias is None else native.array(bias, np.float32, stride)
+        written = native.array(out, self._element, rows * stride, written=True)
+        tile_rows = min(self._tile_rows, -(-self._outputs // (TILES_PER_THREAD * threads)))
+        arrays = native.counter(), *self._weight, *inputs.arrays, added, written
+        sizes = self._outputs, tile_rows, self._blocks, rows, self._bits, column, stride
+        native.call(self._kernel, *arrays, *sizes, self._factor * factor, *self._dtype, threads=threads)
 
 
 def level_integers(levels: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int16], float]:
-    """Return levels as i16, repeated up to 32 entries, and the factor that turns these back into levels."""
+    """Return levels as i16, and the factor that turns these back into levels."""
     largest = float(np.abs(levels).max())
-    whole = np.rint(levels.astype(np.float64) * (MOST_LEVEL / largest)).astype(np.int16)
-    return np.tile(whole, max(1, 32 // len(whole))), largest / MOST_LEVEL
-
-
-def padded(levels: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the levels, followed by zeros up to the 32 entries that the smallest look-up takes."""
-    result = np.zeros(max(32, len(levels)), dtype=np.float32)
-    result[: len(levels)] = levels
-    return result
+    return np.rint(levels.astype(np.float64) * (MOST_LEVEL / largest)).astype(np.int16), largest / MOST_LEVEL

@@ -1,6 +1,6 @@
 """The reference backend, in torch: every operation of docs/format.md in its order, on any device.
 
-It defines what the other backends must return, byte for byte (tests/kernels/test_kernels.py). It is not meant to be
+It defines what the compiled kernels must return, byte for byte (tests/kernels/test_kernels.py). It is not meant to be
 fast.
 """
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.buffers import pageable
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -134,9 +133,6 @@ def decode_blocks(packed: Tensor, norms: Tensor, coding: BlockCoding) -> Tensor:
     x = levels[unpack(packed, coding.codebook.bits).long()]
     x = (hadamard(x) if coding.rotate else x) * scale[:, None]
     return x * torch.from_numpy(SIGNS).to(packed.device) if coding.signed else x
-
-
-empty = pageable  # see `pqweights.kernels.Backend.empty`
 
 
 def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:

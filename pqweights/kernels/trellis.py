@@ -1,20 +1,19 @@
 """The trellis codec's kernels, called with arrays: superblocks of rotated blocks to bytes of a given number, and back.
 
-They run on the CPU alone. Plans import this module, so its functions import what loads machine code. docs/format.md
-has the bytes and the decoder's arithmetic.
+They run on the CPU alone. docs/format.md has the bytes and the decoder's arithmetic; native/trellis_decoding.cpp and
+native/trellis_encoding.cpp are the kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES
-from pqweights.kernels.trellis_codes import TRELLISES
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, native
 from pqweights.kernels.workers import scratch
 
 # The numbers of states for which there is a search, ascending.
@@ -23,12 +22,8 @@ CLASSES = 256
 # Blocks of a superblock for which the encoder has room, and the bytes with which one begins.
 MOST_BLOCKS, HEADER_BYTES = 1024, 7
 _LANES = 16
-# Words that the decoder may read beyond a damaged stream.
-_OVERRUN = 2 * 129 * _LANES
-
-_MINUS_ONE = np.array([-1], dtype=np.float32)
-# By state bits; 0 where there is no such trellis.
-_TRELLISES = np.array([TRELLISES.get(bits, (0, 0)) for bits in range(16)], dtype=np.int32)
+# Words of a stream that a tile of sixteen blocks takes at most.
+_TILE_WORDS = (BLOCK_SIZE + 1) * _LANES
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,7 +44,7 @@ class DecodeTables:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EncodeModel:
-    """What the encoder knows of each class; see trellis_step.ClassModel."""
+    """What the encoder knows of each class; see ClassModel in native/trellis_step.hpp."""
 
     limits: npt.NDArray[np.float64]
     bits: npt.NDArray[np.float64]
@@ -88,34 +83,33 @@ def encode(
     rows: out: u8 [superblocks, stride]
 
     Returns the sums of squares of the weights and of the errors, [superblocks] f64 each, and the first superblock that
-    holds a NaN or an infinity, or -1. Raises ValueError for arrays or superblocks of a size that is none.
+    holds a NaN or an infinity, or -1. Raises ValueError for arrays, superblocks or states of a number that is none.
     """
-    from pqweights.kernels.cpu import address, run
-
     _check(cut)
+    if states not in STATES:
+        raise ValueError(f"expected one of {STATES} states, found {states}")
     energies, errors = np.empty((2, cut.number), dtype=np.float64)
     bad = np.empty(1, dtype=np.int64)
     tiles = -(-cut.blocks // _LANES)
-    floats = scratch("trellis floats", tiles * (BLOCK_SIZE + 5) * _LANES * 4)
-    words = scratch("trellis words", tiles * BLOCK_SIZE * (states + 36) * 2)
-    run(
-        f"encode_trellis_{states}",
-        address(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype)),
-        _MINUS_ONE.ctypes.data,
-        SIGNS.ctypes.data,
-        address(model.limits, np.float64, CLASSES + 1),
-        *(address(each, np.float64, CLASSES) for each in (model.bits, model.slopes, model.down, model.up)),
-        address(model.reach, np.int32, CLASSES),
-        address(model.zero, np.int32, 2 * CLASSES),
-        address(model.logarithms, np.float64, 257),
-        address(model.entries, np.uint32, len(model.entries)),
-        address(rows, np.uint8, cut.number * cut.stride, written=True),
-        energies.ctypes.data,
-        errors.ctypes.data,
-        bad.ctypes.data,
-        floats.ctypes.data,
-        words.ctypes.data,
-        *(cut.number, cut.blocks, cut.stride, len(model.entries), VALUE_DTYPES[dtype], signed),
+    numbers = tiles * _LANES * BLOCK_SIZE
+    native.call(
+        "encode_trellis",
+        native.array(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype)),
+        native.array(SIGNS, np.float32, BLOCK_SIZE) if signed else None,
+        native.array(model.limits, np.float64, CLASSES + 1),
+        *(native.array(each, np.float64, CLASSES) for each in (model.bits, model.slopes, model.down, model.up)),
+        native.array(model.reach, np.int32, CLASSES),
+        native.array(model.zero, np.int32, 2 * CLASSES),
+        native.array(model.logarithms, np.float64, 257),
+        native.array(model.entries, np.uint32, len(model.entries)),
+        native.array(rows, np.uint8, cut.number * cut.stride, written=True),
+        *(native.array(sums, np.float64, cut.number, written=True) for sums in (energies, errors)),
+        native.array(bad, np.int64, 1, written=True),
+        _room("weights", np.float32, numbers),
+        _room("decisions", np.uint16, tiles * BLOCK_SIZE * states),
+        _room("numbers", np.int16, numbers),
+        _room("stream", np.uint16, tiles * _TILE_WORDS + _LANES),
+        *(cut.number, cut.blocks, cut.stride, states, VALUE_DTYPES[dtype]),
     )
     return energies, errors, int(bad[0])
 
@@ -135,29 +129,30 @@ def decode(
     Returns the first superblock that is not sound, or -1, and what is wrong with it: 1 the header, 2 what follows. The
     weights of such a superblock mean nothing. Raises ValueError for arrays or superblocks of a size that is none.
     """
-    from pqweights.kernels.cpu import address, run
-
     if cut.number and cut.stride < HEADER_BYTES:
         return 0, 1
     _check(cut)
     status = np.empty(2, dtype=np.int64)
-    gains = tables.gains * ORTHONORMAL if rotate else tables.gains
-    run(
+    native.call(
         "decode_trellis",
-        address(rows, np.uint8, cut.number * cut.stride),
-        address(tables.entries, np.uint32, tables.entries.size),
-        _MINUS_ONE.ctypes.data,
-        SIGNS.ctypes.data,
-        address(tables.tables, np.int32, CLASSES),
-        address(tables.widths, np.int32, 2 * len(tables.entries)),
-        address(gains, np.float64, CLASSES),
-        _TRELLISES.ctypes.data,
-        address(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
-        scratch("trellis stream", 2 * (cut.stride // 2 + _OVERRUN) * 2).ctypes.data,
-        status.ctypes.data,
-        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], signed, rotate),
+        native.array(rows, np.uint8, cut.number * cut.stride),
+        native.array(tables.entries, np.uint32, tables.entries.size),
+        native.array(tables.tables, np.int32, CLASSES),
+        native.array(tables.widths, np.int32, 2 * len(tables.entries)),
+        native.array(tables.gains * ORTHONORMAL if rotate else tables.gains, np.float64, CLASSES),
+        native.array(SIGNS, np.float32, BLOCK_SIZE) if signed else None,
+        native.array(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
+        _room("stream", np.uint16, 2 * (cut.stride // 2 + _TILE_WORDS + _LANES)),
+        native.array(status, np.int64, 2, written=True),
+        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], rotate),
     )
     return int(status[0]), int(status[1])
+
+
+def _room(purpose: str, dtype: type[np.number[Any]], count: int) -> native.Array:
+    """Memory in which a kernel computes; its contents mean nothing before and after."""
+    memory = scratch(f"trellis {purpose}", count * np.dtype(dtype).itemsize).view(dtype)
+    return native.array(memory, dtype, count, written=True)
 
 
 def _check(cut: Superblocks) -> None:

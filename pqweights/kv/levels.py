@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels.code_tables import CodeTables, code_tables
-from pqweights.kernels.nearest import nearest
-from pqweights.kernels.restoring import scaled_levels
+from pqweights.kernels.transform_codes import CodeTables, code_tables, nearest, scaled_levels
 from pqweights.kv.bits import pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from pqweights.kernels.attention_task import MOST_ROWS, MOST_SIZE
+from pqweights.kernels.attention import MOST_ROWS, MOST_SIZE
 from pqweights.kv.model import CachedModel
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.states import Chunk, PackedStates

@@ -12,8 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from pqweights.kernels.attention import polar_rope_scores
-from pqweights.kernels.attention_task import POLAR_WIDTHS
+from pqweights.kernels.attention import POLAR_WIDTHS, polar_rope_scores
 from pqweights.kv.bits import halves, pack, unpack
 from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts
 from pqweights.kv.rope import RopePairs

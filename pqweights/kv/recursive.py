@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
-from pqweights.kernels.code_tables import CodeTables, code_tables
-from pqweights.kernels.nearest import nearest
+from pqweights.kernels.transform_codes import CodeTables, code_tables, nearest
 from pqweights.kv.bits import halves, pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import rotation

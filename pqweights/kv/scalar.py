@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.kernels.attention import hadamard_scores, weighted_values
-from pqweights.kernels.attention_task import MOST_SIZE
+from pqweights.kernels.attention import MOST_SIZE, hadamard_scores, weighted_values
 from pqweights.kv.bits import halves, pack, packed_bytes, unpack
 from pqweights.kv.levels import coded, levels_of, width_tables
 from pqweights.kv.quantizer import Parts

@@ -10,16 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from pqweights.checkpoint.disk_room import check_room
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
-from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
-from pqweights.codecs import get_codec
 from pqweights.errors import (
     ClusterError,
     MasterError,
@@ -28,7 +25,6 @@ from pqweights.errors import (
     SourceError,
     SourceReadError,
 )
-from pqweights.kernels.devices import resolve_device
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
 from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
@@ -67,10 +63,8 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
 def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
     """Fulfil the plan of a task in its output folder, continuing what an interrupted run of the same task left there.
 
-    Raises SourceError, OutputError, HubError or DeviceError; after any of them every file under a final name is
-    complete.
+    Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
     """
-    run = replace(run, device=(resolve_device if run.engine is None else run.engine.device)(run.device))
     if task.source is not None:
         task.out.check_apart(task.source)
     if not run.overwrite and (done := _finished_result(task)):
@@ -89,16 +83,7 @@ def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
             task.check_sources()
             workspace.publish({shard.file: shard.file_bytes for shard in task.plan.shards})
             _finish(task, records, workspace)
-    report = _report(task, records, already_done=False, resumed=resumed)
-    return report if run.device == "cpu" else replace(report, on_cpu=_codecs_on_cpu(task))
-
-
-def _codecs_on_cpu(task: RewriteTask) -> tuple[str, ...]:
-    """Return the codecs that decoded the source, or encoded the result, without kernels for other devices."""
-    written = {planned.codec for planned in task.plan.tensors if planned.codec}
-    read = {tensor.coder.codec for tensor in task.checkpoint.tensors if isinstance(tensor, EncodedTensor)}
-    encoding = {name for name in written if not get_codec(name).encodes_on_gpu}
-    return tuple(sorted(encoding | {name for name in read if not get_codec(name).decodes_on_gpu}))
+    return _report(task, records, already_done=False, resumed=resumed)
 
 
 def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int) -> RewriteReport:
@@ -164,7 +149,7 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
     continues = bool(workspace.records)
     if run.engine is not None:
         try:
-            run.engine.check(task, workspace, run.device, _most_fetched(task))
+            run.engine.check(task, workspace, _most_fetched(task))
         except (ClusterError, OutputError):
             if not continues:
                 workspace.discard()

@@ -7,7 +7,7 @@ Three places ask whether two runs are the same, and all of them ask here:
 - the manifest states the identity, so that a result tells what made it (manifest.py).
 
 The content of the source is compared beside it: by the size and time of its files while a run is under way, and by its
-fingerprint when the run is finished. Whatever changes no byte is not part of the identity: threads, device, progress,
+fingerprint when the run is finished. Whatever changes no byte is not part of the identity: threads, progress,
 strictness, where files lie, and every text that is written for people: why a tensor is treated as it is, what a recipe
 is for. Nor is the choice of files that are copied as they are: an interrupted run is continued
 with another choice (journal.py), and a finished result with another one is not the result that is asked for.

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import CODECS
 from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
 from pqweights.remote.s3 import upload_bytes_held
 
-# Measured: the interpreter and the libraries while the scalar codecs' kernels are compiled. Without compilation it is
-# half as much.
-MEMORY_FLOOR_BYTES = 260_000_000
+# The interpreter and the libraries: 70 to 77 MB were measured with one thread, its chunk included.
+MEMORY_FLOOR_BYTES = 120_000_000
 # A thread's input chunk in float32 with its temporaries, the workspace of its codec, and its share of the results that
 # wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
@@ -58,20 +56,17 @@ def resource_needs(
     shard_room: see ResultPlace.shard_room
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
-    written = {tensor.codec for tensor in plan.tensors}  # exports have formats of their own
-    compiling = (codec.compiling_bytes for name, codec in CODECS.items() if name in written)
-    floor = MEMORY_FLOOR_BYTES + max(compiling, default=0)
     held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes
     held += sum(storage.memory_bytes for storage in storages)
     held += 0 if shard_room is None else upload_bytes_held()
-    memory = floor + held + threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
+    held += threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     beside = 0 if fold is None else fold.disk_bytes
     json_files = 1024 * len(plan.tensors) + 65536
     result = plan.output_bytes + plan.companion_bytes + json_files
     return ResourceNeeds(
         peak_disk_bytes=result + beside if shard_room is None else result,
         scratch_bytes=None if shard_room is None else shard_room + beside,
-        peak_memory_bytes=memory,
+        peak_memory_bytes=MEMORY_FLOOR_BYTES + held,
     )
 
 

@@ -25,7 +25,6 @@ from pqweights.checkpoint.file_uses import file_uses
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.shard_writer import Disk, ShardWriter
 from pqweights.errors import OutputError, SourceChangedError
-from pqweights.kernels.workers import compute_on
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.places import ResultWorkspace
@@ -122,7 +121,7 @@ class Stream:
         self._workspace = workspace
         self._progress = run.progress
         self._window = 2 * run.threads  # steps under way: bounds the memory
-        self._pool = ThreadPoolExecutor(run.threads, "pqweights", compute_on, (run.device,))
+        self._pool = ThreadPoolExecutor(run.threads, "pqweights")
         self._disk = Disk()
         self._writers: list[ShardWriter] = []
         # Tensors that are finished and not yet in the journal, and when the journal was last up to date.

@@ -136,14 +136,12 @@ class RunOptions:
     """How a task is carried out. None of it changes a byte of the result.
 
     threads: how many threads compute; by default one for each core
-    device: "cpu", "cuda", or "auto" for cuda where there is a GPU
     overwrite: replace another result of pqweights in the output folder
     progress: called with the source bytes done, the source bytes in all, and the name of a tensor
     engine: where the tensors are written; by default in this process
     """
 
     threads: int = field(default_factory=usable_cores)
-    device: str = "cpu"
     overwrite: bool = False
     progress: Progress = lambda done, total, name: None
     engine: Engine | None = None
@@ -152,14 +150,9 @@ class RunOptions:
 class Engine(Protocol):
     """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
 
-    def device(self, asked: str) -> str:
-        """Return the key of DEVICES that the tensors are computed on. Raises ClusterError if there is none."""
-        ...
-
-    def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
+    def check(self, task: RewriteTask, workspace: ResultWorkspace, fetched_bytes: int) -> None:
         """Find out whether the task can be done there.
 
-        device: what `device` returned
         fetched_bytes: the most bytes of files of the source that are fetched and held at once, in each place
 
         Raises ClusterError if it cannot, OutputError if there is no room.
@@ -180,7 +173,6 @@ class RewriteReport:
     already_done: whether the output folder held the finished result before the run
     resumed: how many tensors an earlier run had finished
     source_bytes_read: bytes read from all checkpoints
-    on_cpu: the codecs that computed on the CPU although the run has another device
     exports: of a master, what it can be exported to
     unchecked: whether a master was read whose bytes could not be checked
     """
@@ -191,7 +183,6 @@ class RewriteReport:
     already_done: bool
     resumed: int
     source_bytes_read: int
-    on_cpu: tuple[str, ...] = ()
     exports: tuple[PossibleExport, ...] = ()
     unchecked: bool = False
 
@@ -218,9 +209,8 @@ class RewriteReport:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
-        lines = (f"{codec} has no kernels for a GPU: it computed on the CPU" for codec in self.on_cpu)
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.transform.warnings, *self.transform.remarks(self.records), *lines, *unchecked)
+        return (*self.transform.warnings, *self.transform.remarks(self.records), *unchecked)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"

@@ -78,7 +78,7 @@ MOMENTS = [
     ("import", "pqweights.quantizing"),
     ("import", "numpy"),
     ("import", "numpy._core._multiarray_umath"),
-    ("import", "llvmlite.binding"),
+    ("import", "pqweights.kernels.native"),
     ("open", "config.json"),
     ("open", "model-00002-of-00002.safetensors"),
     ("open", "journal.jsonl"),
@@ -90,17 +90,6 @@ MOMENTS = [
 @pytest.mark.parametrize(("event", "name"), MOMENTS, ids=[name for _, name in MOMENTS])
 def test_quantize_continues(event: str, name: str, source: Path, master: Path, tmp_path: Path) -> None:
     assert interrupted(event, name, "quantize", source, tmp_path / "out", "--threads", 2) == told(tmp_path / "out")
-    run_command({"quantize": str(source)}, tmp_path / "out")
-    assert folder_bytes(tmp_path / "out") == folder_bytes(master)
-
-
-@pytest.mark.parametrize("name", ["pqweights.kernels.compiler", "numba", "llvmlite"])
-def test_while_kernels_are_compiled(name: str, source: Path, master: Path, tmp_path: Path) -> None:
-    """They are compiled in a thread; the signal comes to the main thread, which waits for it."""
-    cache = str(tmp_path / "cache")
-    found = interrupted("import", name, "quantize", source, tmp_path / "out", PQWEIGHTS_CACHE=cache)
-    waits = "" if name == "llvmlite" else interrupts.STOPPING  # llvmlite is imported before
-    assert found == waits + told(tmp_path / "out")
     run_command({"quantize": str(source)}, tmp_path / "out")
     assert folder_bytes(tmp_path / "out") == folder_bytes(master)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-from pathlib import Path
 
 import pytest
 import typer
@@ -134,8 +133,8 @@ def test_new_display_replaces_the_old_one() -> None:
 def test_slow_step_is_shown_in_the_line_until_it_ends() -> None:
     display = bar.Bar("quantizing", BYTES, terminal(80))
     with listening(display.status):
-        with slow_step("compiling kernels (once)"):
-            assert drawn(display, 80).strip() == "quantizing, compiling kernels (once), 0 s"
+        with slow_step("looking at the cluster"):
+            assert drawn(display, 80).strip() == "quantizing, looking at the cluster, 0 s"
         assert drawn(display, 80).strip() == "quantizing, 0 s"
     display.close()
 
@@ -160,12 +159,12 @@ def test_status_is_a_line_without_a_terminal(
     monkeypatch.setattr(output, "STATUS_SECONDS", 0.01)
     with output.status("loading the model"):
         assert waited_for("loading the model\n", capsys)
-        with slow_step("compiling kernels (once)"):
-            assert waited_for("compiling kernels (once)\n", capsys)
+        with slow_step("looking at the cluster"):
+            assert waited_for("looking at the cluster\n", capsys)
         time.sleep(0.03)
         assert capsys.readouterr().err == ""  # it was said already
-    with output.progress("quantizing"), slow_step("compiling kernels (once)"):
-        assert waited_for("quantizing: compiling kernels (once)\n", capsys)
+    with output.progress("quantizing"), slow_step("looking at the cluster"):
+        assert waited_for("quantizing: looking at the cluster\n", capsys)
 
 
 def test_first_progress_ends_the_step_before_it(
@@ -176,9 +175,9 @@ def test_first_progress_ends_the_step_before_it(
     assert drawn(display, 80).strip() == "quantizing, reading the headers, 0 s"
     display(1, 10, "x")
     assert "reading" not in drawn(display, 80)
-    display.status("compiling kernels (once)")
+    display.status("looking at the cluster")
     display(2, 10, "x")
-    assert "compiling" in drawn(display, 80)
+    assert "looking" in drawn(display, 80)
     display.close()
     monkeypatch.setattr(output, "STATUS_SECONDS", 0.02)
     with output.progress("quantizing") as show:
@@ -186,24 +185,6 @@ def test_first_progress_ends_the_step_before_it(
         show(1, 10, "x")
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
-
-
-def test_compiling_kernels_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from pqweights.kernels import compiler, cpu
-
-    told: list[str] = []
-
-    def compiled(name: str) -> tuple[str, bytes]:
-        told.append(name)
-        return "symbol", b"machine code"
-
-    monkeypatch.setattr(compiler, "compile_kernel", compiled)
-    monkeypatch.setenv("PQWEIGHTS_CACHE", str(tmp_path))
-    with listening(told.append):
-        assert cpu._compiled("encode") == ("symbol", b"machine code")
-        assert told == ["compiling kernels (once)", "encode", ""]
-        assert cpu._compiled("encode") == ("symbol", b"machine code")
-    assert len(told) == 3
 
 
 def test_quiet_silences_notes_progress_and_summaries(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Bytes, Codec, Coder, 
 from pqweights.codecs.weight import encode_weight
 from pqweights.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.errors import RecipeError, SourceError
-from pqweights.kernels.workers import compute_on
 from pqweights.strict_json import Fields
 
 ALL = CODECS | ADDED
@@ -368,29 +366,3 @@ def test_decoding_to_a_torch_device_gives_the_same_values(coder: Coder) -> None:
     found = coder.decode_torch([torch.from_numpy(part) for part in parts], state)
     assert found.shape == (4, coder.block_size) and found.dtype == torch.float32
     assert np.array_equal(found.numpy().reshape(-1), decoded(coder, parts, state=state).view(np.float32))
-
-
-class _Recorder:
-    """The CPU's kernels as the backend of another device, with the calls that reach it."""
-
-    def __init__(self) -> None:
-        self.calls: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        from pqweights.kernels import cpu
-
-        if name in ("encode", "decode"):
-            self.calls.add(name)
-        return getattr(cpu, name)
-
-
-@each
-def test_codec_says_where_it_computes(coder: Coder, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, state, recorder = ALL[coder.codec], coder.first_state(), _Recorder()
-    monkeypatch.setattr("pqweights.kernels.workers.load_backend", lambda name: recorder)
-    monkeypatch.setattr("pqweights.kernels.workers._of_thread", threading.local())
-    compute_on("cuda")
-    parts, _ = encoded(coder, gaussian_blocks(coder, 3), state=state)
-    assert ("encode" in recorder.calls) == codec.encodes_on_gpu
-    decoded(coder, parts, state=state)
-    assert ("decode" in recorder.calls) == codec.decodes_on_gpu

@@ -33,6 +33,7 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS, comparison, lloyd_max
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, UNROTATED, ScalarCodec
+from pqweights.codecs.weight import add_in_order
 from pqweights.errors import SourceError
 from pqweights.exports.options import ExportOptions
 from pqweights.kernels import SIGNS, load_backend, reference
@@ -333,6 +334,17 @@ def test_reported_errors_match_the_decoded_weights(name, bits):
         assert_errors_are_those_of_the_decoded(name, FAMILIES[family], bits)
     for family in ("few distinct values", "Walsh-aligned", "constant and noise"):
         assert_errors_are_those_of_the_decoded(name, FAMILIES[family], bits, rounding=2.0**-21)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000, 8192])
+def test_errors_are_added_one_after_the_other(count):
+    """As Python adds floats, of all sizes and signs."""
+    rng = np.random.default_rng(count)
+    values = rng.standard_normal(count) * 10.0 ** rng.integers(-8, 8, count)
+    total = 0.1
+    for value in values.tolist():
+        total += value
+    assert add_in_order(0.1, values) == total
 
 
 @each

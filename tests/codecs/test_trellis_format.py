@@ -19,7 +19,6 @@ from pqweights.codecs import trellis_tables
 from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState, superblocks
 from pqweights.codecs.protocol import DamagedBlock, Measures
 from pqweights.codecs.trellis_classes import decode_tables
-from pqweights.kernels import trellis
 from pqweights.kernels.trellis import Superblocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -127,8 +126,14 @@ def test_trellises_are_those_of_the_page() -> None:
     stated = re.findall(r"^\| (\d) \| (\d+) \| (\d+) \| (\d+) \|$", SECTION, re.MULTILINE)
     assert {int(bits): (int(a), int(b)) for bits, _, a, b in stated} == trellis_decoder.TRELLISES
     assert all(2 ** int(bits) == int(states) for bits, states, _, _ in stated)
-    ours = {bits: tuple(flips) for bits, flips in enumerate(trellis._TRELLISES.tolist()) if flips != [0, 0]}
-    assert ours == trellis_decoder.TRELLISES
+    for bits in trellis_decoder.TRELLISES:
+        row = trellis_writer.superblock(np.random.default_rng(bits), 3, step=0.5, state_bits=bits)
+        rows = np.frombuffer(row, dtype=np.uint8)[None].copy()
+        assert np.array_equal(kernel_bits(rows, coder_of_row(row, 3), "hadamard"), page_bits(rows, 3, "hadamard"))
+    for bits in set(range(256)) - set(trellis_decoder.TRELLISES):
+        rows[0, 4] = bits
+        with pytest.raises(DamagedBlock, match="header"):
+            decoded(coder_of_row(row, 3), rows, "hadamard")
 
 
 @examples(300)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import pickle
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from pqweights.distributed import running
 from pqweights.distributed.cluster import Node
-from pqweights.distributed.engine import RayEngine
 from pqweights.distributed.progress import AttemptState, Board
 from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
 from pqweights.distributed.worker import Surroundings, TaskFailure
-from pqweights.errors import ClusterError, DeviceError, OutputError
+from pqweights.errors import ClusterError, OutputError
 from pqweights.rewrite.file_lock import LockedError
 
-KIND = TaskKind(function="run_part", common=b"", asked=Surroundings(files=()), threads=2, memory_bytes=1000, gpus=1)
+KIND = TaskKind(function="run_part", common=b"", asked=Surroundings(files=()), threads=2, memory_bytes=1000)
 TASK = ClusterTask(3, 100, None)
 
 
@@ -33,11 +32,11 @@ class Ray:
         RayError=RayError, RayTaskError=type("RayTaskError", (RayError,), {}), OutOfMemoryError=MemoryError
     )
 
-    def __init__(self, outcome: Any, gpus: int = 1) -> None:
-        self.outcome, self.gpus = outcome, gpus
+    def __init__(self, outcome: Any, memory_bytes: int = 1000) -> None:
+        self.outcome, self.memory_bytes = outcome, memory_bytes
 
     def nodes(self) -> list[dict[str, Any]]:
-        resources = {"CPU": 2, "memory": 1000, "GPU": self.gpus}
+        resources = {"CPU": 2, "memory": self.memory_bytes}
         return [
             {
                 "NodeID": "abcdefghij",
@@ -85,17 +84,17 @@ def test_problems_of_a_node_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not given
 
 
-def test_nodes_without_a_gpu_or_memory_take_no_task() -> None:
-    node = Node(id="a", name="a", cores=5, gpus=2, memory_bytes=3000)
+def test_nodes_without_cores_or_memory_take_no_task() -> None:
+    node = Node(id="a", name="a", cores=5, memory_bytes=3000)
     assert KIND.room_on(node) == 2
-    assert node.tasks_at_once(threads=2, memory_bytes=2000, gpus=1) == 1
-    assert node.tasks_at_once(threads=6, memory_bytes=2000, gpus=0) == 0
-    assert node.tasks_at_once(threads=1, memory_bytes=4000, gpus=0) == 0
+    assert node.tasks_at_once(threads=2, memory_bytes=2000) == 1
+    assert node.tasks_at_once(threads=6, memory_bytes=2000) == 0
+    assert node.tasks_at_once(threads=1, memory_bytes=4000) == 0
     board: Any = SimpleNamespace(states=SimpleNamespace(remote=lambda first: "states"))
-    for gpus in (1, 0):
-        tasks = ClusterTasks(Ray(None, gpus), KIND, lambda *state: None)
+    for memory_bytes, fits in ((1000, True), (999, False)):
+        tasks = ClusterTasks(Ray(None, memory_bytes), KIND, lambda *state: None)
         tasks._board, tasks._had_node = board, float("-inf")
-        with contextlib.nullcontext() if gpus else pytest.raises(ClusterError, match="no node was left"):
+        with contextlib.nullcontext() if fits else pytest.raises(ClusterError, match="no node was left"):
             tasks._look()
 
 
@@ -115,14 +114,3 @@ def test_lost_attempts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == [(90, 200, "tasks: 0 done, 2 running, 0 waiting"), (30, 200, "tasks: 0 done, 1 running, 1 waiting")]
     assert board.states(1) == {1: AttemptState(30, "b")}
     assert pickle.loads(pickle.dumps(board.states(1))) == board.states(1)
-
-
-@pytest.mark.parametrize(("gpus", "found"), [(0, "cpu"), (1, "cuda")])
-def test_the_device_is_that_of_the_nodes(gpus: int, found: str) -> None:
-    engine = RayEngine(ray=cast(Any, Ray(None, gpus)), threads=2, tell=print)
-    assert engine.device("auto") == found
-    assert engine.device("cpu") == "cpu"
-    with pytest.raises(DeviceError, match="expected cpu"):
-        engine.device("tpu")
-    with contextlib.nullcontext() if gpus else pytest.raises(ClusterError, match="no node of the cluster has a GPU"):
-        assert engine.device("cuda") == "cuda"

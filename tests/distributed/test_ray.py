@@ -284,7 +284,7 @@ def test_a_local_cluster_writes_nothing_into_the_home_folder(
 ) -> None:
     (tmp_path / "home").mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    environment |= {"HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
+    environment |= {"HOME": str(tmp_path / "home")}
     code = (
         f"import pqweights; pqweights.quantize({str(source)!r}, {str(tmp_path / 'out')!r}, max_shard_size={SHARD}, "
         "ray='local')"

@@ -556,6 +556,14 @@ def until(condition: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
+def sizes_in(folder: Path) -> list[tuple[str, int]]:
+    """The suffixes and sizes of the files in a folder; none while one of them goes."""
+    try:
+        return [(path.suffix, path.stat().st_size) for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
 @pytest.fixture
 def large(hub: LoopbackHub, tmp_path: Path) -> Path:
     """A small shard and two large ones, in a local folder and on the Hub."""
@@ -583,7 +591,7 @@ def stalled(
         if "--low-disk" in options:
             until((out / ".pqweights/fingerprints.json").exists)
             partial = out / ".pqweights/fetched"
-            until(lambda: [(p.suffix, p.stat().st_size) for p in partial.iterdir()] == [(".partial", at)])
+            until(lambda: sizes_in(partial) == [(".partial", at)])
         yield process
     finally:
         process.kill()

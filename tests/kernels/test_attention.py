@@ -25,7 +25,7 @@ from attention_cases import (
 )
 
 from pqweights.kernels import attention
-from pqweights.kernels.attention_task import POLAR_WIDTHS, VALUE_TILE
+from pqweights.kernels.attention import POLAR_WIDTHS, VALUE_TILE
 
 ROWS = (1, 2, 3, 7, 16)
 

@@ -87,6 +87,14 @@ def test_moments_that_are_not_positive_definite_have_no_factor(bad: float) -> No
     assert factorize(matrix, diagonal, 0.0) is None
 
 
+@pytest.mark.parametrize("shape", [(30, 110), (32, 95), (32, 32)])
+def test_matrix_that_the_kernels_would_leave_is_refused(shape: tuple[int, int]) -> None:
+    """They take four columns together, and read 64 numbers more than a row has."""
+    matrix, diagonal = np.zeros(shape, dtype=np.float32), np.ones(shape[0], dtype=np.float32)
+    with pytest.raises(ValueError, match="multiple of 4 columns, padded by 64"):
+        factorize(matrix, diagonal, 0.01)
+
+
 @pytest.mark.parametrize("kind", RULES)
 def test_rounding_has_the_bits_of_the_reference(kind: str) -> None:
     rule = RULES[kind]

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pqweights.kernels.gguf_encoding import KERNELS, EncodedBlocks, encode_blocks
+from pqweights.kernels.gguf_encoding import EncodedBlocks, encode_blocks
 from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -42,7 +42,7 @@ def test_products_with_the_weights_keep_their_size(name: str, weighed: bool) -> 
     assert after.errors.sum() <= 1.12 * before.errors.sum()
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_blocks_without_anything_to_gain_stay_as_they_are(name: str) -> None:
     values = np.zeros((3, 512), dtype=np.float32)
     values[1, 7] = np.nan

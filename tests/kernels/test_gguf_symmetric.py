@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from ggml_quantizer import ggml_blocks
-from gguf_symmetric_reference import IQ4, LAYOUTS, encode
+from gguf_symmetric_reference import IQ4, LAYOUTS, encode, inner_starts
 
 from pqweights.kernels.gguf_encoding import EncodedBlocks, encode_blocks, normalized_importance
-from pqweights.kernels.gguf_symmetric_formats import FORMATS, MOST_STARTS
+from pqweights.kernels.gguf_searches import SEARCHES
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 Floats = npt.NDArray[np.float32]
@@ -306,9 +306,12 @@ def test_recorded_errors_are_those_of_llama_cpp(name: str, kind: str) -> None:
 
 
 @every_type
-def test_formats_are_those_of_the_block_types(name: str) -> None:
-    form, kind = FORMATS[name], BLOCK_TYPES[name]
-    assert form.block_size == kind.block_size
-    assert len(form.all_starts) <= MOST_STARTS
-    for starts in (form.starts, form.all_starts):
-        assert len(starts) % 4 == form.inner_starts % 4 == 0 < len(starts) - form.inner_starts
+def test_searches_fit_what_is_evaluated_at_once(name: str) -> None:
+    for points in (SEARCHES[name].starts, SEARCHES[name].weighted_starts):
+        starts = [start for (start,) in points]
+        assert len(starts) % 4 == 0 < len(starts) - inner_starts(name, starts)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_numbers_of_types_are_those_of_ggml(name: str) -> None:
+    assert BLOCK_TYPES[name].number == gguf.GGMLQuantizationType[name]

@@ -6,7 +6,7 @@ compiled for GPUs in any case.
 
 from __future__ import annotations
 
-import fcntl
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from blocks import BITS, needs_triton
+from blocks import BITS
 from torch import Tensor
 
 from pqweights.codecs import get_codec
@@ -27,13 +27,12 @@ from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
 from pqweights.integrations import packed_products_gpu
 from pqweights.integrations.packed_rows import Factor, PackedRows, decode_rows
 from pqweights.kernels import BlockCoding
-from pqweights.kernels.devices import INTERPRETER
 from pqweights.kernels.reference import decode_blocks
 
 no_gpu = not torch.cuda.is_available()
 on_gpu = pytest.mark.skipif(no_gpu, reason="needs an NVIDIA GPU and a CUDA build of torch")
 interpreted = pytest.mark.skipif(not no_gpu, reason="Triton compiles its kernels here, because there is a GPU")
-pytestmark = needs_triton
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What an output may be off by, as a share of its standard deviation over random codes: inputs and levels were rounded
@@ -48,11 +47,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, with the sizes of its programs that a GPU has."""
+    """The module; programs multiply 4, 8 or 16 rows of W, as they do of much larger weights on a GPU."""
     from pqweights.kernels import gpu_products
 
-    monkeypatch.setattr(gpu_products, "MOST_OUTPUTS", 16)
-    monkeypatch.setattr(gpu_products, "LEAST_OUTPUTS", 4)
+    monkeypatch.setattr(gpu_products, "ENOUGH_PROGRAMS", 3)
     return gpu_products
 
 
@@ -111,7 +109,7 @@ def assert_close(y: Tensor, x: Tensor, decoded: Tensor, bias: Tensor | None = No
 
 # Outputs and columns that fill the last programs in part.
 SHAPES = ((37, 128), (20, 640), (5, 1152))
-CASES = list(itertools.product(BITS, DTYPES, (1, 2, 7, 16, 19)))
+CASES = list(itertools.product(BITS, DTYPES, (1, 2, 7, 16, 17)))
 
 
 @pytest.mark.parametrize(("bits", "dtype", "rows"), CASES)
@@ -319,7 +317,7 @@ def ptx(kernel, processor, pointers, constants, options):
 folder = Path(sys.argv[1])
 for processor in (80, 90):
     for kind, half in (("fp16", True), ("fp32", False)):
-        constants = {"SCALED": not half, "ROTATION": 2, "HALF": half, "BLOCKS": products.PREPARED_BLOCKS}
+        constants = {"SCALED": not half, "ROTATION": 2, "HALF": half}
         code = ptx(products._prepare, processor, {"out": "*" + kind}, constants, products.PREPARE_OPTIONS)
         (folder / f"prepare-{kind}-{processor}").write_text(code)
     for bits in (5, 8):
@@ -331,14 +329,12 @@ for processor in (80, 90):
 """
 
 
-def test_kernels_are_compiled_for_gpus(tmp_path: Path, lasting_folder: Path) -> None:
+def test_kernels_are_compiled_for_gpus(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Several rows use the tensor cores; one row needs no barrier between its look-ups, only for the last sum."""
-    environment = {name: value for name, value in os.environ.items() if name != INTERPRETER}
-    environment["TRITON_CACHE_DIR"] = str(lasting_folder / "triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("gpu"))  # later runs find it again
     command = [sys.executable, "-c", COMPILE, str(tmp_path)]
-    with open(lasting_folder / "triton.lock", "w") as lock:  # other workers compile, too
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(found) == 2 * (2 + 2 * 3)

@@ -17,14 +17,15 @@ from blocks import examples, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.kernels import lanes
 from pqweights.kernels.groups import (
     BEST,
+    FLOAT_MODES,
+    MOST_WEIGHTS,
     RUNTIME_RULES,
-    TILE_ORDER,
     FloatRule,
     GroupRule,
     Groups,
+    _empty_groups,
     _settings,
     fit_groups,
     pack_bits,
@@ -132,7 +133,7 @@ def test_the_kernel_returns_the_bits_of_the_reference(kind: str, bits: int) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_multiple_of_16_is_a_size(kind: str) -> None:
     values = np.concatenate([families(256)[name].reshape(-1) for name in ("gaussian", "heavy tails", "constant")])
-    for bits, size in zip(itertools.cycle(BITS), range(16, lanes.MOST_GROUP_SIZE + 1, 16)):
+    for bits, size in zip(itertools.cycle(BITS), range(16, MOST_WEIGHTS + 1, 16)):
         whole = values[: len(values) // size * size]
         assert_same_groups(quantize(best(kind, bits, size), whole), reference(best(kind, bits, size), whole), size)
 
@@ -484,6 +485,33 @@ def test_rotating_has_the_bits_of_the_reference() -> None:
         assert same_bits(values, truth), name
 
 
+@pytest.mark.parametrize("size", [1, 5, 16, 24, 31])
+@pytest.mark.parametrize("rule", [*RUNTIME_RULES, "mxfp4", "mxfp8", "nvfp4"])
+def test_rules_take_groups_of_any_size(rule: str, size: int) -> None:
+    """A group that is there twice has the same scale, offset and codes; 37 groups are not a multiple of 16."""
+    if rule in ("mxfp4", "mxfp8", "nvfp4") and size > 16:
+        return
+    values = np.resize(np.concatenate(list(bf16_families(48).values())), (37, size)) * np.float32(2.0**-4)
+
+    def rounded(values: Floats) -> Groups:
+        out = _empty_groups(values.reshape(-1), values.shape[1])
+        out.offsets[:] = 0
+        if rule in RUNTIME_RULES:
+            round_groups(values.reshape(-1), out, bits=4, rule=RUNTIME_RULES[rule])
+        else:
+            round_floats(values.reshape(-1), out, mode=FLOAT_MODES[rule])
+        return out
+
+    once, twice = rounded(values), rounded(np.tile(values, (1, 2)))
+    assert same_bits(once.scales, twice.scales) and same_bits(once.offsets, twice.offsets)
+    assert same_bits(np.tile(once.codes, (1, 2)), twice.codes)
+    wide = values.astype(np.float64)
+    assert np.allclose(once.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0)
+    for group in (0, 15, 16, 36):
+        for one, all_of_them in zip(arrays(rounded(values[group : group + 1])), arrays(once), strict=True):
+            assert same_bits(one[0], all_of_them[group])
+
+
 # --- packings ---
 
 
@@ -501,7 +529,8 @@ def test_tiles_are_those_of_tinygemm(shape: tuple[int, int]) -> None:
     codes = np.random.default_rng(shape[0]).integers(0, 16, shape).astype(np.uint8)
     packed = pack_tiles(codes)
     assert same_bits(packed, groups_reference.pack_tiles(codes))
-    assert len(packed) == codes.size // 2 and sorted(TILE_ORDER.tolist()) == list(range(8 * 128))
+    nibbles = np.concatenate([packed & 15, packed >> 4])
+    assert np.array_equal(np.bincount(nibbles, minlength=16), np.bincount(codes.reshape(-1), minlength=16))
 
 
 def test_tiles_multiply_correctly_in_the_pytorch_kernel() -> None:

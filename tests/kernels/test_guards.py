@@ -38,24 +38,26 @@ def round_to_floats(size: int) -> None:
     round_floats(np.ones(2 * size, dtype=np.float32), empty_groups(2, size), mode=1)
 
 
-def product(*, rows: int = 2, inputs: int = 256, columns: int = 256, norms: int = 6, scales: int = 0) -> None:
+def product(
+    *, rows: int = 2, inputs: int = 256, norms: int = 6, scales: int = 0, room: int = 3, column: int = 0
+) -> None:
     """Multiply a weight of 3 rows and 256 columns."""
     coding = BlockCoding(codebook=codebook(4))
     codes, found = np.zeros((6, 64), dtype=np.uint8), np.zeros(norms, dtype=np.uint16)
     made = Product(codes[:norms], found, coding, outputs=3, dtype="F32")
-    prepared, x = PreparedInputs(), np.zeros((rows, 256), dtype=np.float32)
+    prepared, x = PreparedInputs(), np.zeros((rows, inputs), dtype=np.float32)
     basis = InputBasis(made.basis.rotation, bytes(4 * scales))
-    prepared.prepare(x.ctypes.data, rows=rows, columns=inputs, dtype="F32", basis=basis)
-    out = np.zeros((rows, 3), dtype=np.float32)
-    made.multiply(prepared, out=out.ctypes.data, stride=3, bias=None, factor=1.0, threads=1)
+    prepared.prepare(x, dtype="F32", basis=basis)
+    out = np.zeros((rows, room), dtype=np.float32)
+    made.multiply(prepared, out=out, column=column, bias=None, factor=1.0, threads=1)
 
 
 def product_in_another_basis() -> None:
     codes, norms = np.zeros((6, 64), dtype=np.uint8), np.zeros(6, dtype=np.uint16)
     made = Product(codes, norms, BlockCoding(codebook=codebook(4)), outputs=3, dtype="F32")
     prepared, x = PreparedInputs(), np.zeros((1, 256), dtype=np.float32)
-    prepared.prepare(x.ctypes.data, rows=1, columns=256, dtype="F32", basis=InputBasis(0, b""))
-    made.multiply(prepared, out=x.ctypes.data, stride=3, bias=None, factor=1.0, threads=1)
+    prepared.prepare(x, dtype="F32", basis=InputBasis(0, b""))
+    made.multiply(prepared, out=x, bias=None, factor=1.0, threads=1)
 
 
 def encode_superblocks(blocks: int, stride: int = 9000) -> None:
@@ -100,6 +102,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "fewer scales than columns": lambda: product(scales=128),
     "rows of no whole blocks": lambda: product(norms=5),
     "inputs in another basis": product_in_another_basis,
+    "fewer outputs than rows of the weight": lambda: product(room=2),
+    "outputs beyond the last column": lambda: product(room=4, column=2),
+    "outputs before the first column": lambda: product(room=4, column=-1),
     "superblocks larger than the encoder's room": lambda: encode_superblocks(1025, 20_000),
     "superblocks of nothing": lambda: encode_superblocks(0),
     "superblocks shorter than a header": lambda: encode_superblocks(4, 6),
@@ -111,6 +116,7 @@ ALLOWED: dict[str, Callable[[], Any]] = {
     "floating groups": lambda: round_to_floats(32),
     "whole groups": lambda: quantized(BEST, 64),
     "rows of inputs": lambda: product(rows=16),
+    "outputs among others": lambda: product(room=5, column=2),
     "superblocks": lambda: encode_superblocks(1024, 20_000),
     "superblocks to decode": lambda: decode_superblocks(4, 100),
     "levels": lambda: encode_with_levels([-1.5, -0.5, 0.5, 1.5]),

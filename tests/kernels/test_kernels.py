@@ -48,6 +48,16 @@ def test_the_cpu_backend_returns_the_bytes_of_the_reference(bits, dtype):
             raise AssertionError(f"{name}, signed {signed}: {error}") from error
 
 
+@pytest.mark.parametrize("exponent", [-160, 160])
+@pytest.mark.parametrize("bits", BITS)
+def test_norms_that_float16_cannot_hold_are_encoded_alike(bits, exponent):
+    """They become infinite or zero; the errors are then infinite or not a number, or those of zeros."""
+    values = FAMILIES["gaussian"]
+    found, wanted = (encode_floats(values, bits, exponent=exponent, backend=name) for name in ("cpu", "reference"))
+    for mine, truth in zip(found[:4], wanted[:4], strict=True):
+        assert np.array_equal(mine, truth, equal_nan=mine.dtype.kind == "f")
+
+
 GROUPS = (1, 15, 16, 17, 31, 33)  # numbers of blocks; the CPU kernels take 16 together
 
 
@@ -208,25 +218,19 @@ def test_rotated_coordinates_are_levels_times_the_norm(backend, bits):
     assert np.abs(weights).max() > 1e3 * bound.max()
 
 
-def test_tables_and_kernels_have_the_same_degrees():
-    """cpu.py makes the tables that encoding.py reads, but may not import it."""
-    from pqweights.kernels import cpu, encoding
-
-    assert cpu._DEGREES == encoding.DEGREES
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_the_polynomial_counts_thresholds(bits):
     """In float32, fused or not, it is off by less than half, so that one comparison is enough to find the level."""
-    from pqweights.kernels import cpu, encoding
+    from pqweights.kernels import cpu
 
     book = codebook(bits)
-    table = cpu._encode_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
+    table = cpu._search_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
     limits = book.thresholds[2 ** (bits - 1) - 1 :]
-    assert len(table) == 16 + 2 * encoding.entries(bits) and table[2] == limits[-1]
+    entries = 16 if bits < 5 else 32 if bits == 5 else len(limits)  # of each of the two tables
+    assert len(table) == 1 + cpu._DEGREES[bits] + 2 * entries and table[0] == limits[-1]
     for kind in (np.float32, np.float64):
         counted = np.zeros(len(limits), kind)
-        for coefficient in table[3 : 3 + cpu._DEGREES[max(bits, 5)]]:
+        for coefficient in table[1 : 1 + cpu._DEGREES[bits]]:
             counted = (counted + kind(coefficient)) * limits.astype(kind)
         assert np.abs(counted - np.arange(len(limits))).max() < 0.46
 
@@ -702,9 +706,3 @@ def test_decoding_saturates_and_rounds_to_nearest_even(backend):
     assert first("F16", 2.0**-24, 0) == 3 * 2.0**-24
     assert first("F16", 2.0**-24, -1) == 2 * 2.0**-24  # 1.5 steps: the tie goes to the even one
     assert first("F32", 0.0, 0) == 0.0
-
-
-def test_polynomials_have_the_degree_that_the_kernel_evaluates() -> None:
-    from pqweights.kernels import cpu, encoding
-
-    assert cpu._DEGREES == encoding.DEGREES

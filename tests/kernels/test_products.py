@@ -11,7 +11,7 @@ import pytest
 from product_cases import computed, exact, excess, make_case
 
 from pqweights.kernels import BlockCoding, openmp
-from pqweights.kernels.product_task import MOST_ROWS
+from pqweights.kernels.products import MOST_ROWS
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])

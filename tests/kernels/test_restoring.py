@@ -8,8 +8,8 @@ import pytest
 import torch
 from restoring_cases import Runs, books, code_tables_of_all, expected_codes, expected_levels
 
-from pqweights.kernels import nearest, restoring
-from pqweights.kernels.restoring import scaled_levels
+from pqweights.kernels import transform_codes
+from pqweights.kernels.transform_codes import nearest, scaled_levels
 
 TABLES = code_tables_of_all()
 RUNS: list[Runs] = [
@@ -24,10 +24,9 @@ RUNS: list[Runs] = [
 @pytest.fixture
 def every_call_is_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Cut even the smallest calls into tiles for two threads."""
-    monkeypatch.setattr(restoring, "LEAST_SHARED", 0)
-    monkeypatch.setattr(restoring, "LEAST_TILE", 1)
-    monkeypatch.setattr(nearest, "LEAST_SHARED", 0)
-    monkeypatch.setattr(nearest, "TILE_NUMBERS", 64)
+    monkeypatch.setattr(transform_codes, "LEAST_SHARED", 0)
+    monkeypatch.setattr(transform_codes, "LEAST_TILE", 1)
+    monkeypatch.setattr(transform_codes, "TILE_NUMBERS", 64)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -126,7 +125,7 @@ def test_codes_that_do_not_fit_are_refused() -> None:
 def test_codes_of_all_widths_are_as_expected(runs: Runs) -> None:
     for rows in (1, 37):
         values = numbers(runs, rows)
-        for made, expected in zip(nearest.nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
+        for made, expected in zip(nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
             assert torch.equal(made, expected)
 
 
@@ -134,13 +133,13 @@ def test_codes_of_all_widths_are_as_expected(runs: Runs) -> None:
 def test_threads_change_no_code() -> None:
     for runs in RUNS[-4:]:
         values = numbers(runs, 100)
-        for made, expected in zip(nearest.nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
+        for made, expected in zip(nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
             assert torch.equal(made, expected)
 
 
 def test_numbers_with_gaps_and_gradients_are_coded() -> None:
     values = numbers([(16, 3)], 10).T.contiguous().T.requires_grad_()
-    codes, levels = nearest.nearest(values, [(16, 3)], TABLES)
+    codes, levels = nearest(values, [(16, 3)], TABLES)
     assert torch.equal(codes, nearest_of(values.detach(), [(16, 3)])[0])
     assert not levels.requires_grad
 
@@ -156,5 +155,5 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         (values.to("meta"), [(24, 3)]),
     ):
         with pytest.raises(ValueError, match="expected"):
-            nearest.nearest(wrong, runs, TABLES)
-    assert nearest.nearest(values[:0], [(24, 3)], TABLES)[0].shape == (0, 24)
+            nearest(wrong, runs, TABLES)
+    assert nearest(values[:0], [(24, 3)], TABLES)[0].shape == (0, 24)

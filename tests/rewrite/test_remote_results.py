@@ -278,11 +278,7 @@ class SeparateParts:
         self.scratch = scratch
         self.resumed: list[int] = []
 
-    def device(self, asked: str) -> str:
-        """See Engine."""
-        return "cpu"
-
-    def check(self, task: RewriteTask, workspace: ResultWorkspace, device: str, fetched_bytes: int) -> None:
+    def check(self, task: RewriteTask, workspace: ResultWorkspace, fetched_bytes: int) -> None:
         """See Engine."""
 
     def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:

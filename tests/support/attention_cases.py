@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels import cpu
-from pqweights.kernels.attention_task import MOST_ENTRY, TOKEN_WIDTHS, PolarTask, TokenTask
+from pqweights.kernels import native
+from pqweights.kernels.native import array, counter
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
+
+# Entries of look-up tables as integers, at most.
+MOST_ENTRY = 32639
 
 
 def unpacked(packed: Bytes, bits: int, count: int) -> npt.NDArray[np.int64]:
@@ -104,10 +106,15 @@ def polar_computed(case: PolarCase, threads: int = 1, tile_groups: int = 2) -> F
     heads, rows, size = case.queries.shape
     groups, scales = case.angles.shape[1], case.scales.astype(np.float32)
     out = np.full((heads, rows, groups * 32), np.nan, dtype=np.float32)
-    addresses = [array.ctypes.data for array in (case.queries, case.angles, case.radii, scales, out)]
-    step, offset = (1, size // 2) if case.halves else (2, 1)
-    task = PolarTask(0, heads, rows, groups, size // 2, tile_groups, *addresses, step, offset, case.chunk_groups)
-    cpu.run_task(f"polar_scores_{case.angle_bits}{case.radius_bits}", ctypes.addressof(task), threads)
+    arrays = (
+        array(case.queries, "f4", heads * rows * size),
+        array(case.angles, "u1", heads * groups * size * 2 * case.angle_bits),
+        array(case.radii, "u1", heads * groups * size * 2 * case.radius_bits),
+        array(scales, "f4", heads * -(-groups // case.chunk_groups) * size // 2),
+        array(out, "f4", out.size, written=True),
+    )
+    numbers = (heads, rows, groups, size // 2, case.radius_bits, case.halves, case.chunk_groups, tile_groups)
+    native.call("polar_scores", counter(), *arrays, *numbers, threads=threads)
     return out
 
 
@@ -187,9 +194,18 @@ def sums_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> F
     out = np.full((heads, rows, case.size), np.nan, dtype=np.float32)
     tiles = -(-tokens // tile_tokens)
     sums, finished = np.empty(heads * tiles * rows * case.size, np.float32), np.zeros(heads, np.int64)
-    norms = None if case.lows is None else case.norms
-    arrays = (case.codes, case.levels, case.weights, out, norms, sums, finished, case.lows)
-    _run("weighted_values", case, threads, tile_tokens, arrays)
+    arrays = (
+        array(case.weights, "f4", heads * rows * tokens),
+        array(case.codes, "u1", heads * tokens * case.size * case.bits // 8),
+        array(case.levels, "f4", 1 << case.bits),
+        None if case.lows is None else array(case.norms.view(np.uint16), "u2", heads * tokens),
+        None if case.lows is None else array(case.lows.view(np.uint16), "u2", heads * tokens),
+        array(sums, "f4", sums.size, written=True),
+        array(finished, "i8", heads, written=True),
+        array(out, "f4", out.size, written=True),
+    )
+    numbers = (heads, rows, tokens, case.size, case.bits, tile_tokens)
+    native.call("weighted_values", counter(), *arrays, *numbers, threads=threads)
     return out
 
 
@@ -197,19 +213,16 @@ def scores_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) ->
     """Return the scores of the kernel, called without torch."""
     heads, rows, tokens = case.weights.shape
     out = np.full((heads, rows, tokens), np.nan, dtype=np.float32)
-    arrays = (case.codes, case.levels, case.queries, out, case.norms)
-    _run("hadamard_scores", case, threads, tile_tokens, arrays)
+    arrays = (
+        array(case.queries, "f4", heads * rows * case.size),
+        array(case.codes, "u1", heads * tokens * case.size * case.bits // 8),
+        array(case.norms.view(np.uint16), "u2", heads * tokens),
+        array(case.levels, "f4", 1 << case.bits),
+        array(out, "f4", out.size, written=True),
+    )
+    numbers = (heads, rows, tokens, case.size, case.bits, tile_tokens)
+    native.call("hadamard_scores", counter(), *arrays, *numbers, threads=threads)
     return out
-
-
-def _run(
-    name: str, case: TokenCase, threads: int, tile_tokens: int, arrays: tuple[npt.NDArray[Any] | None, ...]
-) -> None:
-    heads, rows, tokens = case.weights.shape
-    addresses = [None if array is None else array.ctypes.data for array in arrays]
-    task = TokenTask(0, heads, rows, tokens, case.size, case.bits, tile_tokens, *addresses)
-    kernel = f"{name}_{case.bits if case.bits in TOKEN_WIDTHS else 8}"
-    cpu.run_task(kernel, ctypes.addressof(task), threads)
 
 
 def excess(made: Floats, exact: tuple[Doubles, Doubles]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -23,12 +22,7 @@ Encoded = tuple[Bytes, npt.NDArray[np.uint16], npt.NDArray[np.float64], npt.NDAr
 BITS = range(2, 9)
 DTYPES = ("BF16", "F16", "F32")
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="the gpu backend needs triton, which is not installed"
-)
-each_backend = pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=needs_triton) if name == "gpu" else name for name in sorted(BACKENDS)]
-)
+each_backend = pytest.mark.parametrize("backend", sorted(BACKENDS))
 
 
 def examples(count: int) -> settings:

@@ -1,4 +1,4 @@
-"""Libraries that compute with exports, and that the environment of development does not have: llama.cpp and vLLM.
+"""What the environment of development does not have: llama.cpp and vLLM, which compute with exports, and an emulator.
 
 A test, or a module, that needs one says so. Without it, it is skipped, and the skip says which command installs it;
 with --require-runtimes, as `make test-runtimes` and .ci/run ask, it fails.
@@ -7,6 +7,8 @@ with --require-runtimes, as `make test-runtimes` and .ci/run ask, it fails.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,11 +16,15 @@ from pathlib import Path
 
 import pytest
 
+_NAMES = ("qemu-aarch64-static", "qemu-aarch64")
 # vLLM wants other versions of torch and transformers: an environment beside ours, whose name ends with -vllm.
 VLLM = Path(f"{sys.prefix}-vllm")
+# Of aarch64, in the environment or of the system.
+EMULATOR = next(filter(None, (shutil.which(n, path=f"{sys.prefix}/bin:{os.environ['PATH']}") for n in _NAMES)), None)
 IS_INSTALLED: dict[str, Callable[[], bool]] = {
     "llama.cpp": lambda: importlib.util.find_spec("llama_cpp") is not None,
     "vLLM": lambda: (VLLM / ".ready").exists(),
+    "qemu": lambda: EMULATOR is not None,
 }
 OPTION = "--require-runtimes"
 _required = False
@@ -26,7 +32,9 @@ _required = False
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption(OPTION, action="store_true", help="fail, instead of skipping, where llama.cpp or vLLM is missing")
+    parser.addoption(
+        OPTION, action="store_true", help="fail, instead of skipping, where llama.cpp, vLLM or qemu is missing"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

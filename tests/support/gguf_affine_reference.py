@@ -1,7 +1,7 @@
-"""A numpy reference for GGUF's blocks of scales and offsets: the rule of pqweights/kernels/gguf_affine_blocks.py.
+"""A numpy reference for GGUF's blocks of scales and offsets: the rule of pqweights/kernels/native/gguf_affine.cpp.
 
 Every line is an operation of that rule on all blocks at once, in float32 and in the same order, so the results are the
-same bits. The code is independent: it shares no table and no helper with the kernels, and is told the settings.
+same bits. The code is independent: it shares no table and no helper with the kernels, and is told where searches begin.
 """
 
 from __future__ import annotations
@@ -11,19 +11,38 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.kernels.gguf_searches import Points, Search
+
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
 
 f32 = np.float32
 TINY = f32(2.0**-100)
-# type -> weights of a block and of a part, the largest code, the largest integer of scales and offsets
+RELAX, PASSES, STEPS = f32(3), 4, 2
+
+
+class Format(NamedTuple):
+    """Weights of a block and of a part, the largest code, the largest integer of scales and offsets, and rounds."""
+
+    block_size: int
+    part_size: int
+    last_code: int
+    last_level: int
+    rounds: int
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block."""
+        return self.block_size // self.part_size
+
+
 FORMATS = {
-    "Q4_K": (256, 32, 15, 63),
-    "Q5_K": (256, 32, 31, 63),
-    "Q2_K": (256, 16, 3, 15),
-    "Q5_1": (32, 32, 31, 1),
-    "Q4_1": (32, 32, 15, 1),
+    "Q4_K": Format(256, 32, 15, 63, 2),
+    "Q5_K": Format(256, 32, 31, 63, 2),
+    "Q2_K": Format(256, 16, 3, 15, 3),
+    "Q5_1": Format(32, 32, 31, 1, 2),
+    "Q4_1": Format(32, 32, 15, 1, 2),
 }
 
 
@@ -36,10 +55,11 @@ class Encoded(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A format: the largest code, the largest integer, and whether blocks have one part."""
+    """A format: the largest code, the largest integer, how many rounds, and whether blocks have one part."""
 
     code: np.float32
     level: np.float32
+    rounds: int
     alone: bool
 
 
@@ -64,11 +84,11 @@ class _Choice(NamedTuple):
     b: Floats
 
 
-def encode(kind: str, values: Floats, settings: Floats, importance: Floats | None) -> Encoded:
+def encode(kind: str, values: Floats, search: Search, importance: Floats | None) -> Encoded:
     """Weights [rows, columns] in a format of FORMATS. importance: likewise, above 0, as the kernel takes it."""
-    size, part_size, code, level = FORMATS[kind]
+    size, part_size, code, level, rounds = FORMATS[kind]
     values = values.reshape(-1, size)
-    form = _Form(f32(code), f32(level), size == part_size)
+    form = _Form(f32(code), f32(level), rounds, size == part_size)
     with np.errstate(all="ignore"):
         shape = (size // part_size, part_size, len(values))
         x = np.ascontiguousarray(values.T).reshape(shape)
@@ -79,13 +99,14 @@ def encode(kind: str, values: Floats, settings: Floats, importance: Floats | Non
         down, up = (np.ldexp(f32(1), power).astype(np.float32) for power in (-exponent, exponent))
         w = x * down
         factors = None if importance is None else np.ascontiguousarray(importance.reshape(-1, size).T).reshape(shape)
-        *fits, totals = _fitted(w, factors, settings, form)
+        starts = search.starts if importance is None else search.weighted_starts
+        *fits, totals = _fitted(w, factors, starts, form)
         if form.alone:
-            choice = _rounded_alone(w, factors, totals, fits, int(settings[5]), form, up, down)
+            choice = _rounded_alone(w, factors, totals, fits, form, up, down)
         else:
             sums = _summed(w, factors, totals, (fits[0], fits[1]), form)
-            d, dmin = _guessed(sums, (fits[0], fits[1]), settings, form, up, down)
-            choice = _rounded(w, factors, sums, (d, dmin), settings, form, up, down)
+            d, dmin = _guessed(sums, (fits[0], fits[1]), search.factors, form, up, down)
+            choice = _rounded(w, factors, sums, (d, dmin), form, up, down)
         scale, offset = choice.a * choice.d, choice.b * choice.dmin
         q = _codes(w, scale, offset, form)
         e = (w - (q * scale[:, None] - offset[:, None])).astype(np.float64)
@@ -101,9 +122,8 @@ def encode(kind: str, values: Floats, settings: Floats, importance: Floats | Non
 # --- fit ---
 
 
-def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) -> tuple[Floats, Floats, Floats]:
+def _fitted(w: Floats, factors: Floats | None, starts: Points, form: _Form) -> tuple[Floats, Floats, Floats]:
     """Scales, offsets and total importance [parts, blocks]."""
-    relax, passes, starts = settings[0], int(settings[1]), int(settings[2])
     smallest, largest = w.min(axis=1), w.max(axis=1)
     smallest = smallest if form.alone else _minimum(smallest, f32(0))
     totals = np.full_like(largest, w.shape[1]) if factors is None else _in_order(factors)
@@ -113,17 +133,16 @@ def _fitted(w: Floats, factors: Floats | None, settings: Floats, form: _Form) ->
         -smallest,
     )
     center = (largest + smallest) * f32(0.5)
-    for start in range(starts):
+    for start in range(0, len(starts), 3):
         chains = []
-        for c in range(3):
-            below, above = settings[6 + 6 * start + 2 * c : 8 + 6 * start + 2 * c]
-            begin = center + (smallest - center) * below
-            scale = (center + (largest - center) * above - begin) / form.code
+        for below, above in starts[start : start + 3]:
+            begin = center + (smallest - center) * f32(below)
+            scale = (center + (largest - center) * f32(above) - begin) / form.code
             chains.append((_maximum(scale, TINY), _allowed(-begin, form)))
-        for _ in range(passes):
+        for _ in range(PASSES):
             moved = [_moments(w, factors, *chain, form) for chain in chains]
             for c, moments in enumerate(moved):
-                best, chains[c] = _moved(best, *chains[c], moments, totals, relax, form)
+                best, chains[c] = _moved(best, *chains[c], moments, totals, form)
     if form.alone:
         return best[1], best[2], totals
     most = _codes(w, best[1], best[2], form).max(axis=1)
@@ -145,7 +164,6 @@ def _moved(
     offset: Floats,
     moments: list[Floats],
     total: Floats,
-    relax: Any,
     form: _Form,
 ) -> tuple[tuple[Floats, Floats, Floats], tuple[Floats, Floats]]:
     ee, er, rr, e, r = moments
@@ -164,8 +182,8 @@ def _moved(
     fitted_offset = np.where(pinned, f32(0), offset - scale * shift)
     better = (error < best[0]) & (fitted > scale * f32(0.25))
     kept = tuple(np.where(better, new, old) for new, old in zip((error, fitted, fitted_offset), best, strict=True))
-    step = _minimum(_maximum(relax * slope, f32(-0.5)), f32(1))
-    after = (_maximum(scale * (step + f32(1)), TINY), _allowed(offset - scale * (relax * shift), form))
+    step = _minimum(_maximum(RELAX * slope, f32(-0.5)), f32(1))
+    after = (_maximum(scale * (step + f32(1)), TINY), _allowed(offset - scale * (RELAX * shift), form))
     return (kept[0], kept[1], kept[2]), after
 
 
@@ -250,15 +268,14 @@ def _half(x: Floats) -> Floats:
 
 
 def _guessed(
-    sums: _Sums, fits: tuple[Floats, Floats], settings: Floats, form: _Form, up: Floats, down: Floats
+    sums: _Sums, fits: tuple[Floats, Floats], pairs: Points, form: _Form, up: Floats, down: Floats
 ) -> tuple[Floats, Floats]:
-    starts, pairs, steps = (int(settings[place]) for place in (2, 3, 4))
     d0, dmin0 = (_maximum(each, f32(0)).max(axis=0) / form.level for each in (sums.scale, fits[1]))
     least = np.full_like(d0, np.inf)
     best = (_half(d0 * up) * down, _half(dmin0 * up) * down)
-    for scale, offset in settings[6 + 6 * starts :][: 2 * pairs].reshape(pairs, 2):
-        d, dmin = d0 * scale, dmin0 * offset
-        for _ in range(steps):
+    for scale, offset in pairs:
+        d, dmin = d0 * f32(scale), dmin0 * f32(offset)
+        for _ in range(STEPS):
             d, dmin = _half(d * up) * down, _half(dmin * up) * down
             error, a, b = _levels(sums, d, dmin, form)
             better = error < least
@@ -273,14 +290,13 @@ def _rounded(
     factors: Floats | None,
     sums: _Sums,
     pair: tuple[Floats, Floats],
-    settings: Floats,
     form: _Form,
     up: Floats,
     down: Floats,
 ) -> _Choice:
     d, dmin = pair
     best = _Choice(np.full_like(d, np.inf), d, dmin, np.zeros_like(sums.w), np.zeros_like(sums.w))
-    for _ in range(int(settings[5])):
+    for _ in range(form.rounds):
         d, dmin = _half(d * up) * down, _half(dmin * up) * down
         _, a, b = _levels(sums, d, dmin, form)
         errors, a, b = _searched(w, factors, (d, dmin), (a, b), form)
@@ -301,13 +317,12 @@ def _rounded_alone(
     factors: Floats | None,
     total: Floats,
     fits: list[Floats],
-    rounds: int,
     form: _Form,
     up: Floats,
     down: Any,
 ) -> _Choice:
     (scale, offset), least = fits, np.full_like(total, np.inf)
-    for turn in range(rounds):
+    for turn in range(form.rounds):
         q = _codes(w, scale, offset, form)
         e = (w + offset[:, None]) * _inverse(scale)[:, None] - q
         fe, fq = (e, q) if factors is None else (factors * e, factors * q)

@@ -1,4 +1,4 @@
-"""A numpy reference for GGUF's blocks without offsets: the rule of gguf_symmetric_lanes.py, and the bytes.
+"""A numpy reference for GGUF's blocks without offsets: the rule of native/gguf_symmetric.cpp, and the bytes.
 
 Every line is an operation of that rule on all blocks at once, in float32 and in the same order, so the results are the
 same bits. The code is independent: it shares no helper with the kernels, and is told where the search starts.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels.gguf_symmetric_formats import FORMATS, SymmetricFormat
+from pqweights.kernels.gguf_searches import SEARCHES, Search
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -62,8 +62,8 @@ class _Blocks:
 
 def encode(name: str, values: Floats, importance: Floats | None) -> Encoded:
     """Encode weights [rows, columns]; importance [columns], above 0."""
-    search = FORMATS[name]
-    starts = search.starts if importance is None else search.all_starts
+    search = SEARCHES[name]
+    starts = [start for (start,) in (search.starts if importance is None else search.weighted_starts)]
     parts, size = LAYOUTS[name][:2]
     rows, columns = values.shape
     factors = np.ones(columns, dtype=np.float32) if importance is None else importance
@@ -98,7 +98,7 @@ def _searched(blocks: _Blocks, part: int, starts: Sequence[float]) -> Floats:
     for k, start in enumerate(starts):
         inverse, scale = F32(start) * (F32(1) / reference), reference / F32(start)
         t = w * inverse
-        r = np.rint(t) if k < FORMATS[blocks.name].inner_starts else blocks.value(t)
+        r = np.rint(t) if k < inner_starts(blocks.name, starts) else blocks.value(t)
         e = t - r
         ee, er = _sum((f * e) * e), _sum((f * e) * r)
         rr = ((energy * inverse) * inverse - er) - (er + ee)
@@ -107,6 +107,13 @@ def _searched(blocks: _Blocks, part: int, starts: Sequence[float]) -> Floats:
         best = np.where(error < least, scale * (slope + F32(1)), best)
         least = np.where(error < least, error, least)
     return np.where(extreme == 0, F32(0), best)
+
+
+def inner_starts(name: str, starts: Sequence[float]) -> int:
+    """How many of the starts, from the first on, cannot lead to codes out of range; a multiple of 4."""
+    highest = LAYOUTS[name][3]
+    inner = [highest is not None and abs(start) <= highest + 0.25 for start in starts]
+    return [*inner, False].index(False) // 4 * 4
 
 
 def _inverse(scale: Floats) -> Floats:
@@ -171,15 +178,16 @@ def _tried(blocks: _Blocks, scales: Floats, d: Floats, width: int) -> tuple[Floa
     return total, np.stack(chosen)
 
 
-def _super_blocks(blocks: _Blocks, scales: Floats, search: SymmetricFormat) -> tuple[Floats, Floats]:
+def _super_blocks(blocks: _Blocks, scales: Floats, search: Search) -> tuple[Floats, Floats]:
     """Step 3 for blocks of several parts."""
     largest = np.zeros_like(scales[0])
     for scale in scales:
         largest = np.where(np.abs(scale) > np.abs(largest), scale, largest)
     least, best, whole = np.full_like(largest, np.inf), np.zeros_like(largest), np.zeros_like(scales)
-    candidates = [next(_f16_neighbours(blocks, largest * F32(multiplier))) for multiplier in search.multipliers]
+    width = 24 if blocks.name == "Q6_K" else 4
+    candidates = [next(_f16_neighbours(blocks, largest * F32(multiplier))) for (multiplier,) in search.factors]
     for d in candidates:
-        error, factors = _tried(blocks, scales, d, search.factors_tried)
+        error, factors = _tried(blocks, scales, d, width)
         whole = np.where(error < least, factors, whole)
         best, least = np.where(error < least, d, best), np.where(error < least, error, least)
     scales = best * whole

@@ -1,4 +1,4 @@
-"""A numpy reference for groups of integers: the rule of pqweights/kernels/lanes.py, and the packings.
+"""A numpy reference for groups of integers: the rule of kernels/native/groups.cpp, and the packings.
 
 Every line is an operation of that rule on all groups at once, in float32 and in the same order, so the results are the
 same bits. The code is independent: it shares no table and no helper with the kernels, and is told where the fit starts.
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
 
     @property
     def half(self) -> np.float32:
-        """The number that lanes.py calls h."""
+        """The number that groups.cpp calls half."""
         return np.float32(2 ** (self.bits - 1))
 
     @property

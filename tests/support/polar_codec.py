@@ -73,10 +73,8 @@ class PolarCodec:
     rates = tuple(DISTORTIONS)
     any_rate = False
     efforts = ()
-    encodes_on_gpu = decodes_on_gpu = False
     block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
-    compiling_bytes = 0
     description = ""
     papers = ()
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.kernels import BlockCoding, products
-from pqweights.kernels.product_task import MOST_INPUT, MOST_LEVEL
+from pqweights.kernels.products import MOST_INPUT, MOST_LEVEL
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -94,9 +94,14 @@ def exact(case: Case) -> tuple[Doubles, Doubles]:
     return made, 6 * np.sqrt(of_inputs + of_levels) + sizes
 
 
+def elements(x: Floats, dtype: str) -> npt.NDArray[Any]:
+    """Return numbers of a dtype as the kernels take them."""
+    return from_float32(x.reshape(-1), dtype).view(np.float32 if dtype == "F32" else np.uint16).reshape(x.shape)
+
+
 def computed(case: Case, *, threads: int = 1, factor: float = 1.0) -> Doubles:
     """Return the products of the kernel, [rows, outputs]."""
-    rows, columns = case.x.shape
+    rows = len(case.x)
     weight = products.Product(
         case.codes,
         case.norms.view(np.uint16),
@@ -105,16 +110,15 @@ def computed(case: Case, *, threads: int = 1, factor: float = 1.0) -> Doubles:
         dtype=case.dtype,
         awq=case.awq,
     )
-    raw = from_float32(case.x.reshape(-1), case.dtype)
     inputs = products.PreparedInputs()
-    inputs.prepare(raw.ctypes.data, rows=rows, columns=columns, dtype=case.dtype, basis=weight.basis)
-    stride = case.outputs + 3
-    out = from_float32(np.full(rows * stride, 77, dtype=np.float32), case.dtype)
-    bias = None if case.bias is None else case.bias.ctypes.data
-    weight.multiply(inputs, out=out.ctypes.data, stride=stride, bias=bias, factor=factor, threads=threads)
-    made = to_float32(out, case.dtype).reshape(rows, stride)
-    assert (made[:, case.outputs :] == 77).all()
-    return made[:, : case.outputs].astype(np.float64)
+    inputs.prepare(elements(case.x, case.dtype), dtype=case.dtype, basis=weight.basis)
+    before, after = 2, 3
+    out = elements(np.full((rows, before + case.outputs + after), 77, dtype=np.float32), case.dtype)
+    bias = None if case.bias is None else np.pad(case.bias, (before, after), constant_values=55)
+    weight.multiply(inputs, out=out, column=before, bias=bias, factor=factor, threads=threads)
+    made = to_float32(out.view(np.uint8).reshape(-1), case.dtype).reshape(out.shape)
+    assert (np.delete(made, range(before, before + case.outputs), 1) == 77).all()
+    return made[:, before : before + case.outputs].astype(np.float64)
 
 
 def excess(case: Case, **options: Any) -> float:
@@ -125,20 +129,28 @@ def excess(case: Case, **options: Any) -> float:
 
 
 def prepared_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
-    """Return what the kernel makes of inputs: [blocks, rows, 128] in ascending order, and scales [blocks, rows].
+    """Return what the kernel makes of inputs: [blocks, rows, 128] in ascending order, and scales [rows, blocks].
 
     The order in which a kernel has them depends on the processor; products show whether it is right.
     """
-    rows, columns = case.x.shape
-    rotation = 2 if case.coding.signed else 1
+    rows, rotation = len(case.x), 2 if case.coding.signed else 1
     basis = products.InputBasis(rotation, b"" if case.awq is None else case.awq.tobytes())
-    raw, inputs = from_float32(case.x.reshape(-1), case.dtype), products.PreparedInputs()
-    inputs.prepare(raw.ctypes.data, rows=rows, columns=columns, dtype=case.dtype, basis=basis)
-    values = np.frombuffer(inputs.memory[0], dtype=np.int16)[: rows * columns].reshape(-1, rows, 128)
-    return np.sort(values), np.frombuffer(inputs.memory[1], dtype=np.float32)[: rows * columns // 128].reshape(-1, rows)
+    inputs = products.PreparedInputs()
+    inputs.prepare(elements(case.x, case.dtype), dtype=case.dtype, basis=basis)
+    values, scales = (array.owner for array in inputs.arrays)
+    return np.sort(values.reshape(-1, rows, 128)), scales.reshape(rows, -1)
 
 
-def expected_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
+def prepared_floats(case: Case) -> Floats:
+    """Return what the kernel makes of inputs of F32, [blocks, rows, 128]."""
+    basis = products.InputBasis(2 if case.coding.signed else 1, b"" if case.awq is None else case.awq.tobytes())
+    inputs = products.PreparedInputs()
+    inputs.prepare(case.x, dtype="F32", basis=basis)
+    values: Floats = inputs.arrays[0].owner.reshape(-1, len(case.x), 128)
+    return values
+
+
+def rotated_inputs(case: Case) -> Floats:
     """Return the same in numpy: every step is one operation in float32."""
     x = case.x if case.awq is None else case.x / case.awq
     blocks = x.reshape(-1, 128) * np.where(independent_reader.SIGNS & case.coding.signed, np.float32(-1), np.float32(1))
@@ -147,13 +159,15 @@ def expected_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
         pairs = blocks.reshape(-1, 64 // h, 2, h)
         blocks = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(-1, 128)
         h *= 2
+    return np.ascontiguousarray(blocks.reshape(len(x), -1, 128).swapaxes(0, 1))
+
+
+def expected_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
+    """Return the integers in numpy: every step is one operation in float32."""
+    blocks = rotated_inputs(case)
     most = np.abs(blocks).max(-1, keepdims=True)
     zero = most < np.float32(2.0**-100)
     factor = np.float32(MOST_INPUT) / np.where(zero, np.float32(1), most)
     values = np.where(zero, 0, np.rint(blocks * factor)).astype(np.int16)
     scales = np.where(zero, np.float32(0), most / np.float32(MOST_INPUT))
-    rows = len(case.x)
-    return (
-        np.sort(values.reshape(rows, -1, 128).swapaxes(0, 1)),
-        np.ascontiguousarray(scales.reshape(rows, -1).swapaxes(0, 1)),
-    )
+    return np.sort(values), np.ascontiguousarray(scales[:, :, 0].T)

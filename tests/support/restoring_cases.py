@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from attention_cases import Bytes, Floats, unpacked
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels import cpu
-from pqweights.kernels.attention_task import NEAREST_KERNEL, RESTORING_KERNEL, NearestTask, RestoringTask
-from pqweights.kernels.code_tables import CodeTables, code_tables
+from pqweights.kernels import native
+from pqweights.kernels.native import array, counter
+from pqweights.kernels.transform_codes import CodeTables, code_tables
 
 # How many coefficients a run has, and their bits.
 Runs = Sequence[tuple[int, int]]
@@ -61,20 +59,28 @@ def expected_codes(values: Floats, runs: Runs) -> tuple[Bytes, Floats]:
 def computed_levels(codes: Bytes, factors: npt.NDArray[np.float16], runs: Runs) -> Floats:
     """Return what the kernel makes of codes [heads, tokens, bytes] and factors [heads, tokens]."""
     (heads, tokens, size), used = codes.shape, sum(count for count, _ in runs)
-    out, pairs = np.full((heads, tokens, used), np.nan, dtype=np.float32), np.array(runs, dtype=np.int64)
-    arrays = (pairs, codes, factors, code_tables_of_all().levels, out)
-    _run(RESTORING_KERNEL, RestoringTask, (heads, tokens, used, size, 7, tokens * size, tokens, len(runs)), arrays)
+    out, tables = np.full((heads, tokens, used), np.nan, dtype=np.float32), code_tables_of_all()
+    arrays = (
+        array(codes, "u1", heads * tokens * size),
+        array(factors.view(np.uint16), "u2", heads * tokens),
+        array(np.array(runs, dtype=np.int64), "i8", 2 * len(runs)),
+        array(tables.levels, "f4", tables.levels.size),
+        array(out, "f4", out.size, written=True),
+    )
+    native.call("restore_levels", counter(), *arrays, heads, tokens, tokens * size, tokens, len(runs), 7)
     return out
 
 
 def computed_codes(values: Floats, runs: Runs) -> tuple[Bytes, Floats]:
     """Return what the kernel makes of numbers, [rows, size]."""
     codes, levels, tables = np.zeros(values.shape, np.uint8), np.empty_like(values), code_tables_of_all()
-    arrays = (np.array(runs, dtype=np.int64), values, tables.thresholds, tables.levels, codes, levels)
-    _run(NEAREST_KERNEL, NearestTask, (*values.shape, 3, len(runs)), arrays)
+    arrays = (
+        array(values, "f4", values.size),
+        array(np.array(runs, dtype=np.int64), "i8", 2 * len(runs)),
+        array(tables.thresholds, "f4", tables.thresholds.size),
+        array(tables.levels, "f4", tables.levels.size),
+        array(codes, "u1", values.size, written=True),
+        array(levels, "f4", values.size, written=True),
+    )
+    native.call("nearest_levels", counter(), *arrays, *values.shape, len(runs), 3)
     return codes, levels
-
-
-def _run(name: str, task: Any, numbers: tuple[int, ...], arrays: tuple[npt.NDArray[Any], ...]) -> None:
-    made = task(0, *numbers, *(array.ctypes.data for array in arrays))
-    cpu.run_task(name, ctypes.addressof(made), 1)

@@ -1,20 +1,19 @@
-"""The CPU kernels in a process of their own: digests of what they compute, what was compiled, what was imported.
+"""The CPU kernels in a process of their own: digests of what they compute.
 
-    python tests/support/run_kernels.py [--without PACKAGE] [--hide FEATURES] [--instructions] KERNEL...
+    python tests/support/run_kernels.py KERNEL... [--libraries FOLDER] [--runner COMMAND...]
 
---without: importing that package fails. --hide: features of the processor whose names begin like this are hidden from
-the compiler. --instructions: the names of the machine instructions of what is compiled are written beside each kernel.
+--libraries: take the compiled kernels from there. --runner: let a program that kernel_runner.py made call them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
-import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import gguf_affine_reference
 import gguf_symmetric_reference
 import groups_reference
 import independent_reader
+import kernel_runner
 import numpy as np
 import numpy.typing as npt
 import product_cases
@@ -38,13 +38,14 @@ from pqweights.kernels import (
     BlockCoding,
     EncodedArrays,
     compensation,
-    cpu,
     factors,
     gguf_encoding,
     groups,
     load_backend,
+    native,
 )
-from pqweights.kernels.attention_task import POLAR_WIDTHS, TOKEN_WIDTHS
+from pqweights.kernels.attention import POLAR_WIDTHS
+from pqweights.kernels.gguf_searches import SEARCHES
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.trellis import Superblocks
 
@@ -148,12 +149,11 @@ def round_floats_digest(backend: str) -> str:
     return _digest(*found)
 
 
-def _gguf_symmetric_digest(name: str) -> Callable[[str], str]:
-    """Encode blocks of GGUF without offsets, all columns alike and with unequal importance."""
-
-    def digest(backend: str) -> str:
-        found: list[npt.NDArray[Any]] = []
-        values = some_groups(512).reshape(37, 512)
+def encode_gguf_symmetric_digest(backend: str) -> str:
+    """Encode blocks of GGUF without offsets of every type, all columns alike and with unequal importance."""
+    found: list[npt.NDArray[Any]] = []
+    values = some_groups(512).reshape(37, 512)
+    for name in gguf_symmetric_reference.LAYOUTS:
         for importance in (None, np.exp(np.random.default_rng(4).standard_normal(512)).astype(np.float32)):
             if backend == "reference":
                 factors = None if importance is None else gguf_encoding.normalized_importance(importance, 512)
@@ -161,9 +161,7 @@ def _gguf_symmetric_digest(name: str) -> Callable[[str], str]:
             else:
                 out = gguf_encoding.encode_blocks(name, values, importance)
                 found += [out.data, out.energies, out.errors]
-        return _digest(*found)
-
-    return digest
+    return _digest(*found)
 
 
 def rotate_digest(backend: str) -> str:
@@ -268,19 +266,6 @@ def fit_by_importance_digest(backend: str) -> str:
     return _digest(*found)
 
 
-def sum_digest(backend: str) -> str:
-    """Numbers of all sizes and signs, added one after the other, as Python adds."""
-    found = []
-    for count in (0, 1, 2, 1000):
-        rng = np.random.default_rng(count)
-        values = rng.standard_normal(count) * 10.0 ** rng.integers(-8, 8, count)
-        total = 0.1
-        for value in values.tolist():
-            total += value
-        found.append(np.array([total if backend == "reference" else cpu.add_in_order(0.1, values)]))
-    return _digest(*found)
-
-
 def _factor_cases() -> list[tuple[str, npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
     """Dtype, raw values and values [rows, columns] of matrices, some with a few columns alone."""
     cases = []
@@ -367,9 +352,11 @@ def _encode_trellis(states: int) -> list[npt.NDArray[Any]]:
     return found
 
 
-def _encode_trellis_digest(states: int) -> Callable[[str], str]:
-    """Encode with some states; the reference is what was written before."""
-    return lambda backend: TRELLIS_BYTES[states] if backend == "reference" else _digest(*_encode_trellis(states))
+def encode_trellis_digest(backend: str) -> str:
+    """Encode with every number of states; the reference is what was written before."""
+    if backend == "reference":
+        return " ".join(TRELLIS_BYTES.values())
+    return " ".join(_digest(*_encode_trellis(states)) for states in TRELLIS_BYTES)
 
 
 def prepare_digest(backend: str) -> str:
@@ -383,58 +370,53 @@ def prepare_digest(backend: str) -> str:
     return _digest(*found)
 
 
-def _product_digest(bits: int) -> Callable[[str], str]:
+def prepare_f32_digest(backend: str) -> str:
+    """The same for F32, whose inputs stay floats."""
+    made = product_cases.rotated_inputs if backend == "reference" else product_cases.prepared_floats
+    return _digest(*(made(product_cases.make_case(bits, "F32", rows)) for bits in (4, 5) for rows in (2, 3)))
+
+
+def _product_digest(dtypes: Sequence[str]) -> Callable[[str], str]:
     """Multiply; sums are in an order of each processor's own, so what is compared is whether the bound is kept."""
 
     def digest(backend: str) -> str:
-        dtypes = ["BF16", "F16"] if bits else ["F32"]
         within = "within the bound"
         if backend == "reference":
             return within
-        widths = [bits] if bits else range(2, 9)
-        cases = [(width, dtype, rows) for width in widths for dtype in dtypes for rows in (1, 7)]
+        cases = [(width, dtype, rows) for width in range(2, 9) for dtype in dtypes for rows in (1, 7)]
         errors = [product_cases.excess(product_cases.make_case(*case)) for case in cases]
         return within if max(errors) <= 1 else f"{max(errors)} times the bound"
 
     return digest
 
 
-def _polar_digest(widths: tuple[int, int]) -> Callable[[str], str]:
-    """Multiply queries with polar-rope keys; as with products, what is compared is whether the bound is kept."""
+def _attention_digest(kernel: str) -> Callable[[str], str]:
+    """Multiply with packed keys or values of every width; as with products, what is compared is the bound."""
 
     def digest(backend: str) -> str:
         within = "within the bound"
         if backend == "reference":
             return within
-        cases = [attention_cases.polar_case(widths, rows, halves=rows < 4) for rows in (1, 7)]
-        errors = [
-            attention_cases.excess(attention_cases.polar_computed(case), attention_cases.polar_exact(case))
-            for case in cases
-        ]
+        errors = [attention_cases.excess(*pair) for pair in _attention_results(kernel)]
         return within if max(errors) <= 1 else f"{max(errors)} times the bound"
 
     return digest
 
 
-def _token_digest(bits: int, scores: bool) -> Callable[[str], str]:
-    """Multiply with token-wise codes, in the same way; the last width has all that are left."""
-    computed, exact = (
-        (attention_cases.scores_computed, attention_cases.scores_exact)
-        if scores
-        else (attention_cases.sums_computed, attention_cases.sums_exact)
-    )
-
-    def digest(backend: str) -> str:
-        within = "within the bound"
-        if backend == "reference":
-            return within
-        widths = [bits] if bits < 8 else range(5, 9)
-        kinds = [(width, rows, size) for width in widths for rows in (1, 6) for size in (96, 128)]
-        cases = [attention_cases.token_case(width, rows, size=size) for width, rows, size in kinds]
-        errors = [attention_cases.excess(computed(case), exact(case)) for case in cases]
-        return within if max(errors) <= 1 else f"{max(errors)} times the bound"
-
-    return digest
+def _attention_results(kernel: str) -> Iterator[tuple[Any, Any]]:
+    """What a kernel computes, and the exact results with what they may be off by."""
+    if kernel == "polar_scores":
+        for widths in POLAR_WIDTHS:
+            for rows in (1, 7):
+                polar = attention_cases.polar_case(widths, rows, halves=rows < 4)
+                yield attention_cases.polar_computed(polar), attention_cases.polar_exact(polar)
+        return
+    for bits, rows, size in itertools.product(range(2, 9), (1, 6), (96, 128)):
+        case = attention_cases.token_case(bits, rows, size=size)
+        if kernel == "hadamard_scores":
+            yield attention_cases.scores_computed(case), attention_cases.scores_exact(case)
+        else:
+            yield attention_cases.sums_computed(case), attention_cases.sums_exact(case)
 
 
 # Runs of all widths.
@@ -489,28 +471,23 @@ def decode_trellis_digest(backend: str) -> str:
     return _digest(*found)
 
 
-def _affine_digest(kind: str) -> Callable[[str], str]:
-    """Encode GGUF blocks of scales and offsets, with and without importance."""
-
-    def digest(backend: str) -> str:
-        values, found = gguf_affine_reference.hard_blocks(), []
+def encode_gguf_affine_digest(backend: str) -> str:
+    """Encode GGUF blocks of scales and offsets of every type, with and without importance."""
+    values, found = gguf_affine_reference.hard_blocks(), []
+    for kind in gguf_affine_reference.FORMATS:
         for importance in (None, gguf_affine_reference.some_importance(256)):
             if backend == "reference":
-                settings = gguf_encoding.encoder_settings(kind, weighted=importance is not None)
                 factors = None
                 if importance is not None:
                     factors = np.tile(gguf_encoding.normalized_importance(importance, 256), (len(values), 1))
-                found += gguf_affine_reference.encode(kind, values, settings, factors)
+                found += gguf_affine_reference.encode(kind, values, SEARCHES[kind], factors)
             else:
                 blocks = gguf_encoding.encode_blocks(kind, values, importance)
                 found += [blocks.data, blocks.energies, blocks.errors]
-        return _digest(*found)
-
-    return digest
+    return _digest(*found)
 
 
 DIGESTS: dict[str, Callable[[str], str]] = {
-    "sum": sum_digest,
     "multiply": multiply_digest,
     "squares": squares_digest,
     "encode": encode_digest,
@@ -518,7 +495,7 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "fit": fit_digest,
     "round": round_digest,
     "round_floats": round_floats_digest,
-    **{f"encode_gguf_{name.lower()}": _gguf_symmetric_digest(name) for name in gguf_symmetric_reference.LAYOUTS},
+    "encode_gguf_symmetric": encode_gguf_symmetric_digest,
     "rotate": rotate_digest,
     "pack_bits": pack_bits_digest,
     "pack_tiles": pack_tiles_digest,
@@ -526,81 +503,32 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "compensate": compensate_digest,
     "output_errors": output_errors_digest,
     "fit_by_importance": fit_by_importance_digest,
-    **{f"encode_trellis_{states}": _encode_trellis_digest(states) for states in TRELLIS_BYTES},
-    **{f"encode_gguf_{kind.lower()}": _affine_digest(kind) for kind in gguf_affine_reference.FORMATS},
+    "encode_trellis": encode_trellis_digest,
+    "encode_gguf_affine": encode_gguf_affine_digest,
     "decode_trellis": decode_trellis_digest,
     "prepare": prepare_digest,
-    **{f"product_{bits or 'f32'}": _product_digest(bits) for bits in (*range(2, 9), 0)},
-    **{f"polar_scores_{angle}{radius}": _polar_digest((angle, radius)) for angle, radius in POLAR_WIDTHS},
-    **{f"weighted_values_{bits}": _token_digest(bits, scores=False) for bits in TOKEN_WIDTHS},
+    "prepare_f32": prepare_f32_digest,
+    "product": _product_digest(["BF16", "F16"]),
+    "product_f32": _product_digest(["F32"]),
+    **{kernel: _attention_digest(kernel) for kernel in ("polar_scores", "weighted_values", "hadamard_scores")},
     "restore_levels": restore_levels_digest,
     "nearest_levels": nearest_levels_digest,
-    **{f"hadamard_scores_{bits}": _token_digest(bits, scores=True) for bits in TOKEN_WIDTHS},
 }
 
 # --- the process ---
 
 
-def instructions_file(folder: Path, cache_name: str) -> Path:
-    """The file to which --instructions writes the instructions of a kernel."""
-    return folder / f"{cache_name}.instructions"
-
-
-def _hide_features(prefix: str) -> None:
-    import llvmlite.binding as llvm
-
-    features = llvm.get_host_cpu_features()
-    features.update({name: False for name in features if name.startswith(prefix)})
-    llvm.get_host_cpu_features = lambda: features
-
-
-def _watch_compiler(compiled: list[str], write_instructions: bool) -> None:
-    """Append the name of each kernel that is compiled, and write its instructions first, if wanted."""
-    import llvmlite.binding as llvm
-
-    compile_and_keep, emit_object = cpu._keep, llvm.TargetMachine.emit_object
-    assemblies: list[str] = []
-
-    def keep(name: str, *found: Any) -> None:
-        compiled.append(name)
-        if write_instructions:
-            found_here = sorted(set(re.findall(r"^\t([a-z]\w*)", assemblies[-1], re.MULTILINE)))
-            instructions_file(cpu._cache_folders()[0], cpu._cache_name(name)).write_text("\n".join(found_here))
-        compile_and_keep(name, *found)
-
-    def emit_both(machine: Any, module: Any) -> Any:
-        assemblies.append(machine.emit_assembly(module.clone()))
-        return emit_object(machine, module)
-
-    cpu._keep = keep
-    if write_instructions:
-        llvm.TargetMachine.emit_object = emit_both
-
-
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kernels", nargs="+", choices=DIGESTS)
-    parser.add_argument("--without")
-    parser.add_argument("--hide")
-    parser.add_argument("--instructions", action="store_true")
+    parser.add_argument("--libraries", type=Path)
+    parser.add_argument("--runner", nargs="+")
     arguments = parser.parse_args()
-    if arguments.without:
-        sys.modules[arguments.without] = None  # type: ignore[assignment]
-    if arguments.hide:
-        _hide_features(arguments.hide)
-    compiled: list[str] = []
-    _watch_compiler(compiled, arguments.instructions)
-    answer = {
-        "digests": {kernel: DIGESTS[kernel]("cpu") for kernel in arguments.kernels},
-        "imported": sorted({name.partition(".")[0] for name, module in sys.modules.items() if module is not None}),
-        "compiled": compiled,
-        "files": {kernel: cpu._cache_name(kernel) for kernel in arguments.kernels},
-    }
-    if arguments.instructions:
-        from pqweights.kernels import vector
-
-        answer["permutes"], answer["fuses"] = vector._HAS_PERMUTE, vector._HAS_FMA
-    print(json.dumps(answer))
+    native.LIBRARIES = arguments.libraries or native.LIBRARIES
+    elsewhere = kernel_runner.running(arguments.runner) if arguments.runner else contextlib.nullcontext()
+    with elsewhere:
+        digests = {kernel: DIGESTS[kernel]("cpu") for kernel in arguments.kernels}
+    print(json.dumps({"level": native.level(), "digests": digests}))
 
 
 if __name__ == "__main__":

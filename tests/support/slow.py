@@ -7,7 +7,7 @@ PROCESSES = "starts processes that import large packages"
 KILLS = "kills runs at hundreds of points"
 CLUSTERS = "starts a Ray cluster, and kills its nodes"
 HUB = "waits for a server on the loopback, and for retries"
-COMPILES = "compiles kernels for other processors, or interprets those for GPUs"
+COMPILES = "compiles kernels for GPUs"
 EXHAUSTIVE = "tries many values or cases; others of its module try some"
 
 # Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
@@ -56,16 +56,11 @@ SLOW = {
     "integrations/test_transformers.py": MODELS,
     "kv/test_files.py": MODELS,
     "kv/test_on_codes.py": MODELS,
-    "kernels/test_devices.py": PROCESSES,
-    "kernels/test_gpu.py": COMPILES,
+    "kernels/test_gpu_products.py::test_kernels_are_compiled_for_gpus": COMPILES,
     "kernels/test_groups.py::test_the_kernel_returns_the_bits_of_the_reference": EXHAUSTIVE,
     "kernels/test_kernels.py::test_a_special_block_does_not_change_the_others_of_its_group": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_finite_norm_decodes_alike": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_threshold_is_exact_to_within_an_ulp": EXHAUSTIVE,
-    "kernels/test_kernels.py::test_property_any_cut_into_calls_gives_the_same_bytes": COMPILES,
-    "kernels/test_kernels.py::test_property_backends_agree_on_any_block": COMPILES,
-    "kernels/test_kernels.py::test_the_first_block_that_is_not_finite_is_reported": COMPILES,
-    "kernels/test_machine_code.py": COMPILES,
     "measure/test_ablation.py": MODELS,
     "measure/test_activations.py": MODELS,
     "measure/test_calibrate.py": MODELS,

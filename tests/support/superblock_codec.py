@@ -92,10 +92,8 @@ class SuperblockCodec:
     rates = (2.5, 3.5, 4.5)
     any_rate = True
     efforts = (1, 2)
-    encodes_on_gpu = decodes_on_gpu = False
     block_size = GROUP
     state_defaults: Mapping[str, Any] = {"clip": 1.0}
-    compiling_bytes = 0
     description = ""
     papers = ()
 

@@ -1,0 +1,147 @@
+// Blocks of GGUF, sixteen at a time: loading them, rounding their numbers to F16, and writing their bytes.
+//
+// Each lane has a block: weight j of the sixteen is in the j-th vector, in the scale of the work (group_fitting.hpp).
+#pragma once
+
+#include "gguf_formats.hpp"
+#include "group_fitting.hpp"
+
+namespace {
+
+// What the kernels are called with.
+struct Job {
+    const float* values;      // [blocks, size of a block]
+    const float* importance;  // [row_blocks, size of a block], positive, the same for each row; null: all count alike
+    const float* starts;      // where the searches for the scales of parts begin
+    int64_t start_count;
+    const float* factors;  // candidates of d, or pairs of d and dmin, in units that the largest scale and offset give
+    int64_t factor_count;
+    uint8_t* data;
+    double *energies, *errors;
+    int64_t blocks, row_blocks;
+};
+
+// 1 / scale, and 0 for 0.
+INLINE Floats inverse_of(Floats scale) { return choose<Floats>(scale == 0.0f, Floats{}, 1.0f / scale); }
+
+constexpr float TINY = 0x1p-100f, INFINITE = __builtin_inff();  // what divisors are at least; no error so far
+constexpr float LARGEST_HALF = 65504.0f, LEAST_HALF = 0x1p-24f;
+
+struct Neighbours {
+    Floats nearest, other;
+};
+
+// The F16 number nearest to x, saturated, and the next one on the other side of x, in the scale of the work.
+INLINE Neighbours half_neighbours(Floats x, const Scaling& scaling) {
+    x = maximum(minimum(x * scaling.up, splat(LARGEST_HALF)), splat(-LARGEST_HALF));
+    Floats size = magnitude(x);
+    Unsigned exponent = bits(size) & 0x7F800000;
+    exponent = maximum(exponent, splat(113u << 23));  // 2**-14: below it the step does not shrink any further
+    Floats step = floats(exponent - (10 << 23)), inverse_step = floats((264u << 23) - exponent);
+    Floats nearest = rint(size * inverse_step) * step;
+    Floats other = choose<Floats>(size > nearest, nearest + step, nearest - step);
+    other = maximum(minimum(other, splat(LARGEST_HALF)), Floats{});
+    auto signed_like_x = [&](Floats y) ALWAYS { return choose<Floats>(x < 0.0f, -y, y) * scaling.down; };
+    return {signed_like_x(nearest), signed_like_x(other)};
+}
+
+// The blocks, and their columns' importance if that is `weighted`.
+template <class F, bool weighted>
+struct Blocks {
+    using Format = F;
+    static constexpr int PARTS = Format::PARTS, PART_SIZE = Format::PART_SIZE;
+    Floats weights[SIZE<Format>], importance[weighted ? SIZE<Format> : 1];
+    Scaling scaling;
+    Doubles energy, error;  // sums of squares
+    Fields fields[LANES];
+
+    INLINE auto factor(int j) const {
+        if constexpr (weighted) return importance[j];
+        else return Alike{};
+    }
+
+    // body(weight, its importance) for each weight of a part.
+    template <class Body>
+    INLINE void over_part(int part, Body body) const {
+        for (int j = part * PART_SIZE; j < (part + 1) * PART_SIZE; j++) body(weights[j], factor(j));
+    }
+
+    // Write the codes of a part: encode(weight) gives a code, and the error, which is added up.
+    template <class Encode>
+    INLINE void write_codes(int part, Encode encode) {
+        for (int at = part * PART_SIZE; at < (part + 1) * PART_SIZE; at += LANES) {
+            Bytes codes[LANES];
+            each<LANES>([&](auto k) ALWAYS {
+                auto [code, own_error] = encode(weights[at + k]);
+                Doubles wide = converted<Doubles>(weights[at + k]);
+                energy += wide * wide;
+                error += own_error * own_error;
+                codes[k] = converted<Bytes>(code);
+            });
+            transpose(codes);
+            each<LANES>([&](auto lane) ALWAYS { store(codes[lane], fields[lane].codes + at); });
+        }
+    }
+
+    // Write d, or dmin, given in the scale of the weights: F16 numbers.
+    void write_half(Floats x, Half Fields::*field) {
+        Words halves = converted<Words>(finite_half(magnitude(x)) | ((bits(x) >> 16) & 0x8000));
+        for (int lane = 0; lane < LANES; lane++) fields[lane].*field = halves[lane];
+    }
+
+    // Write the scales, or the offsets, of a part, counted from the lowest: whole numbers.
+    void write_level(Floats level, int part, uint8_t (Fields::*field)[16]) {
+        if constexpr (PARTS == 1) return;
+        Ints whole = converted<Ints>(level);
+        for (int lane = 0; lane < LANES; lane++) (fields[lane].*field)[part] = uint8_t(whole[lane]);
+    }
+};
+
+// Encode all blocks of a job, of which the last few may be fewer than sixteen.
+template <class Encoder, bool weighted>
+void encode_blocks(const Job& job) {
+    using Format = typename Encoder::Format;
+    constexpr int size = SIZE<Format>;
+    Encoder sixteen;
+    alignas(64) float rows[LANES * size];
+    for (int64_t first = 0; first < job.blocks; first += LANES) {
+        const int count = job.blocks - first < LANES ? int(job.blocks - first) : LANES;
+        if constexpr (weighted) {
+            for (int lane = 0; lane < LANES; lane++) {
+                const float* from = job.importance + (first + lane) % job.row_blocks * size;
+                std::memcpy(rows + lane * size, from, size * sizeof(float));
+            }
+            transpose_groups(rows, size, size, sixteen.importance, [](auto&) {});
+        }
+        const float* values = job.values + first * size;
+        if (count < LANES) {
+            std::memset(rows, 0, sizeof rows);
+            std::memcpy(rows, values, count * size * sizeof(float));
+            values = rows;
+        }
+        sixteen.energy = sixteen.error = Doubles{};
+        sixteen.encode(values, job);
+        const Doubles up = converted<Doubles>(sixteen.scaling.up);
+        const Doubles energy = sixteen.energy * up * up, error = sixteen.error * up * up;
+        std::memcpy(job.energies + first, &energy, count * sizeof(double));
+        std::memcpy(job.errors + first, &error, count * sizeof(double));
+        for (int lane = 0; lane < count; lane++) {
+            Format block;
+            block.pack(sixteen.fields[lane]);
+            std::memcpy(job.data + (first + lane) * sizeof block, &block, sizeof block);
+        }
+    }
+}
+
+// Encode in the format of this number.
+template <template <class, bool> class Encoder, class... Formats>
+void encode_type(int64_t type, const Job& job) {
+    auto encode = [&]<class Format>(Format*) {
+        if (type != Format::TYPE) return;
+        if (job.importance) encode_blocks<Encoder<Format, true>, true>(job);
+        else encode_blocks<Encoder<Format, false>, false>(job);
+    };
+    (encode((Formats*)nullptr), ...);
+}
+
+}  // namespace

@@ -1,0 +1,209 @@
+// Groups of weights to integers and to short floats as runtimes' own converters do it: docs/exports.md has the rules as
+// formulas. They are those of mlx 0.32 (mx.quantize in all its modes), torchao 0.18 (_choose_qparams_affine_tinygemm on
+// BF16 weights) and compressed-tensors 0.20 (calculate_qparams, symmetric, on BF16 weights).
+#include "conversions.hpp"
+#include "group_fitting.hpp"
+#include "interface.hpp"
+
+namespace {
+
+constexpr int64_t MLX = 1, TORCHAO = 2;  // of RUNTIME_RULES in groups.py
+constexpr int64_t MXFP8 = 1, NVFP4 = 2;  // of FLOAT_MODES in groups.py
+
+// Up to sixteen groups in the lanes, as in group_fitting.hpp, but of any size.
+struct Sixteen {
+    const float* values;
+    uint8_t* codes;
+    int64_t groups, size;
+
+    // body(weight j of each group) for each j, in order.
+    template <class Body>
+    INLINE void over(Body body) const {
+        for (int64_t at = 0; at < size; at += LANES) {
+            Floats columns[LANES];
+            load_weights(values + at, size, groups, size - at, columns);
+            for (int64_t k = 0; k < LANES && at + k < size; k++) body(columns[k]);
+        }
+    }
+
+    // Write the codes that code_of(weights) gives, as Bytes.
+    template <class CodeOf>
+    INLINE void encode(CodeOf code_of) const {
+        for (int64_t at = 0; at < size; at += LANES) {
+            Floats columns[LANES];
+            Bytes found[LANES]{};
+            load_weights(values + at, size, groups, size - at, columns);
+            for (int64_t k = 0; k < LANES && at + k < size; k++) found[k] = code_of(columns[k]);
+            store_codes(found, codes + at, size, groups, size - at);
+        }
+    }
+};
+
+// What becomes of the groups: scales and offsets as they are stored, and the sums of squares of weights and of errors.
+struct Result {
+    Floats scale, offset;
+    Doubles energy{}, error{};
+
+    INLINE void measure(Floats weights, Floats errors) {
+        Doubles w = converted<Doubles>(weights), e = converted<Doubles>(errors);
+        energy += w * w;
+        error += e * e;
+    }
+};
+
+// The smallest and the largest weight; a NaN counts only if it comes first.
+INLINE Extremes extremes_of(const Sixteen& groups) {
+    Floats first[LANES];
+    load_weights(groups.values, groups.size, groups.groups, 1, first);
+    Extremes of = {first[0], first[0]};
+    groups.over([&](Floats w) ALWAYS { of = {minimum(w, of.smallest), maximum(w, of.largest)}; });
+    return of;
+}
+
+// Write codes, step_of(weight) limited to those from 0 to `last`, and measure them. zero: the code that stands for the
+// offset.
+template <class StepOf>
+INLINE Result encode(const Sixteen& groups, float last, float zero, Floats scale, Floats offset, StepOf step_of) {
+    Result result = {scale, offset};
+    groups.encode([&](Floats w) ALWAYS {
+        Floats code = minimum(maximum(step_of(w), Floats{}), splat(last));
+        result.measure(w, w - ((code - zero) * scale + offset));
+        return converted<Bytes>(converted<Ints>(code));
+    });
+    return result;
+}
+
+// The range is that of the weights, with the scale changed so that 0 is a whole number of steps from the edge that is
+// farther from it.
+INLINE Result round_as_mlx(const Sixteen& groups, float last) {
+    Extremes of = extremes_of(groups);
+    Truths below = magnitude(of.smallest) > magnitude(of.largest);
+    Floats step = maximum(splat(1e-7f), (of.largest - of.smallest) / last);
+    step = choose<Floats>(below, step, -step);
+    Floats edge = choose<Floats>(below, of.smallest, of.largest), steps = rint(edge / step);
+    Truths snaps = steps != 0.0f;
+    step = choose<Floats>(snaps, edge / steps, step);
+    Floats start = choose<Floats>(snaps, edge, Floats{});
+    return encode(groups, last, 0.0f, nearest_bf16(step), nearest_bf16(start),
+                  [&](Floats w) ALWAYS { return rint((w - start) / step); });
+}
+
+// The range is that of the weights, with every step rounded to BF16; the offset is the weight of the middle code.
+INLINE Result round_as_torchao(const Sixteen& groups, float last, float middle) {
+    Extremes of = extremes_of(groups);
+    Floats scale = nearest_bf16(nearest_bf16(of.largest - of.smallest) / last);
+    scale = maximum(splat(0x1p-126f), scale);
+    Floats below = nearest_bf16(scale * middle), offset = nearest_bf16(of.smallest + below);
+    Floats start = nearest_bf16(offset - below);
+    return encode(groups, last, middle, scale, offset,
+                  [&](Floats w) ALWAYS { return rint(nearest_bf16(nearest_bf16(w - start) / scale)); });
+}
+
+// The range is symmetric, up to the largest magnitude.
+INLINE Result round_as_compressed_tensors(const Sixteen& groups, float last, float middle) {
+    Extremes of = extremes_of(groups);
+    Floats below = magnitude(minimum(Floats{}, of.smallest)), above = magnitude(maximum(Floats{}, of.largest));
+    Floats scale = nearest_bf16(maximum(above, below) / (last / 2));
+    scale = choose<Floats>(scale == 0.0f, splat(0x1p-7f), scale);
+    return encode(groups, last, middle, scale, Floats{},
+                  [&](Floats w) ALWAYS { return rint(nearest_bf16(w / scale)) + middle; });
+}
+
+// --- short floats, none of them negative ---
+
+// The byte of the E4M3 nearest to each number, 0 to 126: ties to even, saturated.
+INLINE Unsigned e4m3_from_float(Floats x) {
+    Unsigned tiny = converted<Unsigned>(converted<Ints>(rint(minimum(x, splat(1.0f)) * 512.0f)));  // in steps of 2**-9
+    Unsigned normal = minimum(rounded_off(bits(x), 20), splat(0x87Fu)) - ((127 - 7) << 3);
+    return minimum(choose<Unsigned>(x < 0x1p-6f, tiny, normal), splat(126u));
+}
+
+INLINE Floats float_from_e4m3(Unsigned byte) {
+    Floats normal = floats((byte << 20) + ((127 - 7) << 23));
+    return choose<Floats>(byte < 8, converted<Floats>(byte) * 0x1p-9f, normal);
+}
+
+// The code of the E2M1 nearest to each number, 0 to 7: ties down, saturated.
+INLINE Unsigned e2m1_from_float(Floats x) {
+    Ints below = (x > 0.25f) + (x > 0.75f) + (x > 1.25f) + (x > 1.75f) + (x > 2.5f) + (x > 3.5f) + (x > 5.0f);
+    return Unsigned(-below);
+}
+
+// 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+INLINE Floats float_from_e2m1(Unsigned code) {
+    Floats c = converted<Floats>(code);
+    return maximum(c * 0.5f, maximum(c - 2.0f, c + c - 8.0f));
+}
+
+// The bytes of scales, and the scales themselves.
+struct FloatScale {
+    Unsigned byte;
+    Floats value;
+};
+
+// The scale of groups from their largest magnitudes.
+INLINE FloatScale float_scale(Floats most, int64_t mode) {
+    Floats scale = most / (mode == MXFP8 ? 448.0f : 6.0f);
+    if (mode == NVFP4) {
+        Unsigned byte = e4m3_from_float(scale);
+        return {byte, float_from_e4m3(byte)};
+    }
+    // The power of two that is not below it, a byte of E8M0, of which 0 stands for 2**-127.
+    Unsigned byte = (bits(scale) >> 23) + choose<Unsigned>((bits(scale) & 0x7FFFFF) != 0, splat(1u), splat(0u));
+    byte = minimum(byte, splat(254u));
+    byte = choose<Unsigned>(most > 0.0f, byte, splat(127u));
+    return {byte, floats(choose<Unsigned>(byte > 0, byte << 23, splat(1u << 22)))};
+}
+
+INLINE Result round_to_floats(const Sixteen& groups, int64_t mode, Floats& scale_bytes) {
+    Floats most{};
+    groups.over([&](Floats w) ALWAYS { most = maximum(magnitude(w), most); });
+    FloatScale scale = float_scale(most, mode);
+    Truths usable = scale.value > 0.0f;
+    Result result = {scale.value, Floats{}};
+    groups.encode([&](Floats w) ALWAYS {
+        Floats steps = choose<Floats>(usable, magnitude(w) / scale.value, Floats{});
+        Unsigned code = mode == MXFP8 ? e4m3_from_float(steps) : e2m1_from_float(steps);
+        Floats decoded = mode == MXFP8 ? float_from_e4m3(code) : float_from_e2m1(code);
+        result.measure(w, magnitude(w) - decoded * scale.value);
+        // mlx has no negative zero in E2M1.
+        Unsigned sign = mode == MXFP8 ? bits(w) >> 24 & 128 : Unsigned((w < 0.0f) & (code > 0)) & 8;
+        return converted<Bytes>(code | sign);
+    });
+    scale_bytes = converted<Floats>(scale.byte);
+    return result;
+}
+
+}  // namespace
+
+// values: [groups, size], of any size. codes: u8 [groups, size], counted from 0. scales, offsets, energies, errors:
+// [groups]. bits: 2 to 8. rule: a value of RUNTIME_RULES.
+void pqweights::round(const float* values, uint8_t* codes, float* scales, float* offsets, double* energies,
+                      double* errors, int64_t groups, int64_t size, int64_t bits, int64_t rule) {
+    const float last = float((1 << bits) - 1), middle = float(1 << (bits - 1));
+    for (int64_t first = 0; first < groups; first += LANES) {
+        const int64_t left = groups - first;
+        const Sixteen some = {values + first * size, codes + first * size, left, size};
+        Result result = rule == MLX       ? round_as_mlx(some, last)
+                        : rule == TORCHAO ? round_as_torchao(some, last, middle)
+                                          : round_as_compressed_tensors(some, last, middle);
+        store_first(result.scale, scales + first, left);
+        store_first(result.offset, offsets + first, left);
+        store_first(result.energy, energies + first, left);
+        store_first(result.error, errors + first, left);
+    }
+}
+
+// values: [groups, size], of any size. codes: u8 [groups, size], E4M3 or E2M1. scales: the bytes of E8M0 or E4M3, as
+// numbers. energies, errors: [groups]. mode: a value of FLOAT_MODES.
+void pqweights::round_floats(const float* values, uint8_t* codes, float* scales, double* energies, double* errors,
+                             int64_t groups, int64_t size, int64_t mode) {
+    for (int64_t first = 0; first < groups; first += LANES) {
+        const int64_t left = groups - first;
+        Floats scale_bytes;
+        Result result = round_to_floats({values + first * size, codes + first * size, left, size}, mode, scale_bytes);
+        store_first(scale_bytes, scales + first, left);
+        store_first(result.energy, energies + first, left);
+        store_first(result.error, errors + first, left);
+    }
+}

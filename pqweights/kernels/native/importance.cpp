@@ -1,0 +1,116 @@
+// Scales and offsets of groups whose columns count unequally, for rounding with compensation (compensation.cpp).
+//
+// Rows of weights are in the lanes. The search begins with shares of the given range, which move to the weighted mean
+// as they get smaller: weights that are large but hardly count must not stretch it. From each, a few steps alternate
+// between codes and the weighted least-squares fit to them; the best after rounding to BF16 is kept.
+#include "conversions.hpp"
+#include "group_fitting.hpp"
+#include "interface.hpp"
+
+namespace {
+
+// Where the search begins, in 16ths of the given scale, and how many steps it takes from there.
+constexpr int SHARES[] = {17, 16, 15, 14, 13, 12, 11, 10, 8, 6, 5, 4, 3, 2};
+constexpr int STEPS = 4;
+
+// A group of the weights of sixteen rows, and what its codes are.
+struct Group {
+    const float* weights;  // of the first column; those of the next one are TILE further on
+    const float* importance;
+    const int64_t* columns;
+    int64_t size;
+    float lowest, highest;
+    bool symmetric;
+
+    // body(weights, importance) for each column.
+    template <class Body>
+    INLINE void over(Body body) const {
+        for (int64_t j = 0; j < size; j++) body(load<Floats>(weights + columns[j] * TILE), importance[columns[j]]);
+    }
+
+    INLINE Floats code(Floats w, const Chain& at) const {
+        return nearest_code_or_nan((w - at.zero) / at.scale, lowest, highest);
+    }
+};
+
+INLINE float total_importance(const Group& group) {
+    float total = 0;
+    for (int64_t j = 0; j < group.size; j++) total += group.importance[group.columns[j]];
+    return total;
+}
+
+// The weighted squared error that a scale and an offset leave.
+INLINE Floats error_of(const Group& group, const Chain& at) {
+    Floats error{};
+    group.over([&](Floats w, float factor) ALWAYS {
+        Floats e = w - (group.code(w, at) * at.scale + at.zero);
+        error += factor * (e * e);
+    });
+    return error;
+}
+
+INLINE Floats weighted_mean(const Group& group, float total) {
+    Floats sum{};
+    group.over([&](Floats w, float factor) ALWAYS { sum += factor * w; });
+    return sum / total;
+}
+
+// The weighted least-squares scale and offset for the codes that these give.
+INLINE Chain stepped(const Group& group, Chain at, float total) {
+    CodeSums sums;
+    group.over([&](Floats w, float factor) ALWAYS {
+        Floats code = group.code(w, at), weighted = factor * code;
+        sums.c += weighted;
+        sums.w += factor * w;
+        sums.cc += weighted * code;
+        sums.cw += weighted * w;
+    });
+    Floats mean = group.symmetric ? Floats{} : sums.c / total;
+    CodeLine line = code_line(sums, mean);
+    Truths usable = (line.spread > 1e-6f * total) & (line.slope != 0.0f) & (magnitude(line.slope) < 1e30f);
+    Floats zero = group.symmetric ? Floats{} : sums.w / total - line.slope * mean;
+    return {choose<Floats>(usable, line.slope, at.scale), choose<Floats>(usable, zero, at.zero)};
+}
+
+// Where the search begins with a share of the given range.
+INLINE Chain started(const Group& group, const Chain& given, Floats mean, float share) {
+    const float middle = (group.lowest + group.highest) / 2;
+    Floats scale = given.scale * share, center = given.zero + middle * given.scale;
+    center = mean + (center - mean) * (share < 1 ? share : 1.0f);
+    return {scale, group.symmetric ? given.zero : center - middle * scale};
+}
+
+// The best of what the search finds and what is given.
+Chain searched(const Group& group, Chain given) {
+    const float total = total_importance(group);
+    Floats mean = weighted_mean(group, total);
+    Fit best = {error_of(group, given), given.scale, given.zero};
+    for (int share : SHARES) {
+        Chain chain = started(group, given, mean, float(share) / 16);
+        for (int step = 0; step < STEPS; step++) chain = stepped(group, chain, total);
+        chain = {nearest_bf16(chain.scale), nearest_bf16(chain.zero)};
+        Floats error = error_of(group, chain);
+        best.replace((error < best.error) & (chain.scale != 0.0f), {error, chain.scale, chain.zero});
+    }
+    return {best.scale, best.zero};
+}
+
+}  // namespace
+
+// weights: [tiles, size, TILE]. importance: [size], positive, in the order of the weights. position: [size], where in
+// that order each column is. scales, offsets: [tiles, size / group_size, TILE], replaced by those of smaller weighted
+// error where the search finds some. lowest, highest: the range of the codes. symmetric: offsets are 0.
+void pqweights::fit_by_importance(const float* weights, const float* importance, const int64_t* position,
+                                  float* scales, float* offsets, int64_t size, int64_t tiles, int64_t group_size,
+                                  int64_t lowest, int64_t highest, int64_t symmetric) {
+    const int64_t groups = size / group_size;
+    for (int64_t part = 0; part < tiles * groups * TILE_VECTORS; part++) {
+        const int64_t lane = part % TILE_VECTORS * LANES, group = part / TILE_VECTORS % groups;
+        const int64_t tile = part / TILE_VECTORS / groups, at = part * LANES;
+        const Group of = {weights + tile * size * TILE + lane, importance, position + group * group_size, group_size,
+                          float(lowest), float(highest), symmetric != 0};
+        Chain found = searched(of, {load<Floats>(scales + at), load<Floats>(offsets + at)});
+        store(found.scale, scales + at);
+        store(found.zero, offsets + at);
+    }
+}

@@ -1,0 +1,300 @@
+// Encodes superblocks of the codec hadamard-trellis: section 8 of docs/format.md has the bytes, docs/trellis.md the
+// method.
+//
+// A tile is sixteen blocks of 128 weights in the sixteen lanes: vector t has weight t of each block. So no butterfly
+// and no sum crosses lanes.
+#include "conversions.hpp"
+#include "interface.hpp"
+#include "trellis_search.hpp"
+#include "trellis_step.hpp"
+
+namespace {
+
+constexpr int TILE = BLOCK * LANES;
+// Larger than what any path costs, so that blocks of class 0 have only numbers 0 and 1.
+constexpr float FORBIDDEN = 1e6f;
+// Magnitudes outside these are brought to 1 by a power of two, so that sums of squares stay in the range of float32.
+constexpr uint32_t SMALLEST = (127 - 40) << 23, LARGEST = (127 + 40) << 23, INFINITE = 0x7F800000;
+constexpr double LARGEST_STEP = 3.4028234663852886e38;  // those of weights near the largest float32 could be larger
+constexpr int ATTEMPTS = 12, MOST_FITS = 3;  // after so many of the attempts the best one that fits will do
+
+// A superblock on the way to its bytes. Arrays end with lanes that have no block.
+struct Superblock {
+    int blocks, tiles;
+    int exponent;          // weights were divided by this power of two
+    float* work;           // [tiles, 128, 16], the rotated weights
+    uint16_t* decisions;   // [tiles, 128, states]
+    int16_t* numbers;      // [tiles, 128, 16]
+    uint16_t* stream_end;  // words are written before it
+    BlockSizes sizes;
+    Classes classes;
+    float products[MOST_BLOCKS], lengths[MOST_BLOCKS], errors[MOST_BLOCKS];  // see NumberSums and squared_errors
+    Unsigned states;                                                         // of the coder
+    Floats metrics[1 << MOST_STATE_BITS], room[1 << MOST_STATE_BITS];
+
+    // The class of a block, or 0 for a lane without one.
+    int class_of(int block) const { return block < blocks ? classes.of[block] : 0; }
+};
+
+double power_of_two(int exponent) { return __builtin_bit_cast(double, int64_t(1023 + exponent) << 52); }
+
+// f(block) in the lane of each block of a tile.
+template <class V, class F>
+INLINE V by_block(int tile, F f) {
+    V result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = f(tile * LANES + lane);
+    return result;
+}
+
+// --- weights ---
+
+// The largest bit pattern of the magnitude of a weight.
+uint32_t largest_magnitude(const uint8_t* values, int64_t count, Dtype dtype) {
+    Unsigned largest{};
+    for (int64_t i = 0; i < count; i += LANES)
+        largest = maximum(largest, bits(magnitude(load_values(values + i * bytes_of(dtype), dtype))));
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; lane++) result = largest[lane] > result ? largest[lane] : result;
+    return result;
+}
+
+// Rotate a tile of weights, which are first multiplied by two factors.
+void load_tile(Superblock& it, int tile, const uint8_t* values, Dtype dtype, const float* signs, float once,
+               float twice) {
+    Floats x[BLOCK];
+    const int64_t block_bytes = BLOCK * bytes_of(dtype);
+    for (int j = 0; j < BLOCK; j += LANES) {
+        const Floats sign = signs ? load<Floats>(signs + j) : splat(1.0f);
+        for (int lane = 0; lane < LANES; lane++) {
+            const int block = tile * LANES + lane;
+            const uint8_t* from = values + block * block_bytes + j * bytes_of(dtype);
+            x[j + lane] = block < it.blocks ? load_values(from, dtype) * once * twice * sign : Floats{};
+        }
+        transpose(x + j);
+    }
+    rotate_blocks(x);
+    Floats squares{}, largest{};
+    for (int j = 0; j < LANES; j++) {
+        for (int t = j; t < BLOCK; t += LANES) {
+            squares += x[t] * x[t];
+            largest = maximum(largest, magnitude(x[t]));
+            store(x[t], it.work + TILE * tile + LANES * t);
+        }
+    }
+    store(squares, it.sizes.squares + LANES * tile);
+    store(largest, it.sizes.largest + LANES * tile);
+}
+
+// Rotate a superblock; return whether all weights are finite.
+bool load_superblock(Superblock& it, const uint8_t* values, Dtype dtype, const float* signs) {
+    const uint32_t largest = largest_magnitude(values, it.blocks * int64_t(BLOCK), dtype);
+    if (largest >= INFINITE) return false;
+    it.exponent = largest && (largest < SMALLEST || largest > LARGEST) ? int(largest >> 23) - 127 : 0;
+    const int half = it.exponent >> 1;
+    const float once = float(power_of_two(-half)), twice = float(power_of_two(half - it.exponent));
+    for (int tile = 0; tile < it.tiles; tile++) load_tile(it, tile, values, dtype, signs, once, twice);
+    return true;
+}
+
+// --- numbers ---
+
+// Find the numbers of a superblock for a step.
+template <int state_bits>
+void quantize(Superblock& it, const ClassModel& model, double step) {
+    constexpr int states = 1 << state_bits;
+    const double inverse = ORTHONORMAL / step;
+    auto factors = [&](int block) { return float(model.down[it.class_of(block)] * inverse); };
+    auto penalties = [&](int block) { return it.class_of(block) ? 0.0f : FORBIDDEN; };
+    auto decisions = [&](int tile) { return it.decisions + int64_t(tile) * BLOCK * states; };
+
+    begin_search(*(Floats(*)[states])it.metrics);
+    for (int tile = 0; tile < it.tiles; tile++)
+        extend<state_bits>(it.work + TILE * tile, by_block<Floats>(tile, factors), by_block<Floats>(tile, penalties),
+                           decisions(tile), it.metrics, it.room);
+    Planes<state_bits> planes;
+    cheapest_states<state_bits>(it.metrics, planes);
+    for (int tile = it.tiles - 1; tile >= 0; tile--) {
+        Residues residues[BLOCK];
+        trace<state_bits>(decisions(tile), planes, residues);
+        const NumberSums sums =
+            find_numbers(it.work + TILE * tile, by_block<Floats>(tile, factors), residues, it.numbers + TILE * tile);
+        store(sums.products, it.products + LANES * tile);
+        store(sums.lengths, it.lengths + LANES * tile);
+    }
+}
+
+// The step, for the weights as they came, with which the numbers decode with the least squared error.
+float fitted_step(const Superblock& it, const ClassModel& model) {
+    double product = 0, length = 0;
+    for (int i = 0; i < it.blocks; i++) {
+        const double gain = model.up[it.classes.of[i]];
+        product += gain * it.products[i];
+        length += gain * gain * it.lengths[i];
+    }
+    if (length == 0 || product <= 0) return 0;
+    const double step = product / length * ORTHONORMAL * power_of_two(it.exponent);
+    return float(step < LARGEST_STEP ? step : LARGEST_STEP);
+}
+
+// The sum of squared errors, in the scale of the work, with a step in the scale of the weights.
+double measure(Superblock& it, const ClassModel& model, float step) {
+    const double unit = power_of_two(-it.exponent) * 128.0;
+    for (int tile = 0; tile < it.tiles; tile++) {
+        const Floats scales = by_block<Floats>(tile, [&](int block) {
+            const float scale = float(step * (model.up[it.class_of(block)] * ORTHONORMAL));  // as decoders compute it
+            return float(scale * unit);
+        });
+        store(squared_errors(it.work + TILE * tile, it.numbers + TILE * tile, scales), it.errors + LANES * tile);
+    }
+    double total = 0;
+    for (int i = 0; i < it.blocks; i++) total += it.errors[i];
+    return total / 128.0;
+}
+
+// --- bytes ---
+
+// Encode the numbers of a tile, from the last to the first; return where the stream begins now.
+uint16_t* encode_numbers(Superblock& it, int tile, const ClassModel& model, uint16_t* stream) {
+    auto zeros = [&](int parity) {  // where k = 0 is in the table
+        return by_block<Ints>(tile, [&](int block) { return model.zero[2 * it.class_of(block) + parity]; });
+    };
+    const Ints even = zeros(0), odd = zeros(1);
+    Unsigned states = it.states;
+    for (int t = BLOCK - 1; t >= 0; t--) {
+        const Ints n = converted<Ints>(load<Shorts>(it.numbers + TILE * tile + LANES * t));
+        const Ints place = (n >> 1) + choose<Ints>((n & 1) != 0, odd, even);
+        stream = encode_step(states, gathered<Unsigned>(model.entries, place), NUMBER_BITS, stream);
+    }
+    it.states = states;
+    return stream;
+}
+
+// Encode the classes of a tile, in the same way; lanes without a block stay as they are.
+uint16_t* encode_classes(Superblock& it, int tile, uint16_t* stream) {
+    const Unsigned entries = by_block<Unsigned>(tile, [&](int block) {
+        const int c = it.class_of(block);
+        return block < it.blocks ? uint32_t(it.classes.starts[c] | (it.classes.shares[c] - 1) << 12) : 255u << 12;
+    });
+    return encode_step(it.states, entries, CLASS_BITS, stream);
+}
+
+// Encode all; return where the stream begins.
+const uint16_t* encode_stream(Superblock& it, const ClassModel& model) {
+    uint16_t* stream = it.stream_end;
+    it.states = splat(LEAST);
+    for (int tile = it.tiles - 1; tile >= 0; tile--) {
+        stream = encode_numbers(it, tile, model, stream);
+        stream = encode_classes(it, tile, stream);
+    }
+    return stream;
+}
+
+struct Row {
+    uint8_t* bytes;
+    int64_t stride;
+};
+
+// Write a superblock if it fits into its row and leaves fewer bytes than `unused`; return how many it leaves.
+int64_t write(const Superblock& it, Row row, float step, int state_bits, const uint16_t* stream, int64_t unused) {
+    const Classes& classes = it.classes;
+    const int lanes = it.blocks < LANES ? it.blocks : LANES, shares = classes.stored_shares();
+    const int64_t word_bytes = 2 * (it.stream_end - stream);
+    const int64_t left = row.stride - (HEADER_BYTES + shares + 4 * lanes + word_bytes);
+    if (left < 0 || left >= unused) return left;
+    uint8_t* to = row.bytes;
+    std::memcpy(to, &step, 4);
+    to[4] = uint8_t(state_bits), to[5] = uint8_t(classes.first), to[6] = uint8_t(classes.end - classes.first);
+    to += HEADER_BYTES;
+    for (int i = 0; i < shares; i++) *to++ = uint8_t(classes.shares[classes.first + i]);
+    std::memcpy(to, &it.states, 4 * lanes);
+    std::memcpy(to + 4 * lanes, stream, word_bytes);
+    std::memset(to + 4 * lanes + word_bytes, 0, left);
+    return left;
+}
+
+// --- superblocks ---
+
+struct Energies {
+    double energy, error;
+};
+
+// A step from which find_step starts: it falls by a factor of 4 for every 2 bits per weight.
+double first_guess(double deviation, int64_t byte_count, int blocks) {
+    double step = deviation * 2.0, bits = 8.0 * byte_count;
+    for (int turn = 0; turn < 30 && bits > 0; turn++) {
+        bits -= 2.0 * 128.0 * blocks;
+        step *= 0.25;
+    }
+    return step;
+}
+
+// Encode a superblock that is in the work.
+template <int state_bits>
+Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
+    std::memset(row.bytes, 0, row.stride);
+    double energy = 0;
+    float most = 0;
+    for (int i = 0; i < it.blocks; i++) {
+        energy += it.sizes.squares[i] / 128.0;
+        most = it.sizes.squares[i] > most ? it.sizes.squares[i] : most;
+    }
+    if (energy == 0) return {0, 0};
+    const double unit = power_of_two(it.exponent) * power_of_two(it.exponent);
+    // Blocks that are so much smaller than the largest become zeros, whatever the rate.
+    const double least = __builtin_sqrt(double(most)) / 128.0 * 0x1p-45;
+    const double margin = 16.0 + 0.0003 * 8.0 * row.stride;
+    double step = first_guess(__builtin_sqrt(energy / (128.0 * it.blocks)), row.stride, it.blocks);
+    double best = energy, wanted = 8.0 * row.stride - margin;
+    int64_t unused = row.stride + 1;
+    for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
+        step = find_step(it.classes, it.sizes, model, it.blocks, wanted, step, least);
+        if (it.classes.counts[0] == it.blocks) break;
+        quantize<state_bits>(it, model, step);
+        const float fitted = fitted_step(it, model);
+        const int64_t left = write(it, row, fitted, state_bits, encode_stream(it, model), unused);
+        if (left < 0) {
+            wanted += 8.0 * left - margin * (1 + attempt);
+            continue;
+        }
+        if (left < unused) best = measure(it, model, fitted), unused = left;
+        if (left <= 0.0018 * row.stride + 1.0 || attempt >= MOST_FITS) break;
+        wanted += 8.0 * left - margin;
+    }
+    return {energy * unit, best * unit};
+}
+
+}  // namespace
+
+// values: [superblocks, blocks, 128] of the dtype. signs: null without. limits to entries: see ClassModel. rows:
+// [superblocks, stride]. energies, errors: [superblocks]: the sums of squares of the weights, and of the errors.
+// first_bad: [1]: the first superblock with a NaN or an infinity, or -1. work to stream: room for a superblock; stream:
+// [tiles * TILE_WORDS + LANES]. states: of the trellis: 8, 64 or 256.
+void pqweights::encode_trellis(const uint8_t* values, const float* signs, const double* limits, const double* bits,
+                               const double* slopes, const double* down, const double* up, const int32_t* reach,
+                               const int32_t* zero, const double* logarithms, const uint32_t* entries, uint8_t* rows,
+                               double* energies, double* errors, int64_t* first_bad, float* work, uint16_t* decisions,
+                               int16_t* numbers, uint16_t* stream, int64_t superblocks, int64_t blocks, int64_t stride,
+                               int64_t states, int64_t dtype) {
+    const ClassModel model{limits, bits, slopes, down, up, reach, zero, entries, logarithms};
+    const int tiles = int((blocks + LANES - 1) / LANES);
+    const int64_t value_bytes = blocks * BLOCK * bytes_of(Dtype{dtype});
+    Superblock it;
+    it.blocks = int(blocks), it.tiles = tiles;
+    it.work = work, it.decisions = decisions, it.numbers = numbers;
+    it.stream_end = stream + tiles * TILE_WORDS + LANES;
+    first_bad[0] = -1;
+    for (int64_t i = 0; i < superblocks; i++) {
+        const Row row{rows + i * stride, stride};
+        Energies found{};
+        if (!load_superblock(it, values + i * value_bytes, Dtype{dtype}, signs)) {
+            if (first_bad[0] < 0) first_bad[0] = i;
+        } else if (states == 8) {
+            found = encode_row<3>(it, model, row);
+        } else if (states == 64) {
+            found = encode_row<6>(it, model, row);
+        } else {
+            found = encode_row<8>(it, model, row);
+        }
+        energies[i] = found.energy, errors[i] = found.error;
+    }
+}

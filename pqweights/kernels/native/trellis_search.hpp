@@ -1,0 +1,180 @@
+// The trellis search for sixteen sequences at once, one in each lane: Viterbi's algorithm over the integers, as in
+// trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990).
+//
+// The lowest bit of a state is the parity of the number n that comes next; bit 1 of n, with it, chooses the state after
+// that (section 8 of docs/format.md). The metrics of a state are a vector, and what leads to it is a bit for each lane.
+#pragma once
+
+#include "trellis_entropy.hpp"
+
+namespace {
+
+// More than any path costs within a tile.
+constexpr float UNREACHABLE = 1e9f;
+
+// Metrics of sequences that begin in state 0.
+template <int states>
+INLINE void begin_search(Floats (&metrics)[states]) {
+    for (int state = 0; state < states; state++) metrics[state] = splat(state ? UNREACHABLE : 0.0f);
+}
+
+// The squared distances of x from the nearest integers that leave 0, 1, 2 and 3 when divided by 4; `penalty` is added
+// to the last two.
+struct Distances {
+    Floats of[4];
+};
+INLINE Distances distances_from(Floats x, Floats penalty) {
+    const Floats offset = x - rint(x * 0.25f) * 4.0f;  // from the nearest multiple of 4, so within [-2, 2]
+    Floats above = magnitude(offset - 1.0f), below = magnitude(offset + 1.0f);
+    above = minimum(above, 4.0f - above), below = minimum(below, 4.0f - below);
+    const Floats far = 2.0f - magnitude(offset);
+    return {{offset * offset, above * above, far * far + penalty, below * below + penalty}};
+}
+
+// mask_of(truths), written to an address; volatile, as Clang else collects hundreds of masks before it writes them.
+INLINE void store_mask(Truths truths, uint16_t* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    struct { __m256 low, high; } half;  // written apart, which takes less than joining the masks
+    std::memcpy(&half, &truths, sizeof half);
+    ((volatile uint8_t*)to)[0] = uint8_t(_mm256_movemask_ps(half.low));
+    ((volatile uint8_t*)to)[1] = uint8_t(_mm256_movemask_ps(half.high));
+#else
+    *(volatile uint16_t*)to = uint16_t(mask_of(truths));
+#endif
+}
+
+// Extend the cheapest path to each state by a number n. decisions: bit 1 of the n that leads to each state.
+template <int state_bits>
+INLINE void extend_by_one(const Floats* before, Floats* after, const Distances& distances, uint16_t* decisions) {
+    constexpr Trellis trellis = TRELLISES[state_bits];
+    each<1 << state_bits>([&](auto state) ALWAYS {
+        constexpr int parity = state >> (state_bits - 1), sibling = state ^ trellis.if_k_odd;
+        if constexpr (state < sibling) {  // the same two states lead to both
+            constexpr int even = (state ^ (parity ? trellis.if_odd : 0)) << 1 | parity;
+            constexpr int odd = even ^ trellis.if_k_odd << 1;
+            auto extend_to = [&](int to, Floats near, Floats far) ALWAYS {
+                near += distances.of[parity], far += distances.of[parity + 2];
+                store_mask(far < near, decisions + to);
+                after[to] = minimum(far, near);
+            };
+            const Floats from_even = before[even], from_odd = before[odd];
+            extend_to(state, from_even, from_odd);
+            extend_to(sibling, from_odd, from_even);
+        }
+    });
+}
+
+// Extend the cheapest paths by a tile.
+//
+// work: [128, 16]. factor, penalty: of each block: what its weights are multiplied by, and what n other than 0 and 1
+// cost. decisions: [128, states]. metrics: before and after. room: as large.
+template <int state_bits>
+[[gnu::noinline]] void extend(const float* work, Floats factor, Floats penalty, uint16_t* __restrict decisions,
+                              Floats* __restrict metrics, Floats* __restrict room) {
+    constexpr int states = 1 << state_bits;
+    auto extend_along = [&](Floats* even, Floats* odd) ALWAYS {
+        auto step = [&](int t, const Floats* before, Floats* after) ALWAYS {
+            const Distances distances = distances_from(load<Floats>(work + LANES * t) * factor, penalty);
+            extend_by_one<state_bits>(before, after, distances, decisions + states * t);
+        };
+        for (int t = 0; t < BLOCK; t += 2) step(t, even, odd), step(t + 1, odd, even);
+        const Floats least = even[0];  // subtracted, so that metrics stay small
+        for (int state = 0; state < states; state++) metrics[state] = even[state] - least;
+    };
+    if constexpr (states <= 8) {  // all in registers
+        Floats even[states], odd[states];
+        each<states>([&](auto state) ALWAYS { even[state] = metrics[state]; });
+        extend_along(even, odd);
+    } else {
+        extend_along(metrics, room);
+    }
+}
+
+// --- the way back ---
+
+// The states of the sixteen sequences, bit by bit.
+template <int state_bits>
+using Planes = uint16_t[state_bits];
+
+// The last states of the cheapest paths, of equals the lowest.
+template <int state_bits>
+void cheapest_states(const Floats* metrics, Planes<state_bits>& planes) {
+    Floats least = metrics[0];
+    Ints best{};
+    for (int state = 1; state < 1 << state_bits; state++) {
+        const Truths less = metrics[state] < least;
+        least = choose<Floats>(less, metrics[state], least);
+        best = choose<Ints>(less, Ints{} + state, best);
+    }
+    for (int i = 0; i < state_bits; i++) planes[i] = uint16_t(mask_of((best & (1 << i)) != 0));
+}
+
+// Of a word for each state: bit by bit that of each sequence's state.
+template <int count>
+INLINE uint16_t chosen(Vector<uint16_t, count> words, const uint16_t* planes) {
+    if constexpr (count == 1) {
+        return words[0];
+    } else {
+        const auto low = slice<0, count / 2>(words), high = slice<count / 2, count / 2>(words);
+        return chosen<count / 2>(low ^ ((low ^ high) & planes[__builtin_ctz(count) - 1]), planes);
+    }
+}
+
+// The parity and bit 1 of sixteen numbers.
+struct Residues {
+    uint16_t parity, bit;
+};
+
+// Follow the cheapest paths back through a tile. planes: the states behind it, and then those before it.
+template <int state_bits>
+void trace(const uint16_t* decisions, Planes<state_bits>& planes, Residues (&residues)[BLOCK]) {
+    constexpr int states = 1 << state_bits;
+    constexpr Trellis trellis = TRELLISES[state_bits];
+    for (int t = BLOCK - 1; t >= 0; t--) {
+        const uint16_t parity = planes[state_bits - 1];
+        const uint16_t bit = chosen<states>(load<Vector<uint16_t, states>>(decisions + states * t), planes);
+        residues[t] = {parity, bit};
+        for (int i = state_bits - 1; i > 0; i--) {
+            const bool parity_flips = trellis.if_odd >> (i - 1) & 1, bit_flips = trellis.if_k_odd >> (i - 1) & 1;
+            planes[i] = planes[i - 1] ^ (parity_flips ? parity : 0) ^ (bit_flips ? bit : 0);
+        }
+        planes[0] = parity;
+    }
+}
+
+// --- numbers and errors ---
+
+using Shorts = Vector<int16_t, LANES>;
+
+// For each block the sums of weight * n and of n * n.
+struct NumberSums {
+    Floats products, lengths;
+};
+
+// Write the numbers n of a tile, [128, 16]: the nearest ones with the residues that were found.
+INLINE NumberSums find_numbers(const float* work, Floats factor, const Residues (&residues)[BLOCK], int16_t* numbers) {
+    NumberSums sums{};
+    for (int t = 0; t < BLOCK; t++) {
+        const Floats one = choose<Floats>(truths_of(residues[t].parity), splat(1.0f), Floats{});
+        const Floats residue = one + choose<Floats>(truths_of(residues[t].bit), splat(2.0f), Floats{});
+        const Floats x = load<Floats>(work + LANES * t);
+        const Floats n = residue + rint((x * factor - residue) * 0.25f) * 4.0f;
+        store(converted<Shorts>(converted<Ints>(n)), numbers + LANES * t);
+        sums.products += x * n;
+        sums.lengths += n * n;
+    }
+    return sums;
+}
+
+// The sum of (weight - n * scale)**2 of each block.
+INLINE Floats squared_errors(const float* work, const int16_t* numbers, Floats scale) {
+    Floats total{};
+    for (int t = 0; t < BLOCK; t++) {
+        const Floats n = converted<Floats>(converted<Ints>(load<Shorts>(numbers + LANES * t)));
+        const Floats error = load<Floats>(work + LANES * t) - n * scale;
+        total += error * error;
+    }
+    return total;
+}
+
+}  // namespace

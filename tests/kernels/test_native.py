@@ -1,0 +1,229 @@
+"""The compiled kernels: the same bytes from every level of processor, one checked way to call them, and what is there
+where none were compiled."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import build_kernels
+import external_runtimes
+import kernel_runner
+import numpy as np
+import pytest
+import run_kernels
+import torch
+
+from pqweights import kernels
+from pqweights.errors import DeviceError, MissingDependencyError, PqweightsWarning
+from pqweights.kernels import load_backend, native, reference
+
+KERNELS = tuple(run_kernels.DIGESTS)
+LEVELS = build_kernels.levels_of(build_kernels.own_target(), "all")
+
+
+def run(*arguments: str, **environment: str) -> dict[str, Any]:
+    """The answer of a fresh process that runs kernels; warnings are errors."""
+    command = [sys.executable, "-W", "error", run_kernels.__file__, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(build_kernels.__file__).parent)} | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@functools.cache
+def expected() -> dict[str, str]:
+    """What the references compute."""
+    return {kernel: run_kernels.DIGESTS[kernel]("reference") for kernel in KERNELS}
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All levels of this kind of processor; objects that an earlier run compiled are used again."""
+    folder = tmp_path_factory.mktemp("libraries")
+    build_kernels.build(build_kernels.own_target(), LEVELS, folder)
+    return folder
+
+
+# --- the same bytes ---
+
+
+def test_every_kernel_has_a_digest() -> None:
+    assert set(KERNELS) == set(native.functions())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_computes_the_bytes_of_the_references(level: str, libraries: Path) -> None:
+    if not native._library(level, libraries).pqweights_runs_here():
+        pytest.skip(f"this processor has no {level}")
+    answer = run(*KERNELS, "--libraries", str(libraries), PQWEIGHTS_LEVEL=level)
+    assert answer["level"] == level
+    assert answer["digests"] == expected()
+
+
+def test_an_emulated_aarch64_computes_the_bytes_of_the_references(tmp_path: Path) -> None:
+    external_runtimes.need("qemu")
+    assert external_runtimes.EMULATOR is not None
+    command = kernel_runner.emulated_command(external_runtimes.EMULATOR, tmp_path)
+    assert run(*KERNELS, "--runner", *command)["digests"] == expected()
+
+
+# --- levels ---
+
+
+def test_the_best_level_of_the_processor_is_taken(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
+    monkeypatch.setattr(native, "LIBRARIES", libraries)
+    runs = [level for level in LEVELS if native._library(level, libraries).pqweights_runs_here()]
+    assert native.level.__wrapped__() == runs[-1]
+    assert runs[-1:] == build_kernels.levels_of(build_kernels.own_target(), "own")[-1:]
+
+
+def test_a_level_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "x86-64-v9")
+    with pytest.raises(DeviceError, match="PQWEIGHTS_LEVEL=x86-64-v9: expected a level that this processor has"):
+        native.level.__wrapped__()
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "sources_digest", lambda: "of other sources")
+    with pytest.raises(
+        MissingDependencyError, match="was compiled from other sources than those beside it: make kernels LEVELS="
+    ):
+        native.functions.__wrapped__()
+
+
+def test_a_file_that_is_no_library_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "x86-64-v3.so").write_bytes(b"\x7fELF and nothing more")
+    assert native._library("x86-64-v3", tmp_path) is None
+
+
+# --- without kernels ---
+
+
+def test_without_kernels_the_reference_computes_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: None)
+    monkeypatch.setattr(kernels, "_said", threading.Lock())
+    kernels.load_backend.cache_clear()
+    with pytest.warns(PqweightsWarning, match="no compiled kernels for this processor: the reference computes, slowly"):
+        assert load_backend("cpu") is reference
+    kernels.load_backend.cache_clear()  # as for two threads that ask at once
+    assert load_backend("cpu") is reference  # warnings are errors
+    kernels.load_backend.cache_clear()
+
+
+def test_without_kernels_what_has_no_reference_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: None)
+    monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
+    with pytest.raises(MissingDependencyError, match="the kernels are not compiled for this processor"):
+        native.functions.__wrapped__()
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("values", "written"),
+    [
+        (np.zeros((4, 4), np.float32)[:, :2], False),
+        (np.zeros(7, np.float32), False),
+        (np.zeros(8, np.float64), False),
+        (np.zeros(8, ">f4"), False),
+        (np.frombuffer(bytes(32), np.float32), True),
+        (np.frombuffer(bytes(33), np.float32, 8, 1), False),
+        (torch.zeros(4, 4)[:, :2], False),
+        (torch.zeros(8, dtype=torch.float64), False),
+        (torch.zeros(8, dtype=torch.bool), False),
+        (torch.zeros(8, device="meta"), False),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(values: Any, written: bool) -> None:
+    """The kernels only see where an array begins."""
+    with pytest.raises(ValueError, match="expected"):
+        native.array(values, np.float32, 8, written=written)
+    assert native.array(np.zeros(8, np.float32), np.float32, 8, written=written).address > 0
+    assert native.array(torch.zeros(8), np.float32, 8, written=written).address > 0
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    values = np.zeros(128, np.float32)
+    written = native.array(values, np.float32, 128, written=True)
+    for arguments, problem in [
+        ((written, 1), "rotate: expected 3 arguments, found 2"),
+        ((native.array(values, np.float32, 128), 1, 1.0), "rotate: expected memory of type 'w f4'"),
+        ((native.array(values.view(np.int32), np.int32, 128, written=True), 1, 1.0), "rotate: expected memory"),
+        ((values.ctypes.data, 1, 1.0), "rotate: expected memory of type 'w f4'"),
+        ((written, 1.5, 1.0), "rotate: "),
+    ]:
+        with pytest.raises(TypeError, match=problem):
+            native.call("rotate", *arguments)
+    with pytest.raises(TypeError, match="there is no kernel 'rotated'"):
+        native.call("rotated", written, 1, 1.0)
+    with pytest.raises(TypeError, match="rotate: expected one thread"):
+        native.call("rotate", written, 1, 1.0, threads=2)
+
+
+def test_a_runner_that_ends_says_why(tmp_path: Path) -> None:
+    """What a sanitizer finds reaches the test that fed it."""
+    program = tmp_path / "fails"
+    program.write_text("#!/bin/sh\necho a stack overflow >&2\nexit 3\n")
+    program.chmod(0o755)
+    with kernel_runner.running([str(program)]), pytest.raises(kernel_runner.RunnerError, match=r"3\na stack overflow"):
+        native.call("rotate", native.array(np.zeros(128, np.float32), np.float32, 128, written=True), 1, 1.0)
+
+
+# --- building ---
+
+
+def test_what_did_not_change_is_not_compiled_again(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(build_kernels, "run_all", compiled.extend)
+    build_kernels.compiled(build_kernels.Compiler(build_kernels.own_target()), LEVELS)
+    assert compiled == []
+
+
+def test_a_compiler_of_the_environment_is_used_if_it_is_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, says in (("clang", "clang version 19.1.0"), ("gcc", "gcc (Debian) 12.2.0")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho '{says}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("CXX", str(program))
+        compiler = build_kernels.Compiler(build_kernels.own_target())
+        assert (compiler.compile(None)[0] == str(program)) == (name == "clang")
+
+
+def test_a_source_that_does_not_compile_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "wrong.cpp").write_text("int wrong(")
+    command = build_kernels.Compiler(build_kernels.own_target()).compile(None)
+    with pytest.raises(SystemExit, match=r"wrong\.cpp"):
+        build_kernels.run_to([*command, "-c", str(tmp_path / "wrong.cpp")], tmp_path / "wrong.o")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["wrong.cpp"]
+
+
+def test_a_checkout_without_ziglang_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build_kernels.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install ziglang, or name a clang in CXX"):
+        build_kernels.Compiler(build_kernels.own_target())
+
+
+@pytest.mark.parametrize("level", LEVELS[1:] or LEVELS)
+def test_nothing_is_fused_by_the_compiler_alone(level: str, tmp_path: Path) -> None:
+    """On processors that can fuse; without the flag the compiler does."""
+    source, found = tmp_path / "sum.cpp", dict[str, bool]()
+    source.write_text("float sum(float a, float b, float c) { return a * b + c; }\n")
+    command = build_kernels.Compiler(build_kernels.own_target()).compile(level)
+    for contract in ("off", "fast"):
+        out = tmp_path / f"{contract}.s"
+        build_kernels.run_to(
+            [*command, *(["-ffp-contract=fast"] if contract == "fast" else []), "-S", str(source)], out
+        )
+        found[contract] = "fmadd" in out.read_text()
+    assert found == {"off": False, "fast": True}

@@ -1,0 +1,158 @@
+"""Kernels in a process of another kind: on an emulated processor, or compiled with sanitizers.
+
+`Runner.call` takes the place of `pqweights.kernels.native.call`. Every array is sent to kernel_runner.cpp, which keeps
+it in memory of exactly its size, and what the kernel wrote comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import build_kernels
+
+from pqweights.kernels import native
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+SANITIZING = ("-fsanitize=address", "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wno-psabi", "-Wno-attributes")
+DEFINED = ("-DPQWEIGHTS_LEVEL=0", '-DPQWEIGHTS_SOURCES=""', f"-I{build_kernels.SOURCES}")
+
+
+class RunnerError(Exception):
+    """The process ended: what it wrote to stderr."""
+
+
+class Runner:
+    """A process that calls kernels."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        )
+
+    def call(self, name: str, *arguments: Any, threads: int = 1) -> None:
+        """See `native.call`; in one thread."""
+        types = native.functions()[name].types
+        native.functions()[name].packed(arguments)  # checks them
+        sent = [struct.pack("<I", len(name)), name.encode()]
+        for kind, argument in zip(types, arguments, strict=True):
+            if kind == "integer":
+                sent.append(struct.pack("<q", argument))
+            elif kind == "number":
+                sent.append(struct.pack("<d", argument))
+            elif argument is None:
+                sent.append(struct.pack("<q", -1))
+            else:
+                memory = content_of(argument)
+                sent += [struct.pack("<q", len(memory)), memory]
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            stdin.write(b"".join(sent))
+            for argument in arguments:
+                if isinstance(argument, native.Array) and argument.written:
+                    _receive(stdout, argument)
+            if self._process.poll() is not None:
+                raise EOFError
+        except (BrokenPipeError, EOFError):
+            raise RunnerError(self._errors()) from None
+
+    def _errors(self) -> str:
+        assert self._process.stderr is not None
+        text = self._process.stderr.read().decode(errors="replace")
+        return f"exit status {self._process.wait()}\n{text}"
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def size_of(array: native.Array) -> int:
+    """The bytes of an argument."""
+    return array.size * int(array.dtype[1:])
+
+
+def content_of(array: native.Array) -> bytes:
+    """The bytes in the memory of an argument."""
+    return ctypes.string_at(array.address, size_of(array))
+
+
+def _receive(stdout: Any, argument: native.Array) -> None:
+    """Fill the memory of an argument with what comes."""
+    memory = memoryview((ctypes.c_char * size_of(argument)).from_address(argument.address)).cast("B")
+    while len(memory):
+        count = stdout.readinto(memory)
+        if not count:
+            raise EOFError
+        memory = memory[count:]
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str]) -> Iterator[Runner]:
+    """Let all kernels of this process run in another one."""
+    runner, own = Runner(command), native.call
+    native.call = runner.call
+    try:
+        yield runner
+    finally:
+        native.call = own
+        runner.close()
+
+
+def emulated_command(emulator: str, folder: Path) -> list[str]:
+    """The command that runs kernels on an emulated aarch64; the program is made in the folder.
+
+    Its objects are those of the library for Linux; the runner brings the few functions of C that they call.
+    """
+    compiler = build_kernels.Compiler("linux-aarch64")
+    (objects,) = build_kernels.compiled(compiler, ["aarch64"]).values()
+    compiler.zig_target = "aarch64-linux-musl"
+    runner, program = folder / "runner.o", folder / "runner-aarch64"
+    build_kernels.run_to([*compiler.compile(None), f"-I{build_kernels.SOURCES}", "-c", str(SOURCE)], runner)
+    build_kernels.run_to([*compiler.zig("cc"), "-static", "-s", str(runner), *map(str, objects)], program)
+    return [emulator, str(program)]
+
+
+def guarded_command(folder: Path) -> list[str]:
+    """The same for the best level of this processor, with arrays between pages that end the process if touched.
+
+    What C++ leaves undefined (indices of arrays, conversions, shifts, ...) ends it as well.
+    """
+    compiler = build_kernels.Compiler(build_kernels.own_target())
+    level = build_kernels.levels_of(build_kernels.own_target(), "own")[-1]
+    kinds = "undefined,float-cast-overflow,local-bounds"
+    flags = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-O1", "-DGUARDED", *DEFINED]
+    return _built([*compiler.compile(level), *flags], compiler.zig("cc"), None, folder)
+
+
+def sanitized_command(folder: Path, sources: Sequence[str]) -> list[str] | None:
+    """The same for this processor with the sanitizer of addresses; None without g++ and clang++.
+
+    sources: the files that are compiled, as GCC takes minutes for others; kernels of those are not there
+    """
+    chosen = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("clang++", "g++"))), None)
+    if chosen is None:
+        return None
+    march = ["-march=x86-64-v3"] if build_kernels.own_target().endswith("x86_64") else []
+    flags = [*march, *SANITIZING, *DEFINED, "-DSOME_KERNELS"]
+    return _built([chosen, *flags], [chosen, "-fsanitize=address"], sources, folder)
+
+
+def _built(compile: list[str], link: list[str], names: Sequence[str] | None, folder: Path) -> list[str]:
+    """Compile the runner and some kernels, or all, and link them to a program."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = sorted(build_kernels.SOURCES.glob("*.cpp"))
+    chosen = [path for path in sources if names is None or path.stem in (*names, "interface")]
+    jobs = [([*compile, "-c", str(path)], folder / f"{path.stem}.o") for path in [*chosen, SOURCE]]
+    build_kernels.run_all(jobs)
+    program = folder / "runner"
+    build_kernels.run_to([*link, *(str(path) for _, path in jobs)], program)
+    return [str(program)]
