@@ -20,8 +20,9 @@ FOLDER = "pqweights/kernels/native/lib/"
 EXPORTS = {"pqweights_kernels", "pqweights_sources", "pqweights_runs_here"}
 # What the linker for macOS adds.
 ADDED = {"_mh_dylib_header", "__mh_dylib_header", "__dso_handle", "___dso_handle"}
-# What the kernels may ask of C, and of the C library and the loader of macOS.
-IMPORTS = {"memcpy", "memmove", "memset", "memset_pattern16", "bzero", "__bzero", "dyld_stub_binder", "_dyld_stub_binder"}
+# What the kernels may ask of the C library, and of the loader of macOS.
+IMPORTS = {"memcpy", "memmove", "memset", "memset_pattern16", "bzero", "__bzero"}
+IMPORTS |= {"dyld_stub_binder", "_dyld_stub_binder"}
 MACHINES = {
     "linux-x86_64": lief.ELF.ARCH.X86_64,
     "linux-aarch64": lief.ELF.ARCH.AARCH64,
