@@ -288,7 +288,7 @@ dist: wheels ## the same, and try the wheel of this system in an empty environme
 
 FUZZ_SECONDS ?= 600
 
-fuzz: kernels ## FUZZ_SECONDS=600: the decoders with sanitizers (g++ or clang++), fed with damaged input
+fuzz: kernels ## FUZZ_SECONDS=600: the kernels with sanitizers (whose library g++ brings), fed with damaged input
 	PYTHONPATH=tests/support:tools $(BIN)/python tests/fuzz_decoders.py --seconds $(FUZZ_SECONDS) $(ARGS)
 
 clean: ## remove the environments, what was built, and caches

@@ -40,18 +40,21 @@ LEVELS = {
 
 
 class Target(NamedTuple):
-    """A kind of processor, zig's name of the system, and what a wheel for it has in its name."""
+    """A kind of processor, zig's name of the system, what a wheel for it has in its name, and levels, best last."""
 
     kind: str
     zig_name: str
     wheel_tag: str
+    levels: tuple[str, ...]
 
 
+_X86, _ARM = tuple(LEVELS["x86_64"]), tuple(LEVELS["aarch64"])
 TARGETS = {
-    "linux-x86_64": Target("x86_64", "x86_64-linux-gnu.2.17", "manylinux2014_x86_64"),
-    "linux-aarch64": Target("aarch64", "aarch64-linux-gnu.2.17", "manylinux2014_aarch64"),
-    "macos-x86_64": Target("x86_64", "x86_64-macos.11.0", "macosx_11_0_x86_64"),
-    "macos-arm64": Target("aarch64", "aarch64-macos.11.0", "macosx_11_0_arm64"),
+    "linux-x86_64": Target("x86_64", "x86_64-linux-gnu.2.17", "manylinux2014_x86_64", _X86),
+    "linux-aarch64": Target("aarch64", "aarch64-linux-gnu.2.17", "manylinux2014_aarch64", _ARM),
+    # Hardly any Mac has AVX-512.
+    "macos-x86_64": Target("x86_64", "x86_64-macos.11.0", "macosx_11_0_x86_64", _X86[:2]),
+    "macos-arm64": Target("aarch64", "aarch64-macos.11.0", "macosx_11_0_arm64", _ARM),
 }
 FLAGS = (
     "-std=c++20", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
@@ -69,16 +72,15 @@ def own_target() -> str:
 
 def levels_of(target: str, asked: str) -> list[str]:
     """The levels that were asked for: "own", "all", or names with commas between them."""
-    kind = TARGETS[target].kind
     if asked == "all" or (asked == "own" and target != own_target()):
-        return list(LEVELS[kind])
-    return _own_levels(kind) if asked == "own" else asked.split(",")
+        return list(TARGETS[target].levels)
+    return _own_levels(target) if asked == "own" else asked.split(",")
 
 
-def _own_levels(kind: str) -> list[str]:
+def _own_levels(target: str) -> list[str]:
     """The best level that this processor has, as far as Linux says; all levels elsewhere."""
-    levels = list(LEVELS[kind])
-    if kind != "x86_64":
+    levels = list(TARGETS[target].levels)
+    if TARGETS[target].kind != "x86_64":
         return levels
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -94,14 +96,17 @@ class Compiler:
     """The commands that compile and link for a target.
 
     zig_target: zig's name of the system.
+    version: what the compiler says of itself
     """
 
     def __init__(self, target: str) -> None:
-        self.kind, self.zig_target, _ = TARGETS[target]
+        self.kind, self.zig_target = TARGETS[target][:2]
         chosen = shlex.split(os.environ.get("CXX", ""))
         self._clang = chosen if chosen and target == own_target() and _is_clang(chosen) else None
         if self._clang is None and importlib.util.find_spec("ziglang") is None:
             sys.exit("error: compiling the kernels needs clang: pip install ziglang, or name a clang in CXX")
+        command = [*self._clang, "--version"] if self._clang else [sys.executable, "-m", "ziglang", "version"]
+        self.version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def compile(self, level: str | None) -> list[str]:
         """The command that compiles for a level, or for the oldest processor of the kind."""
@@ -165,7 +170,9 @@ def compiled(compiler: Compiler, levels: list[str]) -> dict[str, list[Path]]:
             command = compiler.compile(None if source.name == "level.cpp" else level)
             if source.name in own_flags:
                 command.append(own_flags[source.name].format(level=number, digest=digest))
-            key = hashlib.sha256(repr(command).encode() + source.read_bytes() + headers).hexdigest()[:24]
+            # Not where the compiler is: a build in an environment of its own makes the same objects.
+            options = repr((compiler.version, command[1:])).encode()
+            key = hashlib.sha256(options + source.read_bytes() + headers).hexdigest()[:24]
             path = OBJECTS / f"{source.stem}-{key}.o"
             objects[level].append(path)
             if not path.exists():

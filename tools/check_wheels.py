@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import lief
-from build_kernels import LEVELS, TARGETS
+from build_kernels import TARGETS
 
 lief.logging.disable()
 MOST_BYTES = 5_000_000
@@ -55,8 +55,8 @@ def check(path: Path) -> list[str]:
     problems = [f"has {name}" for name in names if name.endswith((".cpp", ".hpp", ".inc"))]
     if path.stat().st_size > MOST_BYTES:
         problems.append(f"{path.stat().st_size} bytes: expected {MOST_BYTES} at most")
-    if set(libraries) != set(LEVELS[TARGETS[target].kind]):
-        problems.append(f"levels: expected {', '.join(LEVELS[TARGETS[target].kind])}, found {', '.join(libraries)}")
+    if set(libraries) != set(TARGETS[target].levels):
+        problems.append(f"levels: expected {', '.join(TARGETS[target].levels)}, found {', '.join(libraries)}")
     for level, library in libraries.items():
         problems += [f"{level}: {problem}" for problem in problems_of(library, target)]
     sizes = ", ".join(f"{level} {len(library) / 1e3:.0f} kB" for level, library in libraries.items())

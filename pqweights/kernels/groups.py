@@ -19,9 +19,9 @@ from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, native
 # (native/group_rules.cpp).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
-FLOAT_MODES = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2}
-# The most weights of a group: in fit_groups, whose kernel has no more room, and in round_floats.
-MOST_WEIGHTS, MOST_FLOATS = 256, 32
+FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6}
+# The most weights of a group in fit_groups, whose kernel has no more room.
+MOST_WEIGHTS = 256
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,8 +105,7 @@ class FloatRule:
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [groups * group size] as integers, by mlx's rule."""
         result = _empty_groups(values, self.group_size)
-        result.offsets[:] = 0
-        round_floats(values, result, mode=FLOAT_MODES[self.kind])
+        round_groups(values, result, bits=self.bits, rule=FLOAT_MODES[self.kind])
         return result
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
@@ -181,21 +180,11 @@ def fit_groups(
 
 
 def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int) -> None:
-    """Fill `out` from the weights [groups * size], by the rule of a runtime (a value of RUNTIME_RULES)."""
+    """Fill `out` from the weights [groups * size], by a value of RUNTIME_RULES or FLOAT_MODES."""
     groups, size = out.codes.shape
     if size < 1 or not 2 <= bits <= 8:
         raise ValueError(f"expected groups of at least one weight and 2 to 8 bits, found {size} and {bits} bits")
     native.call("round", native.array(values, np.float32, groups * size), *_written(out), groups, size, bits, rule)
-
-
-def round_floats(values: npt.NDArray[np.float32], out: Groups, *, mode: int) -> None:
-    """Fill all of `out` but the offsets from the weights [groups * size], in a mode of mlx (a value of FLOAT_MODES)."""
-    groups, size = out.codes.shape
-    if not 1 <= size <= MOST_FLOATS:
-        raise ValueError(f"expected groups of 1 to {MOST_FLOATS} weights, found {size}")
-    codes, scales, _, *sums = _written(out)
-    weights = native.array(values, np.float32, groups * size)
-    native.call("round_floats", weights, codes, scales, *sums, groups, size, mode)
 
 
 def _written(out: Groups) -> list[native.Array]:

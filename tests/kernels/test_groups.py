@@ -31,7 +31,6 @@ from pqweights.kernels.groups import (
     pack_bits,
     pack_tiles,
     rotate,
-    round_floats,
     round_groups,
 )
 
@@ -486,20 +485,14 @@ def test_rotating_has_the_bits_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 24, 31])
-@pytest.mark.parametrize("rule", [*RUNTIME_RULES, "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("rule", [*RUNTIME_RULES, *FLOAT_MODES])
 def test_rules_take_groups_of_any_size(rule: str, size: int) -> None:
     """A group that is there twice has the same scale, offset and codes; 37 groups are not a multiple of 16."""
-    if rule in ("mxfp4", "mxfp8", "nvfp4") and size > 16:
-        return
     values = np.resize(np.concatenate(list(bf16_families(48).values())), (37, size)) * np.float32(2.0**-4)
 
     def rounded(values: Floats) -> Groups:
         out = _empty_groups(values.reshape(-1), values.shape[1])
-        out.offsets[:] = 0
-        if rule in RUNTIME_RULES:
-            round_groups(values.reshape(-1), out, bits=4, rule=RUNTIME_RULES[rule])
-        else:
-            round_floats(values.reshape(-1), out, mode=FLOAT_MODES[rule])
+        round_groups(values.reshape(-1), out, bits=4, rule=(RUNTIME_RULES | FLOAT_MODES)[rule])
         return out
 
     once, twice = rounded(values), rounded(np.tile(values, (1, 2)))
@@ -618,11 +611,8 @@ def test_arrays_that_do_not_fit_are_refused(name: str, wrong: str) -> None:
     def round() -> None:
         round_groups(given["values"], out(), bits=4, rule=1)
 
-    def round_to_floats() -> None:
-        round_floats(given["values"], out(), mode=0)
-
     given = arguments()
-    kernels = (fit,) if name == "settings" else (fit, round, round_to_floats)
+    kernels = (fit,) if name == "settings" else (fit, round)
     for kernel in kernels:
         kernel()
     given[name] = WRONGS[wrong](given[name])

@@ -15,7 +15,7 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.trellis_classes import decode_tables, encode_model
 from pqweights.kernels import BlockCoding, trellis
-from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_floats, round_groups
+from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_groups
 from pqweights.kernels.products import InputBasis, PreparedInputs, Product
 
 
@@ -32,10 +32,6 @@ def fit(size: int, bits: int) -> None:
 
 def round_as(bits: int, size: int) -> None:
     round_groups(np.ones(2 * size, dtype=np.float32), empty_groups(2, size), bits=bits, rule=1)
-
-
-def round_to_floats(size: int) -> None:
-    round_floats(np.ones(2 * size, dtype=np.float32), empty_groups(2, size), mode=1)
 
 
 def product(
@@ -91,8 +87,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "codes of 1 bit": lambda: fit(32, 1),
     "runtime's codes of 9 bits": lambda: round_as(9, 32),
     "runtime's groups of nothing": lambda: round_as(4, 0),
-    "floating groups larger than the kernel's room": lambda: round_to_floats(33),
-    "floating groups of nothing": lambda: round_to_floats(0),
     "weights that end within a group": lambda: quantized(BEST, 33),
     "weights that end within a floating group": lambda: quantized(FloatRule("mxfp8", 8, 32), 63),
     "more rows of inputs than a product takes": lambda: product(rows=17),
@@ -113,7 +107,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
 ALLOWED: dict[str, Callable[[], Any]] = {
     "groups": lambda: fit(256, 8),
     "runtime's groups": lambda: round_as(4, 64),
-    "floating groups": lambda: round_to_floats(32),
     "whole groups": lambda: quantized(BEST, 64),
     "rows of inputs": lambda: product(rows=16),
     "outputs among others": lambda: product(room=5, column=2),

@@ -182,8 +182,15 @@ def test_a_runner_that_ends_says_why(tmp_path: Path) -> None:
 # --- building ---
 
 
-def test_what_did_not_change_is_not_compiled_again(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_change_is_not_compiled_again(
+    libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor in another environment, as pip has one for each build."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     compiled: list[Any] = []
+    monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(build_kernels, "run_all", compiled.extend)
     build_kernels.compiled(build_kernels.Compiler(build_kernels.own_target()), LEVELS)
     assert compiled == []

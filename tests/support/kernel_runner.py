@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import shutil
 import struct
 import subprocess
@@ -21,8 +20,6 @@ import build_kernels
 from pqweights.kernels import native
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-SANITIZING = ("-fsanitize=address", "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wno-psabi", "-Wno-attributes")
-DEFINED = ("-DPQWEIGHTS_LEVEL=0", '-DPQWEIGHTS_SOURCES=""', f"-I{build_kernels.SOURCES}")
 
 
 class RunnerError(Exception):
@@ -121,38 +118,23 @@ def emulated_command(emulator: str, folder: Path) -> list[str]:
     return [emulator, str(program)]
 
 
-def guarded_command(folder: Path) -> list[str]:
-    """The same for the best level of this processor, with arrays between pages that end the process if touched.
+def sanitized_command(folder: Path) -> list[str] | None:
+    """The same for the best level of this processor, with the sanitizer of addresses, of which g++ brings the library.
 
-    What C++ leaves undefined (indices of arrays, conversions, shifts, ...) ends it as well.
+    What C++ leaves undefined (indices of arrays, conversions, shifts, ...) ends the program as well. None without g++.
     """
-    compiler = build_kernels.Compiler(build_kernels.own_target())
-    level = build_kernels.levels_of(build_kernels.own_target(), "own")[-1]
-    kinds = "undefined,float-cast-overflow,local-bounds"
-    flags = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-O1", "-DGUARDED", *DEFINED]
-    return _built([*compiler.compile(level), *flags], compiler.zig("cc"), None, folder)
-
-
-def sanitized_command(folder: Path, sources: Sequence[str]) -> list[str] | None:
-    """The same for this processor with the sanitizer of addresses; None without g++ and clang++.
-
-    sources: the files that are compiled, as GCC takes minutes for others; kernels of those are not there
-    """
-    chosen = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("clang++", "g++"))), None)
-    if chosen is None:
+    linker, own = shutil.which("g++"), build_kernels.own_target()
+    if linker is None:
         return None
-    march = ["-march=x86-64-v3"] if build_kernels.own_target().endswith("x86_64") else []
-    flags = [*march, *SANITIZING, *DEFINED, "-DSOME_KERNELS"]
-    return _built([chosen, *flags], [chosen, "-fsanitize=address"], sources, folder)
-
-
-def _built(compile: list[str], link: list[str], names: Sequence[str] | None, folder: Path) -> list[str]:
-    """Compile the runner and some kernels, or all, and link them to a program."""
+    compiler = build_kernels.Compiler(own)
+    kinds = "undefined,float-cast-overflow,local-bounds"
+    sanitizing = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-fsanitize=address", "-O1", "-g1"]
+    defined = ["-DPQWEIGHTS_LEVEL=0", '-DPQWEIGHTS_SOURCES=""', f"-I{build_kernels.SOURCES}"]
+    command = [*compiler.compile(build_kernels.levels_of(own, "own")[-1]), *sanitizing, *defined]
     folder.mkdir(parents=True, exist_ok=True)
-    sources = sorted(build_kernels.SOURCES.glob("*.cpp"))
-    chosen = [path for path in sources if names is None or path.stem in (*names, "interface")]
-    jobs = [([*compile, "-c", str(path)], folder / f"{path.stem}.o") for path in [*chosen, SOURCE]]
+    sources = [*sorted(build_kernels.SOURCES.glob("*.cpp")), SOURCE]
+    jobs = [([*command, "-c", str(path)], folder / f"{path.stem}.o") for path in sources]
     build_kernels.run_all(jobs)
     program = folder / "runner"
-    build_kernels.run_to([*link, *(str(path) for _, path in jobs)], program)
+    build_kernels.run_to([linker, "-fsanitize=address", *(str(path) for _, path in jobs)], program)
     return [str(program)]

@@ -128,7 +128,7 @@ def fit_digest(backend: str) -> str:
 
 
 def round_digest(backend: str) -> str:
-    """Fit groups by every rule of a runtime; there is no reference, test_groups.py compares with the runtimes."""
+    """Fit groups by every rule and floating mode; there is no reference, test_groups.py compares with the runtimes."""
     found: list[npt.NDArray[Any]] = []
     most = groups_reference.LARGEST_BF16 / 4
     for name in RUNTIME_RULES:
@@ -136,16 +136,10 @@ def round_digest(backend: str) -> str:
             symmetric, middle = name == "compressed-tensors", name != "mlx"
             rule = GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=name)
             found += _arrays(rule.quantize(groups_reference.bf16(np.clip(some_groups(size), -most, most))))
-    return _digest(*found)
-
-
-def round_floats_digest(backend: str) -> str:
-    """Fit groups in every floating mode of mlx; there is no reference."""
-    found: list[npt.NDArray[Any]] = []
     for kind in FLOAT_MODES:
         size = 16 if kind == "nvfp4" else 32
-        rule = FloatRule(kind, 8 if kind == "mxfp8" else 4, size)
-        found += _arrays(rule.quantize(groups_reference.bf16(some_groups(size))))
+        floating = FloatRule(kind, 8 if kind == "mxfp8" else 4, size)
+        found += _arrays(floating.quantize(groups_reference.bf16(some_groups(size))))
     return _digest(*found)
 
 
@@ -494,7 +488,6 @@ DIGESTS: dict[str, Callable[[str], str]] = {
     "decode": decode_digest,
     "fit": fit_digest,
     "round": round_digest,
-    "round_floats": round_floats_digest,
     "encode_gguf_symmetric": encode_gguf_symmetric_digest,
     "rotate": rotate_digest,
     "pack_bits": pack_bits_digest,

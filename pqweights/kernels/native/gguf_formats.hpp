@@ -33,15 +33,22 @@ INLINE void fold(const uint8_t* codes, Codes (&bytes)[count], int lowest = 0) {
     }
 }
 
-// The 32 codes of Q5_0 and Q5_1: the highest bits, that of code 0 the lowest of a little-endian word, and the others.
-struct FiveBits {
-    Codes high[4], low[16];
+// The codes of a block of so many weights: the low four bits of two codes in each byte, which lie `run` codes apart.
+template <int weights, int run>
+struct FourBits {
+    Codes low[weights / 2];
 
-    INLINE void pack(const Fields& from) {
-        uint32_t word = 0;
-        for (int i = 0; i < 32; i++) word |= uint32_t(from.codes[i] >> 4) << i;
-        std::memcpy(high, &word, sizeof high);
-        fold<4, 16>(from.codes, low);
+    INLINE void pack(const uint8_t* codes) { fold<4, run>(codes, low); }
+};
+
+// The same, after the highest bits, of eight codes in each byte.
+template <int weights, int high_run, int run>
+struct FiveBits {
+    Codes high[weights / 8], low[weights / 2];
+
+    INLINE void pack(const uint8_t* codes) {
+        fold<1, high_run>(codes, high, 4);
+        fold<4, run>(codes, low);
     }
 };
 
@@ -55,38 +62,35 @@ struct Symmetric {
     static constexpr bool HAS_TABLE = false;
 };
 
-struct Q8_0 : Symmetric {
-    static constexpr int TYPE = 8, LOWEST = -128, HIGHEST = 127;
+template <int type, int lowest, int highest, class PackedCodes, bool has_table = false>
+struct OnePart : Symmetric {
+    static constexpr int TYPE = type, LOWEST = lowest, HIGHEST = highest;
+    static constexpr bool HAS_TABLE = has_table;
     Half d;
-    Codes codes[32];
+    PackedCodes codes;
 
     INLINE void pack(const Fields& from) {
         d = from.d;
-        for (int i = 0; i < 32; i++) codes[i] = from.codes[i] ^ 128;  // counted from 0
+        codes.pack(from.codes);
     }
 };
 
-struct Q5_0 : Symmetric {
-    static constexpr int TYPE = 6, LOWEST = -16, HIGHEST = 15;
-    Half d;
-    FiveBits codes;
+// Codes that are counted from the middle.
+struct SignedBytes {
+    int8_t codes[32];
 
-    INLINE void pack(const Fields& from) {
-        d = from.d;
-        codes.pack(from);
+    INLINE void pack(const uint8_t* from) {
+        for (int i = 0; i < 32; i++) codes[i] = int8_t(from[i] ^ 128);
     }
 };
 
-struct Q4_0 : Symmetric {
-    static constexpr int TYPE = 2, LOWEST = -8, HIGHEST = 7;
-    Half d;
-    Codes codes[16];
+// The values of the codes of IQ4_NL and IQ4_XS.
+constexpr float IQ4_VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-    INLINE void pack(const Fields& from) {
-        d = from.d;
-        fold<4, 16>(from.codes, codes);
-    }
-};
+using Q8_0 = OnePart<8, -128, 127, SignedBytes>;
+using Q5_0 = OnePart<6, -16, 15, FiveBits<32, 1, 16>>;
+using Q4_0 = OnePart<2, -8, 7, FourBits<32, 16>>;
+using IQ4_NL = OnePart<20, -127, 113, FourBits<32, 16>, true>;
 
 struct Q6_K : Symmetric {
     static constexpr int TYPE = 14, PARTS = 16, PART_SIZE = 16, LOWEST = -32, HIGHEST = 31;
@@ -118,56 +122,34 @@ struct Q3_K : Symmetric {
     }
 };
 
-// The values of the codes of IQ4_NL and IQ4_XS.
-constexpr float IQ4_VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
-struct IQ4_NL : Q4_0 {
-    static constexpr int TYPE = 20, LOWEST = -127, HIGHEST = 113;
-    static constexpr bool HAS_TABLE = true;
-};
-
 struct IQ4_XS : Symmetric {
     static constexpr int TYPE = 23, PARTS = 8, LOWEST = -127, HIGHEST = 113;
     static constexpr int LEAST_FACTOR = -32, MOST_FACTOR = 31, FACTORS_TRIED = 4;
     static constexpr bool HAS_TABLE = true;
     Half d;
-    Codes high_scales[2], low_scales[4], codes[128];
+    Codes high_scales[2], low_scales[4];
+    FourBits<256, 16> codes;
 
     INLINE void pack(const Fields& from) {
         d = from.d;
         fold<2, 1>(from.scales, high_scales, 4);
         fold<4, 1>(from.scales, low_scales);
-        fold<4, 16>(from.codes, codes);
+        codes.pack(from.codes);
     }
 };
 
 // --- affine formats; codes count from 0 to LAST_CODE, scales and offsets from 0 to LAST_LEVEL ---
 
-struct Q4_1 {
-    static constexpr int TYPE = 3, PARTS = 1, PART_SIZE = 32, LAST_CODE = 15, LAST_LEVEL = 1, ROUNDS = 2;
-    Half d, dmin;  // dmin: with the other sign, and of any sign
-    Codes codes[16];
-
-    INLINE void pack(const Fields& from) {
-        d = from.d, dmin = from.dmin;
-        fold<4, 16>(from.codes, codes);
-    }
+// No levels, where a block has one part.
+struct NoLevels {
+    static constexpr int PARTS = 1, LAST = 1;
+    INLINE void pack(const Fields&) {}
 };
 
-struct Q5_1 {
-    static constexpr int TYPE = 7, PARTS = 1, PART_SIZE = 32, LAST_CODE = 31, LAST_LEVEL = 1, ROUNDS = 2;
-    Half d, dmin;
-    FiveBits codes;
-
-    INLINE void pack(const Fields& from) {
-        d = from.d, dmin = from.dmin;
-        codes.pack(from);
-    }
-};
-
-// The scales and offsets of Q4_K and Q5_K, 6 bits each: those of four parts, with the highest two bits of the other
-// four above them, and the low four bits of these.
+// The levels of eight parts, 6 bits each: those of four scales and of four offsets, with the highest two bits of the
+// other four above them, and the low four bits of these.
 struct SixBits {
+    static constexpr int PARTS = 8, LAST = 63;
     uint8_t scales[4], offsets[4], rest[4];
 
     INLINE void pack(const Fields& from) {
@@ -179,32 +161,25 @@ struct SixBits {
     }
 };
 
-struct Q4_K {
-    static constexpr int TYPE = 12, PARTS = 8, PART_SIZE = 32, LAST_CODE = 15, LAST_LEVEL = 63, ROUNDS = 2;
-    Half d, dmin;
-    SixBits levels;
-    Codes codes[128];
+template <int type, int last_code, class Levels, class PackedCodes>
+struct Affine {
+    static constexpr int TYPE = type, PARTS = Levels::PARTS, PART_SIZE = 32;
+    static constexpr int LAST_CODE = last_code, LAST_LEVEL = Levels::LAST, ROUNDS = 2;
+    Half d, dmin;  // dmin of one part: with the other sign, and of any sign
+    [[no_unique_address]] Levels levels;
+    PackedCodes codes;
 
     INLINE void pack(const Fields& from) {
         d = from.d, dmin = from.dmin;
         levels.pack(from);
-        fold<4, 32>(from.codes, codes);
+        codes.pack(from.codes);
     }
 };
 
-struct Q5_K {
-    static constexpr int TYPE = 13, PARTS = 8, PART_SIZE = 32, LAST_CODE = 31, LAST_LEVEL = 63, ROUNDS = 2;
-    Half d, dmin;
-    SixBits levels;
-    Codes high[32], low[128];
-
-    INLINE void pack(const Fields& from) {
-        d = from.d, dmin = from.dmin;
-        levels.pack(from);
-        fold<1, 32>(from.codes, high, 4);
-        fold<4, 32>(from.codes, low);
-    }
-};
+using Q4_1 = Affine<3, 15, NoLevels, FourBits<32, 16>>;
+using Q5_1 = Affine<7, 31, NoLevels, FiveBits<32, 1, 16>>;
+using Q4_K = Affine<12, 15, SixBits, FourBits<256, 32>>;
+using Q5_K = Affine<13, 31, SixBits, FiveBits<256, 32, 32>>;
 
 struct Q2_K {
     static constexpr int TYPE = 10, PARTS = 16, PART_SIZE = 16, LAST_CODE = 3, LAST_LEVEL = 15, ROUNDS = 3;

@@ -85,6 +85,29 @@ INLINE void scale_groups(Floats* work, int64_t size, Floats down) {
     for (int64_t j = 0; j < size; j++) work[j] *= down;
 }
 
+// --- what becomes of groups ---
+
+// Of sixteen: scales and offsets as they are stored, and the sums of squares of weights and of errors.
+struct Result {
+    Floats scale, offset;
+    Doubles energy{}, error{};
+
+    INLINE void measure(Floats weights, Floats errors) {
+        Doubles w = converted<Doubles>(weights), e = converted<Doubles>(errors);
+        energy += w * w;
+        error += e * e;
+    }
+
+    // Write those of the first `count` groups, at most sixteen.
+    INLINE void write(float* scales, float* offsets, double* energies, double* errors, int64_t first,
+                      int64_t count) const {
+        store_first(scale, scales + first, count);
+        store_first(offset, offsets + first, count);
+        store_first(energy, energies + first, count);
+        store_first(error, errors + first, count);
+    }
+};
+
 // --- codes ---
 
 // The nearest code to t = (w - zero) / scale, as a number.

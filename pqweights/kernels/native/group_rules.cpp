@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr int64_t MLX = 1, TORCHAO = 2;  // of RUNTIME_RULES in groups.py
-constexpr int64_t MXFP8 = 1, NVFP4 = 2;  // of FLOAT_MODES in groups.py
+// Of RUNTIME_RULES and FLOAT_MODES in groups.py.
+enum Rule : int64_t { MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4 };
 
 // Up to sixteen groups in the lanes, as in group_fitting.hpp, but of any size.
 struct Sixteen {
@@ -36,18 +36,6 @@ struct Sixteen {
             for (int64_t k = 0; k < LANES && at + k < size; k++) found[k] = code_of(columns[k]);
             store_codes(found, codes + at, size, groups, size - at);
         }
-    }
-};
-
-// What becomes of the groups: scales and offsets as they are stored, and the sums of squares of weights and of errors.
-struct Result {
-    Floats scale, offset;
-    Doubles energy{}, error{};
-
-    INLINE void measure(Floats weights, Floats errors) {
-        Doubles w = converted<Doubles>(weights), e = converted<Doubles>(errors);
-        energy += w * w;
-        error += e * e;
     }
 };
 
@@ -142,7 +130,7 @@ struct FloatScale {
 };
 
 // The scale of groups from their largest magnitudes.
-INLINE FloatScale float_scale(Floats most, int64_t mode) {
+INLINE FloatScale float_scale(Floats most, Rule mode) {
     Floats scale = most / (mode == MXFP8 ? 448.0f : 6.0f);
     if (mode == NVFP4) {
         Unsigned byte = e4m3_from_float(scale);
@@ -155,12 +143,13 @@ INLINE FloatScale float_scale(Floats most, int64_t mode) {
     return {byte, floats(choose<Unsigned>(byte > 0, byte << 23, splat(1u << 22)))};
 }
 
-INLINE Result round_to_floats(const Sixteen& groups, int64_t mode, Floats& scale_bytes) {
+// `scale` becomes the byte of the scale, as a number.
+INLINE Result round_to_floats(const Sixteen& groups, Rule mode) {
     Floats most{};
     groups.over([&](Floats w) ALWAYS { most = maximum(magnitude(w), most); });
     FloatScale scale = float_scale(most, mode);
     Truths usable = scale.value > 0.0f;
-    Result result = {scale.value, Floats{}};
+    Result result = {converted<Floats>(scale.byte), Floats{}};
     groups.encode([&](Floats w) ALWAYS {
         Floats steps = choose<Floats>(usable, magnitude(w) / scale.value, Floats{});
         Unsigned code = mode == MXFP8 ? e4m3_from_float(steps) : e2m1_from_float(steps);
@@ -170,40 +159,28 @@ INLINE Result round_to_floats(const Sixteen& groups, int64_t mode, Floats& scale
         Unsigned sign = mode == MXFP8 ? bits(w) >> 24 & 128 : Unsigned((w < 0.0f) & (code > 0)) & 8;
         return converted<Bytes>(code | sign);
     });
-    scale_bytes = converted<Floats>(scale.byte);
     return result;
+}
+
+INLINE Result round_by(Rule rule, const Sixteen& groups, float last, float middle) {
+    switch (rule) {
+        case MLX: return round_as_mlx(groups, last);
+        case TORCHAO: return round_as_torchao(groups, last, middle);
+        case COMPRESSED_TENSORS: return round_as_compressed_tensors(groups, last, middle);
+        default: return round_to_floats(groups, rule);
+    }
 }
 
 }  // namespace
 
-// values: [groups, size], of any size. codes: u8 [groups, size], counted from 0. scales, offsets, energies, errors:
-// [groups]. bits: 2 to 8. rule: a value of RUNTIME_RULES.
+// values: [groups, size], of any size. codes: u8 [groups, size], counted from 0, or E4M3 or E2M1. scales: [groups], or
+// the bytes of E8M0 or E4M3, as numbers. offsets, energies, errors: [groups]. bits: of integers, 2 to 8.
 void pqweights::round(const float* values, uint8_t* codes, float* scales, float* offsets, double* energies,
                       double* errors, int64_t groups, int64_t size, int64_t bits, int64_t rule) {
     const float last = float((1 << bits) - 1), middle = float(1 << (bits - 1));
     for (int64_t first = 0; first < groups; first += LANES) {
         const int64_t left = groups - first;
-        const Sixteen some = {values + first * size, codes + first * size, left, size};
-        Result result = rule == MLX       ? round_as_mlx(some, last)
-                        : rule == TORCHAO ? round_as_torchao(some, last, middle)
-                                          : round_as_compressed_tensors(some, last, middle);
-        store_first(result.scale, scales + first, left);
-        store_first(result.offset, offsets + first, left);
-        store_first(result.energy, energies + first, left);
-        store_first(result.error, errors + first, left);
-    }
-}
-
-// values: [groups, size], of any size. codes: u8 [groups, size], E4M3 or E2M1. scales: the bytes of E8M0 or E4M3, as
-// numbers. energies, errors: [groups]. mode: a value of FLOAT_MODES.
-void pqweights::round_floats(const float* values, uint8_t* codes, float* scales, double* energies, double* errors,
-                             int64_t groups, int64_t size, int64_t mode) {
-    for (int64_t first = 0; first < groups; first += LANES) {
-        const int64_t left = groups - first;
-        Floats scale_bytes;
-        Result result = round_to_floats({values + first * size, codes + first * size, left, size}, mode, scale_bytes);
-        store_first(scale_bytes, scales + first, left);
-        store_first(result.energy, energies + first, left);
-        store_first(result.error, errors + first, left);
+        Result result = round_by(Rule(rule), {values + first * size, codes + first * size, left, size}, last, middle);
+        result.write(scales, offsets, energies, errors, first, left);
     }
 }

@@ -238,15 +238,9 @@ INLINE void encode(const Rule& rule, const Floats* work, const Candidate& winner
     }
 }
 
-// What is found of sixteen groups.
-struct Found {
-    Floats scales, offsets;
-    Doubles energies, errors;
-};
-
 // Fit sixteen groups, or fewer.
 template <bool has_offset>
-Found fit_sixteen(const float* values, int64_t groups, const Rule& rule, uint8_t* codes) {
+Result fit_sixteen(const float* values, int64_t groups, const Rule& rule, uint8_t* codes) {
     Floats work[MOST_WEIGHTS];
     Extent extent = load_groups<has_offset>(values, groups, rule, work);
     Candidate candidates[CANDIDATES];
@@ -271,11 +265,8 @@ void pqweights::fit(const float* values, const float* settings, uint8_t* codes, 
     const Rule rule = {size, half, half * 2.0f - 1.0f, middle || symmetric, settings};
     for (int64_t first = 0; first < groups; first += LANES) {
         const int64_t left = groups - first, at = first * size;
-        Found found = symmetric ? fit_sixteen<false>(values + at, left, rule, codes + at)
-                                : fit_sixteen<true>(values + at, left, rule, codes + at);
-        store_first(found.scales, scales + first, left);
-        store_first(found.offsets, offsets + first, left);
-        store_first(found.energies, energies + first, left);
-        store_first(found.errors, errors + first, left);
+        Result found = symmetric ? fit_sixteen<false>(values + at, left, rule, codes + at)
+                                 : fit_sixteen<true>(values + at, left, rule, codes + at);
+        found.write(scales, offsets, energies, errors, first, left);
     }
 }

@@ -53,37 +53,29 @@ INLINE void multiply(const uint8_t* codes, int64_t stride, int64_t count, int64_
 
 template <int bits, bool packed>
 void score_tiles(const Scores& task, int64_t* next_tile) {
-    constexpr int width = packed ? bits : 8;
-    const int64_t size = task.size, stride = size * bits / 8;
+    const int64_t size = task.size;
     float room[LANES];
     const auto levels = level_table<bits>(task.levels, room);
-    uint8_t copied[packed ? 1 : LANES * MOST_SIZE + LANES], unpacked[packed ? 1 : LANES * UNPACKED_ROW];
+    TokenCodes<bits, packed, LANES> tokens(size);
+    constexpr int width = tokens.width;
     Floats parts[4][LANES]{};
-    const int64_t tiles = (task.tokens + task.tile_tokens - 1) / task.tile_tokens;
-    for (int64_t tile; (tile = __atomic_fetch_add(next_tile, 1, __ATOMIC_RELAXED)) < task.heads * tiles;) {
-        const int64_t head = tile / tiles, start = tile % tiles * task.tile_tokens;
-        const int64_t end = start + task.tile_tokens < task.tokens ? start + task.tile_tokens : task.tokens;
+    each_tile(next_tile, task.heads, task.tokens, task.tile_tokens, [&](int64_t head, int64_t start, int64_t end) ALWAYS {
         for (int64_t block = start; block < end; block += LANES) {
             const int64_t count = end - block < LANES ? end - block : LANES, at = head * task.tokens + block;
-            const uint8_t* codes = task.codes + at * stride;
-            if constexpr (!packed) {
-                std::memcpy(copied, codes, count * stride);
-                unpack_tokens(copied, stride, count, size, bits, unpacked, UNPACKED_ROW);
-                codes = unpacked;
-            }
+            const uint8_t* codes = tokens.of(task.codes, at, count);
             const Floats norms = float_from_half(load_first<Words>(task.norms + at, count));
             for (int64_t row = 0; row < task.rows;) {
                 const float* query = task.queries + (head * task.rows + row) * size;
                 const bool four = task.rows - row >= 4;
-                if (four) multiply<width, 4>(codes, packed ? stride : UNPACKED_ROW, count, size, levels, query, parts);
-                else multiply<width, 1>(codes, packed ? stride : UNPACKED_ROW, count, size, levels, query, parts);
+                if (four) multiply<width, 4>(codes, tokens.stride, count, size, levels, query, parts);
+                else multiply<width, 1>(codes, tokens.stride, count, size, levels, query, parts);
                 for (int one = 0; one < (four ? 4 : 1); one++, row++) {
                     Floats scores = lane_sums(parts[one]) * norms;
                     store_first(scores, task.out + (head * task.rows + row) * task.tokens + block, count);
                 }
             }
         }
-    }
+    });
 }
 
 }  // namespace
@@ -94,11 +86,6 @@ void score_tiles(const Scores& task, int64_t* next_tile) {
 void pqweights::hadamard_scores(int64_t* next_tile, const float* queries, const uint8_t* codes, const uint16_t* norms,
                                 const float* levels, float* out, int64_t heads, int64_t rows, int64_t tokens,
                                 int64_t size, int64_t bits, int64_t tile_tokens) {
-    static constexpr void (*PACKED[])(const Scores&, int64_t*) = {score_tiles<2, true>, score_tiles<3, true>,
-                                                                  score_tiles<4, true>};
-    static constexpr void (*OTHERS[])(const Scores&, int64_t*) = {
-        score_tiles<2, false>, score_tiles<3, false>, score_tiles<4, false>, score_tiles<5, false>,
-        score_tiles<6, false>, score_tiles<7, false>, score_tiles<8, true>};
     const Scores task = {queries, codes, norms, levels, out, heads, rows, tokens, size, tile_tokens};
-    (bits < 8 && is_read_packed(size, bits) ? PACKED : OTHERS)[bits - 2](task, next_tile);
+    with_token_codes(bits, size, [&](auto bits, auto packed) { score_tiles<bits, packed>(task, next_tile); });
 }

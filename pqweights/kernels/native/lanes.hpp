@@ -362,4 +362,15 @@ INLINE ElementOf<V> lane_sum(V x) {
     else return lane_sum(slice<0, COUNT_OF<V> / 2>(x) + slice<COUNT_OF<V> / 2, COUNT_OF<V> / 2>(x));
 }
 
+// The largest lane.
+template <class V>
+INLINE ElementOf<V> lane_maximum(V x) {
+    ElementOf<V> largest = x[0];
+    each<COUNT_OF<V>>([&](int lane) ALWAYS { largest = x[lane] > largest ? x[lane] : largest; });
+    return largest;
+}
+
+// 2**exponent, of a number that is not subnormal.
+INLINE double power_of_two(int exponent) { return __builtin_bit_cast(double, int64_t(1023 + exponent) << 52); }
+
 }  // namespace

@@ -4,6 +4,7 @@
 // first: with k bits known, 2**k thresholds come into question, which fit into a few registers.
 #include "interface.hpp"
 #include "table.hpp"
+#include "tiles.hpp"
 
 namespace {
 
@@ -12,13 +13,11 @@ constexpr int LEVELS_OF_WIDTH = 256, THRESHOLDS_OF_WIDTH = 304;
 // Where the thresholds begin that come into question for a bit of a code, the highest bit first.
 constexpr int STEP_STARTS[] = {0, 16, 32, 48, 64, 80, 112, 176};
 
-constexpr int entries(int bits) { return bits < 4 ? LANES : 1 << bits; }
-
 // The highest `bits` bits of codes.
 template <int bits>
 struct Search {
     Search<bits - 1> higher;
-    Table<entries(bits - 1)> thresholds;
+    Table<ENTRIES<bits - 1>> thresholds;
 
     INLINE explicit Search(const float* from) : higher(from), thresholds(from + STEP_STARTS[bits - 1]) {}
 
@@ -41,7 +40,7 @@ void search(const float* values, int64_t rows, int64_t stride, int64_t count, co
             const float* levels, uint8_t* codes, float* out) {
     using Half = Vector<float, LANES / 2>;
     const Search<bits> steps(thresholds + bits * THRESHOLDS_OF_WIDTH);
-    const Table<entries(bits)> table(levels + bits * LEVELS_OF_WIDTH);
+    const Table<ENTRIES<bits>> table(levels + bits * LEVELS_OF_WIDTH);
     for (int64_t row = 0; row < rows; row++) {
         int64_t at = row * stride;
         const int64_t end = at + count;
@@ -71,13 +70,12 @@ constexpr SearchRun SEARCH[] = {nullptr,   search<1>, search<2>, search<3>, sear
 void pqweights::nearest_levels(int64_t* next_tile, const float* values, const int64_t* runs, const float* thresholds,
                                const float* levels, uint8_t* codes, float* out, int64_t rows, int64_t size,
                                int64_t run_count, int64_t tile_rows) {
-    for (int64_t start; (start = __atomic_fetch_add(next_tile, 1, __ATOMIC_RELAXED) * tile_rows) < rows;) {
-        const int64_t some = rows - start < tile_rows ? rows - start : tile_rows;
+    each_tile(next_tile, 1, rows, tile_rows, [&](int64_t, int64_t start, int64_t end) {
         int64_t at = start * size;
         for (int64_t run = 0; run < run_count; run++) {
             const int64_t count = runs[2 * run], bits = runs[2 * run + 1];
-            SEARCH[bits](values + at, some, size, count, thresholds, levels, codes + at, out + at);
+            SEARCH[bits](values + at, end - start, size, count, thresholds, levels, codes + at, out + at);
             at += count;
         }
-    }
+    });
 }

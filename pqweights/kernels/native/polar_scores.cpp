@@ -11,6 +11,7 @@
 // four pairs are the four quarters of a vector.
 #include "conversions.hpp"
 #include "interface.hpp"
+#include "tiles.hpp"
 
 namespace {
 
@@ -45,8 +46,7 @@ INLINE float make_tables(const float* query, const float* scales, int64_t pairs,
         entries[j] = splat(x) * cosines + splat(y) * sines;
         most = maximum((Ints)bits(magnitude(entries[j])), most);
     }
-    int32_t largest = 0;
-    for (int k = 0; k < ANGLES; k++) largest = most[k] > largest ? most[k] : largest;
+    const int32_t largest = lane_maximum(most);
     const float unit = largest < 0x7F800000 ? __builtin_bit_cast(float, largest) / MOST_ENTRY : __builtin_nanf("");
     if (!(unit > 0x1p-100f)) {
         std::memset(tables, 0, sizeof tables);
@@ -249,10 +249,8 @@ void pqweights::polar_scores(int64_t* next_tile, const float* queries, const uin
     Tables tables[MOST_ROWS];
     float units[MOST_ROWS];
     const int64_t angle_bytes = pairs * GROUP / 2, radius_bytes = pairs * 4 * radius_bits, stride = groups * GROUP;
-    const int64_t tiles = (groups + tile_groups - 1) / tile_groups, chunks = (groups + chunk_groups - 1) / chunk_groups;
-    for (int64_t tile; (tile = __atomic_fetch_add(next_tile, 1, __ATOMIC_RELAXED)) < heads * tiles;) {
-        const int64_t head = tile / tiles, start = tile % tiles * tile_groups;
-        const int64_t end = start + tile_groups < groups ? start + tile_groups : groups;
+    const int64_t chunks = (groups + chunk_groups - 1) / chunk_groups;
+    each_tile(next_tile, heads, groups, tile_groups, [&](int64_t head, int64_t start, int64_t end) ALWAYS {
         for (int64_t group = start; group < end; group++) {
             if (group == start || group % chunk_groups == 0) {
                 const float* scale = scales + (head * chunks + group / chunk_groups) * pairs;
@@ -266,5 +264,5 @@ void pqweights::polar_scores(int64_t* next_tile, const float* queries, const uin
                 angles + at * angle_bytes, radii + at * radius_bytes, pairs, rows, tables, units,
                 out + head * rows * stride + group * GROUP, stride);
         }
-    }
+    });
 }

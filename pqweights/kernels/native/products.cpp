@@ -12,6 +12,7 @@
 #include "interface.hpp"
 #include "product_levels.hpp"
 #include "table.hpp"
+#include "tiles.hpp"
 
 namespace {
 
@@ -47,9 +48,7 @@ INLINE uint32_t largest_magnitude(const Floats (&x)[VECTORS]) {
         const Unsigned u = bits(magnitude(x[g]));
         lanes = choose<Unsigned>(u > lanes, u, lanes);
     });
-    uint32_t largest = 0;
-    each<LANES>([&](int lane) ALWAYS { largest = lanes[lane] > largest ? lanes[lane] : largest; });
-    return largest;
+    return lane_maximum(lanes);
 }
 
 // Write the nearest integers to x * factor, in the order of code_at.
@@ -140,7 +139,7 @@ struct IntegerRow {
 // The same, of floats.
 template <int width>
 struct FloatRow {
-    Table<width < 4 ? LANES : 1 << width> table;
+    Table<ENTRIES<width>> table;
     const float* inputs;  // [blocks, rows, 128]
     int64_t blocks, rows;
 
@@ -195,11 +194,8 @@ struct Outputs {
 template <int width, class Row, class Element>
 INLINE void multiply_tiles(int64_t* next_tile, int64_t tile_rows, const Row& row, const uint8_t* codes,
                            const uint16_t* norms, const Outputs<Element>& outputs) {
-    for (;;) {
-        const int64_t tile = __atomic_fetch_add(next_tile, 1, __ATOMIC_RELAXED) * tile_rows;
-        if (tile >= outputs.outputs) return;
-        const int64_t end = tile + tile_rows < outputs.outputs ? tile + tile_rows : outputs.outputs;
-        for (int64_t first = tile; first < end; first += LANES) {
+    each_tile(next_tile, 1, outputs.outputs, tile_rows, [&](int64_t, int64_t start, int64_t end) ALWAYS {
+        for (int64_t first = start; first < end; first += LANES) {
             const int64_t count = end - first < LANES ? end - first : LANES;
             Floats found[MOST_ROWS]{};
             for (int64_t i = 0; i < count; i++) {
@@ -211,7 +207,7 @@ INLINE void multiply_tiles(int64_t* next_tile, int64_t tile_rows, const Row& row
             }
             for (int64_t j = 0; j < row.rows; j++) outputs.write(found[j], j, first, count);
         }
-    }
+    });
 }
 
 // Call body(std::integral_constant<int, width>) for a width from 2 to 8.
@@ -263,7 +259,7 @@ void pqweights::product_f32(int64_t* next_tile, const uint8_t* codes, const uint
                             int64_t blocks, int64_t rows, int64_t width, int64_t column, int64_t stride,
                             double factor) {
     with_width(width, [&](auto width) ALWAYS {
-        const FloatRow<width> row{Table<(width < 4 ? LANES : 1 << width)>(levels), inputs, blocks, rows};
+        const FloatRow<width> row{Table<ENTRIES<width>>(levels), inputs, blocks, rows};
         const Outputs<float> results{bias, out, outputs, column, stride, Dtype::F32, factor};
         multiply_tiles<width>(next_tile, tile_rows, row, codes, norms, results);
     });

@@ -64,10 +64,7 @@ void pqweights::restore_levels(int64_t* next_tile, const uint8_t* codes, const u
         stride += runs[2 * run] * runs[2 * run + 1] / 8;
     }
     uint8_t packed[LANES * MOST_COEFFICIENTS + LANES], unpacked[LANES * ROW];
-    const int64_t tiles = (tokens + tile_tokens - 1) / tile_tokens;
-    for (int64_t tile; (tile = __atomic_fetch_add(next_tile, 1, __ATOMIC_RELAXED)) < heads * tiles;) {
-        const int64_t head = tile / tiles, start = tile % tiles * tile_tokens;
-        const int64_t end = start + tile_tokens < tokens ? start + tile_tokens : tokens;
+    each_tile(next_tile, heads, tokens, tile_tokens, [&](int64_t head, int64_t start, int64_t end) ALWAYS {
         for (int64_t block = start; block < end; block += LANES) {
             const int64_t count = end - block < LANES ? end - block : LANES;
             // A copy, as sixteen bytes are read where the last token may have fewer.
@@ -86,5 +83,5 @@ void pqweights::restore_levels(int64_t* next_tile, const uint8_t* codes, const u
                 to += size;
             }
         }
-    }
+    });
 }

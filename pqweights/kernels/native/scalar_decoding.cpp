@@ -10,7 +10,7 @@ namespace {
 template <int width>
 void decode_blocks(const uint8_t* codes, const uint16_t* norms, const float* levels, const float* signs,
                    uint8_t* values, Dtype dtype, int64_t blocks, bool rotate, double unit) {
-    const Table<(width < 4 ? LANES : 1 << width)> level(levels);
+    const Table<ENTRIES<width>> level(levels);
     float factors[LANES];
     for (int64_t block = 0; block < blocks; block++) {
         const int lane = int(block % LANES);

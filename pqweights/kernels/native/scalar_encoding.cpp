@@ -81,11 +81,6 @@ bool sum_squares(Group& group) {
     return mask_of(safe(group.s)) == 0xFFFF;
 }
 
-double two_to(int k) {
-    const uint64_t pattern = uint64_t(1023 + k) << 52;
-    return load<double>(&pattern);
-}
-
 // The exponent of a number that is positive and finite.
 int exponent_of(double x) { return int(load<uint64_t>(&x) >> 52) - 1023; }
 
@@ -107,8 +102,8 @@ int exponent_of(double x) { return int(load<uint64_t>(&x) >> 52) - 1023; }
             first_bad = first_bad < 0 ? i : first_bad;
         } else if (largest > 0) {
             const int k = exponent_of(largest), a = k / 2;  // in two steps, because 2**149 exceeds float32
-            for (float& v : x) v = v * float(two_to(-a)) * float(two_to(a - k));
-            group.two_to_k[i] = two_to(k);
+            for (float& v : x) v = v * float(power_of_two(-a)) * float(power_of_two(a - k));
+            group.two_to_k[i] = power_of_two(k);
         }
     }
     return first_bad;

@@ -5,6 +5,10 @@
 
 namespace {
 
+// The entries of a table for codes of some bits, at least a vector of them.
+template <int bits>
+constexpr int ENTRIES = bits < 4 ? LANES : 1 << bits;
+
 // A table of a power of two of floats, from 16 to 256.
 template <int entries>
 class Table {

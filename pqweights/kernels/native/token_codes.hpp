@@ -5,6 +5,7 @@
 #include "codes.hpp"
 #include "conversions.hpp"
 #include "table.hpp"
+#include "tiles.hpp"
 
 namespace {
 
@@ -17,10 +18,6 @@ template <int width>
 constexpr int FIRST_FIELD = width == 3 ? 2 : width;
 template <int width>
 constexpr int PARTS = 8 / FIRST_FIELD<width>;
-
-// The entries of a table of levels that is looked up with junk above the codes.
-template <int bits>
-constexpr int ENTRIES = bits < 4 ? LANES : 1 << bits;
 
 // Whether codes of a width are read as they are packed: every field begins and ends with a vector.
 INLINE bool is_read_packed(int64_t size, int64_t bits) {
@@ -89,6 +86,39 @@ INLINE void unpack_tokens(const uint8_t* packed, int64_t stride, int64_t tokens,
         packed += bytes;
         place += field;
     }
+}
+
+// The codes of up to `most` tokens of one width, to be read by load_codes<width>: as they are packed, or as bytes.
+template <int bits, bool packed, int most>
+struct TokenCodes {
+    static constexpr int width = packed ? bits : 8;
+    const int64_t size, packed_stride = size * bits / 8, stride = packed ? packed_stride : UNPACKED_ROW;
+    uint8_t copied[packed ? 1 : most * MOST_SIZE + LANES], unpacked[packed ? 1 : most * UNPACKED_ROW];
+
+    INLINE explicit TokenCodes(int64_t size) : size(size) {}
+
+    // Those of `count` tokens from `token` on.
+    INLINE const uint8_t* of(const uint8_t* codes, int64_t token, int64_t count) {
+        codes += token * packed_stride;
+        if constexpr (packed) return codes;
+        std::memcpy(copied, codes, count * packed_stride);  // as what is behind the last token may be read
+        unpack_tokens(copied, packed_stride, count, size, bits, unpacked, UNPACKED_ROW);
+        return unpacked;
+    }
+};
+
+// Call body(bits, packed), both constants, for a width from 2 to 8.
+template <class Body>
+INLINE void with_token_codes(int64_t bits, int64_t size, Body body) {
+    each<7>([&](auto i) ALWAYS {
+        constexpr std::integral_constant<int, i + 2> width;
+        if (bits != width) return;
+        if constexpr (width == 8) return body(width, std::true_type{});
+        if constexpr (width <= 4) {
+            if (is_read_packed(size, bits)) return body(width, std::true_type{});
+        }
+        body(width, std::false_type{});
+    });
 }
 
 // The table of levels for codes with junk above them; in `room`, again and again, if they do not fill a vector.

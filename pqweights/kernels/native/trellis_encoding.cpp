@@ -36,8 +36,6 @@ struct Superblock {
     int class_of(int block) const { return block < blocks ? classes.of[block] : 0; }
 };
 
-double power_of_two(int exponent) { return __builtin_bit_cast(double, int64_t(1023 + exponent) << 52); }
-
 // f(block) in the lane of each block of a tile.
 template <class V, class F>
 INLINE V by_block(int tile, F f) {
@@ -53,9 +51,7 @@ uint32_t largest_magnitude(const uint8_t* values, int64_t count, Dtype dtype) {
     Unsigned largest{};
     for (int64_t i = 0; i < count; i += LANES)
         largest = maximum(largest, bits(magnitude(load_values(values + i * bytes_of(dtype), dtype))));
-    uint32_t result = 0;
-    for (int lane = 0; lane < LANES; lane++) result = largest[lane] > result ? largest[lane] : result;
-    return result;
+    return lane_maximum(largest);
 }
 
 // Rotate a tile of weights, which are first multiplied by two factors.

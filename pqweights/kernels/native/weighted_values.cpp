@@ -105,28 +105,20 @@ INLINE void add_tiles(const float* sums, int64_t tiles, int64_t count, float* ou
 
 template <int bits, bool packed>
 void add_values(const Sums& task, int64_t* next_tile) {
-    constexpr int width = packed ? bits : 8;
-    const int64_t size = task.size, stride = size * bits / 8, row_sums = task.rows * size;
+    const int64_t size = task.size, row_sums = task.rows * size;
     float room[LANES], scaled[MOST_ROWS][TOKENS];
     const auto levels = level_table<bits>(task.levels, room);
-    uint8_t copied[packed ? 1 : TOKENS * MOST_SIZE + LANES], unpacked[packed ? 1 : TOKENS * UNPACKED_ROW];
+    TokenCodes<bits, packed, TOKENS> tokens(size);
     const int64_t tiles = (task.tokens + task.tile_tokens - 1) / task.tile_tokens;
-    for (int64_t tile; (tile = __atomic_fetch_add(next_tile, 1, __ATOMIC_RELAXED)) < task.heads * tiles;) {
-        const int64_t head = tile / tiles, start = tile % tiles * task.tile_tokens;
-        const int64_t end = start + task.tile_tokens < task.tokens ? start + task.tile_tokens : task.tokens;
-        float* sums = task.sums + tile * row_sums;
+    each_tile(next_tile, task.heads, task.tokens, task.tile_tokens, [&](int64_t head, int64_t start, int64_t end) ALWAYS {
+        float* sums = task.sums + (head * tiles + start / task.tile_tokens) * row_sums;
         std::memset(sums, 0, row_sums * sizeof(float));
         Floats low_sums[MOST_ROWS]{};
         for (int64_t block = start; block < end; block += TOKENS) {
             const int64_t count = end - block < TOKENS ? end - block : TOKENS;
-            const uint8_t* codes = task.codes + (head * task.tokens + block) * stride;
+            const uint8_t* codes = tokens.of(task.codes, head * task.tokens + block, count);
             scale_weights(task, head, block, count, scaled, low_sums);
-            if constexpr (!packed) {
-                std::memcpy(copied, codes, count * stride);
-                unpack_tokens(copied, stride, count, size, bits, unpacked, UNPACKED_ROW);
-                codes = unpacked;
-            }
-            add_tokens<width>(codes, packed ? stride : UNPACKED_ROW, count, size, levels, scaled[0], task.rows, sums);
+            add_tokens<tokens.width>(codes, tokens.stride, count, size, levels, scaled[0], task.rows, sums);
         }
         for (int64_t row = 0; task.lows && row < task.rows; row++) {
             const float low = lane_sum(low_sums[row]);
@@ -136,7 +128,7 @@ void add_values(const Sums& task, int64_t* next_tile) {
         if (__atomic_fetch_add(task.finished + head, 1, __ATOMIC_ACQ_REL) == tiles - 1) {
             add_tiles(task.sums + head * tiles * row_sums, tiles, row_sums, task.out + head * row_sums);
         }
-    }
+    });
 }
 
 }  // namespace
@@ -149,12 +141,7 @@ void pqweights::weighted_values(int64_t* next_tile, const float* weights, const 
                                 const uint16_t* scales, const uint16_t* lows, float* sums, int64_t* finished,
                                 float* out, int64_t heads, int64_t rows, int64_t tokens, int64_t size, int64_t bits,
                                 int64_t tile_tokens) {
-    static constexpr void (*PACKED[])(const Sums&, int64_t*) = {add_values<2, true>, add_values<3, true>,
-                                                                add_values<4, true>};
-    static constexpr void (*OTHERS[])(const Sums&, int64_t*) = {
-        add_values<2, false>, add_values<3, false>, add_values<4, false>, add_values<5, false>,
-        add_values<6, false>, add_values<7, false>, add_values<8, true>};
     const Sums task = {weights, codes, levels, scales, lows, sums, finished,
                        out,     heads, rows,   tokens, size, tile_tokens};
-    (bits < 8 && is_read_packed(size, bits) ? PACKED : OTHERS)[bits - 2](task, next_tile);
+    with_token_codes(bits, size, [&](auto bits, auto packed) { add_values<bits, packed>(task, next_tile); });
 }
