@@ -5,6 +5,7 @@ native/restore_levels.cpp and native/nearest_levels.cpp have the arithmetic.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,14 @@ class CodeTables:
 
     levels: Floats
     thresholds: Floats
+
+    @functools.cached_property
+    def arrays(self) -> tuple[native.Array, native.Array]:
+        """Both, for kernels."""
+        return (
+            native.array(self.levels, "f4", 9 * LEVELS_OF_WIDTH),
+            native.array(self.thresholds, "f4", 9 * THRESHOLDS_OF_WIDTH),
+        )
 
 
 def code_tables(books: Mapping[int, tuple[Floats, Floats]]) -> CodeTables:
@@ -83,8 +92,8 @@ def scaled_levels(
     arrays = (
         native.array(codes_from, "u1", codes_from.numel()),
         native.array(factors_from, "u2", factors_from.numel()),
-        _runs(runs),
-        native.array(tables.levels, "f4", 9 * LEVELS_OF_WIDTH),
+        _runs(tuple(runs)),
+        tables.arrays[0],
         native.array(out, "f4", out.numel(), written=True),
     )
     if out.numel() == 0:
@@ -112,11 +121,12 @@ def nearest(
         raise ValueError(f"expected runs of {size} numbers in all, found {runs}")
     values = values.detach().contiguous()
     codes, levels = torch.empty_like(values, dtype=torch.uint8), torch.empty_like(values)
+    of_levels, of_thresholds = tables.arrays
     arrays = (
         native.array(values, "f4", values.numel()),
-        _runs(runs),
-        native.array(tables.thresholds, "f4", 9 * THRESHOLDS_OF_WIDTH),
-        native.array(tables.levels, "f4", 9 * LEVELS_OF_WIDTH),
+        _runs(tuple(runs)),
+        of_thresholds,
+        of_levels,
         native.array(codes, "u1", values.numel(), written=True),
         native.array(levels, "f4", values.numel(), written=True),
     )
@@ -134,7 +144,8 @@ def _coefficients(runs: Sequence[tuple[int, int]]) -> int:
     return sum(count for count, _ in runs)
 
 
-def _runs(runs: Sequence[tuple[int, int]]) -> native.Array:
+@functools.lru_cache
+def _runs(runs: tuple[tuple[int, int], ...]) -> native.Array:
     return native.array(np.array(runs, dtype=np.int64), "i8", 2 * len(runs))
 
 

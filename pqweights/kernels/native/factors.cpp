@@ -5,9 +5,14 @@
 
 namespace {
 
-// Up to sixteen values of a row.
-INLINE Floats load_some(const uint8_t* from, int64_t count, bool bf16) {
-    return bf16 ? float_from_bf16(load_first<Words>(from, count)) : load_first<Floats>(from, count);
+// Call body(load, value_bytes), where load(from, count) gives up to sixteen values.
+template <class Body>
+INLINE void with_loader(bool bf16, Body body) {
+    if (bf16) {
+        body([](const uint8_t* from, int64_t count) ALWAYS { return float_from_bf16(load_first<Words>(from, count)); }, 2);
+    } else {
+        body([](const uint8_t* from, int64_t count) ALWAYS { return load_first<Floats>(from, count); }, 4);
+    }
 }
 
 // The sum of a row, of which the upper half is added to the lower one until one number is left; the row is overwritten.
@@ -27,14 +32,15 @@ float sum_of_halves(float* row, int64_t count) {
 // the values are if they are F32.
 void pqweights::multiply(const uint8_t* values, const float* columns, const float* rows, float* out, int64_t row_count,
                          int64_t column_count, int64_t bf16) {
-    const int64_t value_bytes = bf16 ? 2 : 4;
-    for (int64_t i = 0; i < row_count; i++) {
-        each_sixteen(column_count, [&](int64_t j, int64_t left) ALWAYS {
-            const int64_t at = i * column_count + j;
-            Floats x = load_some(values + at * value_bytes, left, bf16);
-            store_first(x * load_first<Floats>(columns + j, left) * rows[i], out + at, left);
-        });
-    }
+    with_loader(bf16, [&](auto load_some, int64_t value_bytes) ALWAYS {
+        for (int64_t i = 0; i < row_count; i++) {
+            each_sixteen(column_count, [&](int64_t j, int64_t left) ALWAYS {
+                const int64_t at = i * column_count + j;
+                Floats x = load_some(values + at * value_bytes, left);
+                store_first(x * load_first<Floats>(columns + j, left) * rows[i], out + at, left);
+            });
+        }
+    });
 }
 
 // values: [row_count, column_count] in BF16 or F32. weights: [column_count], by which squares are multiplied before
@@ -42,13 +48,14 @@ void pqweights::multiply(const uint8_t* values, const float* columns, const floa
 // [row_count], written if `along_rows`; row: [column_count], for work.
 void pqweights::squares(const uint8_t* values, const float* weights, float* of_columns, float* of_rows, float* row,
                         int64_t row_count, int64_t column_count, int64_t bf16, int64_t along_rows) {
-    const int64_t value_bytes = bf16 ? 2 : 4;
-    for (int64_t i = 0; i < row_count; i++) {
-        each_sixteen(column_count, [&](int64_t j, int64_t left) ALWAYS {
-            Floats x = load_some(values + (i * column_count + j) * value_bytes, left, bf16), square = x * x;
-            store_first(load_first<Floats>(of_columns + j, left) + square, of_columns + j, left);
-            if (along_rows) store_first(square * load_first<Floats>(weights + j, left), row + j, left);
-        });
-        if (along_rows) of_rows[i] = sum_of_halves(row, column_count);
-    }
+    with_loader(bf16, [&](auto load_some, int64_t value_bytes) ALWAYS {
+        for (int64_t i = 0; i < row_count; i++) {
+            each_sixteen(column_count, [&](int64_t j, int64_t left) ALWAYS {
+                Floats x = load_some(values + (i * column_count + j) * value_bytes, left), square = x * x;
+                store_first(load_first<Floats>(of_columns + j, left) + square, of_columns + j, left);
+                if (along_rows) store_first(square * load_first<Floats>(weights + j, left), row + j, left);
+            });
+            if (along_rows) of_rows[i] = sum_of_halves(row, column_count);
+        }
+    });
 }

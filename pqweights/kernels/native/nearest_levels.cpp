@@ -17,7 +17,8 @@ constexpr int STEP_STARTS[] = {0, 16, 32, 48, 64, 80, 112, 176};
 template <int bits>
 struct Search {
     Search<bits - 1> higher;
-    Table<ENTRIES<bits - 1>> thresholds;
+    // Those that come into question; there is room for sixteen.
+    Table<(1 << (bits - 1) < LEAST_ENTRIES ? LEAST_ENTRIES : 1 << (bits - 1))> thresholds;
 
     INLINE explicit Search(const float* from) : higher(from), thresholds(from + STEP_STARTS[bits - 1]) {}
 

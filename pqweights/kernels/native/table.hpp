@@ -9,22 +9,27 @@ namespace {
 template <int bits>
 constexpr int ENTRIES = bits < 4 ? LANES : 1 << bits;
 
-// A table of a power of two of floats, from 16 to 256.
+// The least entries of a table.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int LEAST_ENTRIES = 8;
+#else
+constexpr int LEAST_ENTRIES = LANES;
+#endif
+
+// A table of a power of two of floats, up to 256.
 template <int entries>
 class Table {
-    static_assert(entries >= LANES && entries <= 256 && !(entries & (entries - 1)));
+    static_assert(entries >= LEAST_ENTRIES && entries <= 256 && !(entries & (entries - 1)));
 
    public:
     INLINE explicit Table(const float* from) : from(from) {
-        each<KEPT / LANES>([&](auto i) ALWAYS { kept[i] = load<Floats>(from + LANES * i); });
+        std::memcpy(kept, from, KEPT * sizeof *from);
     }
 
     // Entry index % entries, lane by lane.
     INLINE Floats operator[](Unsigned index) const {
         if constexpr (KEPT) return permuted(index);
-        // As bytes, eight indices at a time go to a register in which integers are taken apart.
-        const auto eights = (Vector<uint64_t, 2>)converted<Bytes>(index & (entries - 1));
-        return lanes_of<Floats>([&](int lane) ALWAYS { return from[eights[lane / 8] >> lane % 8 * 8 & 255]; });
+        return gathered<Floats>(from, index & (entries - 1));
     }
 
    private:
@@ -53,19 +58,18 @@ class Table {
     }
 #elif defined(__AVX2__)
     static constexpr int KEPT = entries <= 32 ? entries : 0;  // with more, loads cost less
-    Floats kept[KEPT ? KEPT / LANES : 1];
+    static constexpr int EIGHTS = KEPT ? KEPT / 8 : 1;
+    __m256 kept[EIGHTS];
 
     INLINE Floats permuted(Unsigned index) const {
-        constexpr int eights = KEPT / 8;
-        __m256 table[eights ? eights : 1];
-        std::memcpy(table, kept, 4 * KEPT);
         auto eight = [&](__m256i at) ALWAYS {
             auto by_bit = [&](int bit, __m256 low, __m256 high) ALWAYS {
                 return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 31 - bit)));
             };
-            __m256 found[eights ? eights : 1];
-            each<eights>([&](auto i) ALWAYS { found[i] = _mm256_permutevar8x32_ps(table[i], at); });
-            if constexpr (eights == 2) return by_bit(3, found[0], found[1]);
+            __m256 found[EIGHTS];
+            each<EIGHTS>([&](auto i) ALWAYS { found[i] = _mm256_permutevar8x32_ps(kept[i], at); });
+            if constexpr (EIGHTS == 1) return found[0];
+            else if constexpr (EIGHTS == 2) return by_bit(3, found[0], found[1]);
             else return by_bit(4, by_bit(3, found[0], found[1]), by_bit(3, found[2], found[3]));
         };
         struct { __m256i low, high; } at;
