@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,7 +36,7 @@ COMMAND = $(BIN)/pqweights
 RECIPE ?= q5
 # Said before anything is installed.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(foreach name,$(2),$(if $($(name)),,$(error $(1) needs $(name)=...: see make help))))
-$(call needs,quantize,MODEL OUT)$(call needs,fit,MODEL SIZE)$(call needs,eval,DIR TEXT)$(call needs,publish,DIR REPO)
+$(call needs,quantize,MODEL OUT)$(call needs,fit,MODEL SIZE)$(call needs,eval,DIR TEXT)$(call needs,ablation,MODEL TEXT)$(call needs,publish,DIR REPO)
 $(foreach target,int4 mlx vllm bf16 gguf,$(call needs,$(target),DIR OUT))
 
 quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
@@ -203,6 +203,9 @@ bench-gpu: $(READY) ## products of packed weights on an NVIDIA GPU beside torch'
 bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without AWQ, the ablation, peers
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)
 	$(REPORT)
+
+ablation: $(READY) ## MODEL=... TEXT=FILE: what rotation, levels, norms and AWQ gain over absmax on a model, and INT4
+	$(BIN)/python benchmarks/quality.py $(MODEL) --text $(TEXT) --only ablation $(WORK) $(ARGS)
 
 # Each calibrated tool has an environment of its own: they want other versions of transformers than the project.
 TOOL_llmcompressor := llmcompressor==0.14.0.1

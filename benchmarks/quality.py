@@ -1,6 +1,7 @@
 """What a language model is worth after quantization: masters with and without AWQ, the ablation, and the peers.
 
     python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters trellis polar ablation peers]
+        [--bits 5 4 3]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import peers
+from ablation import MOST_CALIBRATION_TOKENS, Ablation
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 from safetensors.numpy import save_file
 
@@ -31,8 +33,7 @@ from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.measure.ablation import MOST_CALIBRATION_TOKENS, AblationOptions, ablate
-from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate
+from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.quantizing import Quantize, QuantizeOptions, quantize
@@ -76,6 +77,8 @@ class Bench:
     text: the whole text.
     ids: the tokens that are evaluated on, the first of the text.
     rest: the tokens that follow them, for calibration.
+    windows: how the tokens are cut.
+    widths: the bit widths of the ablation.
     work: where folders are made.
     absent: receives why a peer or a part could not be measured.
     """
@@ -86,6 +89,7 @@ class Bench:
     ids: Ids
     rest: Ids
     windows: Windows
+    widths: tuple[int, ...]
     work: Path
     absent: dict[str, str] = field(default_factory=dict)
 
@@ -223,21 +227,24 @@ def write_peer(checkpoint: Checkpoint, quantizer: peers.Quantizer, folder: Path)
 
 
 def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The rows of pqweights ablate."""
-    done = ablate(
-        bench.model,
-        bench.text,
+    """The rows of benchmarks/ablation.py; without AWQ if too few tokens are left to calibrate on."""
+    needed = fewest_tokens(min(WINDOW, bench.windows.size))
+    scaled = len(bench.rest) >= needed
+    if not scaled:
+        bench.absent["AWQ"] = f"needs {needed} tokens after those of --max-tokens, found {len(bench.rest)}"
+    asked = Ablation(
+        source=bench.model,
+        original=bench.base,
         recipe=load_recipe("q5"),
-        options=AblationOptions(
-            widths=ABLATED,
-            reading=TextOptions(window=bench.windows.size, stride=bench.windows.stride, max_tokens=len(bench.ids)),
-            calibration=bench.calibration,
-            threads=usable_cores(),
-        ),
+        widths=bench.widths,
+        ids=bench.ids,
+        windows=bench.windows,
+        calibration=bench.calibration if scaled else None,
+        work=bench.work,
+        threads=usable_cores(),
+        absent=bench.absent,
     )
-    for line in done.absent:
-        bench.absent["INT4"] = line
-    for row in done.rows:
+    for row in asked.rows():
         yield {
             "what": row.name,
             "bits": row.bits,
@@ -268,6 +275,7 @@ def open_bench(model: Path, options: Any, work: Path) -> Bench:
         ids=ids[: options.max_tokens],
         rest=ids[options.max_tokens :][:MOST_CALIBRATION_TOKENS],
         windows=choose_windows([read_folder(model)], TextOptions(window=options.window, stride=options.stride)),
+        widths=tuple(options.bits),
         work=work,
     )
 
@@ -373,6 +381,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, help="tokens per window")
     parser.add_argument("--stride", type=int, help="tokens between windows")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--bits", type=int, nargs="+", default=ABLATED, help="the bit widths of the ablation")
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
     options = parser.parse_args()
     start = now()

@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 from . import (
-    ablate,
     calibrate,
     card,
     export,
@@ -94,7 +93,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "push": push.command,
     "sensitivity": sensitivity.command,
     "calibrate": calibrate.command,
-    "ablate": ablate.command,
     "eval": evaluate.command,
 }
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 # The least share of common characters (difflib's ratio) of two names that are near. Below it, two names of equal length
-# share fewer than three in five characters: "gptq" would be "near" "lloyd-max".
+# share fewer than three in five characters.
 LEAST_RATIO = 0.6
 
 

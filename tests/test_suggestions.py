@@ -13,9 +13,9 @@ from pqweights.suggestions import instead, nearest
 @pytest.mark.parametrize(
     ("name", "known", "near"),
     [
-        ("hadamard", CODECS, "hadamard-absmax"),
-        ("loyd-max", CODECS, "lloyd-max"),
-        ("ABSMAX", CODECS, "absmax"),
+        ("hadamard", CODECS, "hadamard-trellis"),
+        ("loyd-max", CODECS, "hadamard-lloyd-max"),
+        ("POLAR", CODECS, "polar"),
         ("gptq", CODECS, None),
         ("nf4", CODECS, None),
         ("atention", ROLES, "attention"),

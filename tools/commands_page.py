@@ -48,7 +48,6 @@ PAGES = {
     "push": (("The Hub", "hub.md"), ("The model card", "card.md")),
     "sensitivity": (("Fitting a size", "fit.md"),),
     "calibrate": (("Activation-aware scales", "awq.md"),),
-    "ablate": (("Measured quality", "quality.md"),),
     "eval": (("Evaluation", "evaluation.md"), ("KV caches", "kv-cache.md")),
 }
 VALUES = {int: "N", float: "X", str: "TEXT"}

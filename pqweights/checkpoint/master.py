@@ -18,7 +18,7 @@ from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import CODECS, DEFAULT_CODEC
+from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
 from pqweights.codecs.protocol import Codec, Coder, Part, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.dtypes import FLOAT_DTYPES
@@ -264,6 +264,8 @@ class _Settings:
         where = f"{name!r}"
         codec, bits = merged.get("codec"), merged.get("bits")
         if not isinstance(codec, str) or codec not in CODECS:
+            if codec in WITHDRAWN:
+                raise MasterError(f"config.json: {where}: codec: {withdrawn(codec)}; quantize the model again")
             raise MasterError(f"config.json: {where}: codec: expected one of {', '.join(CODECS)}, found {codec!r}")
         _check_keys(
             f"overrides of {where}", self.overrides.get(name, {}), (*OVERRIDE_KEYS, *CODECS[codec].state_defaults)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pqweights.codecs.comparison import ComparisonCodec
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.polar import PolarAngles
@@ -12,19 +11,27 @@ from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_r
 from pqweights.errors import RecipeError
 from pqweights.suggestions import instead
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "checked_effort", "checked_rate", "get_codec", "nearest_rate"]
+__all__ = [
+    "CODECS",
+    "DEFAULT_CODEC",
+    "WITHDRAWN",
+    "checked_effort",
+    "checked_rate",
+    "get_codec",
+    "nearest_rate",
+    "withdrawn",
+]
 
 DEFAULT_CODEC = "hadamard-lloyd-max"
 
 CODECS: dict[str, Codec] = {
     "hadamard-lloyd-max": HadamardLloydMax(),
     "hadamard-trellis": HadamardTrellis(),
-    "absmax": ComparisonCodec(name="absmax", rotated=False, uniform=True),
-    "hadamard-absmax": ComparisonCodec(name="hadamard-absmax", rotated=True, uniform=True),
-    "lloyd-max": ComparisonCodec(name="lloyd-max", rotated=False, uniform=False),
-    "hadamard-lloyd-max-l2": ComparisonCodec(name="hadamard-lloyd-max-l2", rotated=True, uniform=False),
     "polar": PolarAngles(),
 }
+
+# Codecs for comparison that version 0.2.0 has.
+WITHDRAWN = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
 
 
 def get_codec(name: str) -> Codec:
@@ -34,7 +41,14 @@ def get_codec(name: str) -> Codec:
     """
     if name in CODECS:
         return CODECS[name]
+    if name in WITHDRAWN:
+        raise RecipeError(f"codec: {withdrawn(name)}; expected {', '.join(CODECS)}")
     raise RecipeError(f"codec: no codec is called {name!r}; {instead(name, CODECS)}")
+
+
+def withdrawn(name: str) -> str:
+    """Return what is wrong with one of WITHDRAWN, as the beginning of a message."""
+    return f"{name!r} was a codec for comparison, and pqweights 0.2.0 is the last version that has it"
 
 
 def nearest_rate(codec: str, bits: float) -> float:

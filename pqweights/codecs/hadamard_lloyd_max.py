@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pqweights.codecs import lloyd_max
 from pqweights.codecs.protocol import Bytes
-from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarCodec
+from pqweights.codecs.scalar import ROTATIONS, ScalarCodec
 from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook
 
@@ -18,7 +18,7 @@ class HadamardLloydMax(ScalarCodec):
     """The codec of the master: Hadamard rotation, Lloyd-Max levels, a least-squares norm."""
 
     name = "hadamard-lloyd-max"
-    rotations = (HADAMARD, SIGNED_HADAMARD)
+    rotations = ROTATIONS
     orthogonal_error = True  # because the norm is that of least squares
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "

@@ -32,7 +32,7 @@ from pqweights.codecs.protocol import (
     has_rate,
     unknown_rate,
 )
-from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD
+from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD
 from pqweights.codecs.trellis_classes import decode_tables, encode_model
 from pqweights.codecs.trellis_tables import EXPONENTS, NOISE
 from pqweights.kernels import BLOCK_SIZE, trellis
@@ -213,7 +213,7 @@ class TrellisCoder:
     def parse_state(self, fields: Fields) -> TrellisState:
         """See Coder."""
         rotation = fields.defaulted("rotation", fields.text, HADAMARD)
-        if rotation not in (HADAMARD, SIGNED_HADAMARD):
+        if rotation not in ROTATIONS:
             raise ValueError(f"{self.codec} has no rotation {rotation!r}")
         return TrellisState(rotation)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs import polar_transform
-from pqweights.codecs.comparison import PIECE_BLOCKS, hadamard, prescale, tree_sum
+from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
 from pqweights.codecs.polar_codebook import RELATIVE_MSE
 from pqweights.codecs.protocol import (
     Basis,
@@ -36,6 +36,7 @@ from pqweights.codecs.protocol import (
 from pqweights.codecs.scalar import (
     HADAMARD,
     LARGEST_HALF,
+    ROTATIONS,
     SIGNED_HADAMARD,
     NormRange,
     ScalarState,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 ANGLES = "_angles"
 RADII = "_radii"
 RATE = 3.875
-ROTATIONS = (HADAMARD, SIGNED_HADAMARD)
 
 _ROOT_OF_BLOCK_SIZE = math.sqrt(BLOCK_SIZE)
 

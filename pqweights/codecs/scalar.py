@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # The rotations, as files name them.
 HADAMARD = "hadamard"
 SIGNED_HADAMARD = "signed-hadamard"
-UNROTATED = "none"
+ROTATIONS = (HADAMARD, SIGNED_HADAMARD)
 
 CODES = "_codes"
 NORMS = "_norms"
@@ -289,7 +289,7 @@ class ScalarCoder:
         assert basis is Basis.PLAIN or state.rotation == HADAMARD
         return BlockCoding(
             codebook=self.codebook,
-            rotate=basis is Basis.PLAIN and state.rotation != UNROTATED,
+            rotate=basis is Basis.PLAIN,
             signed=state.rotation == SIGNED_HADAMARD,
             norm_exponent=state.norm_exponent,
         )

@@ -1,1 +1,1 @@
-"""Measurements: calibration, sensitivity and the ablation, which run the model, and the distribution of its weights."""
+"""Measurements: calibration and sensitivity, which run the model, and the distribution of its weights."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.codecs import WITHDRAWN, withdrawn
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError, RecipeError
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coder_of, stored_bytes
@@ -46,12 +47,16 @@ def parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecord
 def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
     """Return what an entry holds beside its plan, as fields of TensorRecord.
 
-    Raises MasterError if the plan's action, codec and bits do not go together.
+    Raises MasterError if the plan's action, codec and bits do not go together, or for a codec of WITHDRAWN.
     """
     wrong = damaged(
         f"action, codec and bits of {plan.name!r}", "those of a codec", (plan.action, plan.codec, plan.bits)
     )
     if plan.action == QUANTIZE:
+        if plan.codec in WITHDRAWN:
+            raise MasterError(
+                f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again"
+            )
         return _parse_state(plan, entry, wrong) | {key: entry.number(key) for key in ("relative_mse", "energy")}
     if plan.action == INTEGER:
         if not isinstance(plan.codec, str) or type(plan.bits) is not int or not 1 <= plan.bits <= 8:

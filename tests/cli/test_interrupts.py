@@ -108,7 +108,6 @@ COMMANDS = [
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
     ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.measure.calibrate", None),
     ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.measure.sensitivity", None),
-    ("ablate SOURCE --text TEXT", "import", "pqweights.measure.ablation", ENDED),
 ]
 
 

@@ -50,7 +50,7 @@ def found_in_process(*line: str, **environment: str) -> tuple[int, str]:
     return int(threads), left
 
 
-@pytest.mark.parametrize("line", ["ablate", "eval", "generate", "sensitivity", "inspect --kv"])
+@pytest.mark.parametrize("line", ["eval", "generate", "sensitivity", "inspect --kv"])
 def test_commands_that_multiply_matrices_have_all_threads(line: str) -> None:
     assert blas_threads(*line.split()) == CORES
 

@@ -13,6 +13,8 @@ from commands import done, refused
 from helpers import bf16, gaussian, run_command, write_checkpoint
 from integer_exports import LAYER, integer_names, quantization
 
+from pqweights.codecs import CODECS
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.exports.vllm_int4 import ROTATED_WARNING
 from pqweights.rewrite.manifest import read_manifest
 
@@ -45,9 +47,21 @@ def test_rotated_basis_warns_that_only_vllm_computes_it(tmp_path: Path) -> None:
     assert "For vLLM alone" in shown and "its output is meaningless" in shown
 
 
+class Inflating(HadamardLloydMax):
+    """A codec whose errors do not add up with those of rounding, as far as exports know."""
+
+    name = "test-inflating"
+    orthogonal_error = False
+
+
+@pytest.fixture
+def inflating(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, Inflating.name, Inflating())
+
+
 def unknown_errors(folder: Path, recipe: str) -> str:
-    """Write a recipe of a codec whose errors do not add up with those of rounding."""
-    (folder / "recipe.yaml").write_text(f"codec: absmax\n{recipe}\n")
+    """Write a recipe of that codec."""
+    (folder / "recipe.yaml").write_text(f"codec: {Inflating.name}\n{recipe}\n")
     return str(folder / "recipe.yaml")
 
 
@@ -60,6 +74,7 @@ def unknown_errors(folder: Path, recipe: str) -> str:
         (8, ("-t", "vllm-int4", "--bits", "8"), None),
     ],
 )
+@pytest.mark.usefixtures("inflating")
 def test_more_bits_than_the_master_holds_are_remarked_where_its_error_is_unknown(
     bits: int, options: tuple[str, ...], expected: str | None, tmp_path: Path
 ) -> None:
@@ -70,6 +85,7 @@ def test_more_bits_than_the_master_holds_are_remarked_where_its_error_is_unknown
     assert warned(folder, tmp_path / "measured", *options, "--source", tmp_path / "src") == []
 
 
+@pytest.mark.usefixtures("inflating")
 def test_less_than_half_a_bit_more_is_not_remarked(tmp_path: Path) -> None:
     """The master has 3.75 bits a weight."""
     recipe = unknown_errors(tmp_path, 'bits: 4\nrules: [{name: "*.mlp.*", bits: 3}]')

@@ -35,7 +35,7 @@ def needs(*codecs: str, free: int | None = 64 * 10**9) -> Needs:
         ((), 64, False, False),  # no master
         ((), 1, False, False),
         ((SCALAR,), 64, True, False),
-        ((SCALAR, "absmax"), 1, True, False),
+        ((SCALAR,), 1, True, False),
         ((TRELLIS,), 64, False, False),
         ((TRELLIS,), 15, True, True),
         ((TRELLIS,), None, False, False),

@@ -1,11 +1,11 @@
-"""Bad inputs: models, texts and files of `calibrate` and `ablate`."""
+"""Bad inputs: models, texts and files of `calibrate`."""
 
 from __future__ import annotations
 
 import hashlib
 
 from hostile.case import Case, stored
-from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
+from hostile.evaluation import GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
 from hostile.exports import TEXT
 
 CALIBRATE = "calibrate model scales.safetensors --text text.txt"
@@ -138,23 +138,4 @@ CALIBRATE_CASES = [
     ),
     evaluating("awq-missing", "nowhere", "no such file", command="quantize model out --awq nowhere"),
     evaluating("awq-a-folder", "model", "no such file", command="quantize model out --awq model"),
-    evaluating("ablate-text-empty", TEXT, "an empty file", command="ablate model --text text.txt", text=b""),
-    evaluating(
-        "ablate-text-too-short-for-awq", "at least 256 tokens", "--no-awq", command="ablate model --text text.txt"
-    ),
-    evaluating(
-        "ablate-text-shorter-than-a-window",
-        "at least 16 tokens",
-        "found 3",
-        command="ablate model --text text.txt --no-awq",
-        text="w1 w2 w3",
-    ),
-    evaluating("ablate-model-missing", "nowhere", "no such folder", command="ablate nowhere --text text.txt --no-awq"),
-    evaluating(
-        "ablate-an-encoder",
-        "BertModel",
-        "not a causal language model",
-        command="ablate model --text text.txt --no-awq",
-        config=BERT,
-    ),
 ]

@@ -376,6 +376,12 @@ MASTER_CASES = [
     settings("master-bits-a-string", "bits", to="5", export=("bits",)),
     settings("master-bits-a-float", "bits", to=5.5, export=("bits", "5.5")),
     settings("master-codec-unknown", "codec", to="hadamard", export=("'hadamard'", CODEC)),
+    settings(
+        "master-codec-withdrawn", "codec", to="lloyd-max", export=("'lloyd-max'", "0.2.0", "quantize the model again")
+    ),
+    settings_in_manifest(
+        "master-codec-withdrawn-in-manifest", "codec", to="absmax", verify=("'absmax'", "0.2.0", "quantize the model")
+    ),
     settings("master-codec-a-list", "codec", to=[CODEC], export=("codec",)),
     settings("master-rotation-unknown", "rotation", to="givens", export=("'givens'",)),
     settings("master-rotation-null", "rotation", to=None, export=("rotation",)),
@@ -541,6 +547,12 @@ MASTER_CASES = [
     manifest("manifest-stored-shape-negative", "tensors", 0, "stored", 0, "shape", to=[-2, 128]),
     manifest("manifest-shape-null", "tensors", 0, "shape", to=None),
     manifest("manifest-codec-unknown", "tensors", 0, "codec", to="hadamard"),
+    damaged(
+        "manifest-codec-withdrawn",
+        set_json(MANIFEST, "tensors", 0, "codec", to="absmax"),
+        verify=(MANIFEST, "'absmax'", "0.2.0", "quantize the model again"),
+        inspect=(MANIFEST, "'absmax'", "0.2.0", "quantize the model again"),
+    ),
     manifest("manifest-codec-a-list", "tensors", 0, "codec", to=[CODEC]),
     manifest("manifest-bits-a-string", "tensors", 0, "bits", to="five"),
     manifest("manifest-bits-99", "tensors", 0, "bits", to=99),

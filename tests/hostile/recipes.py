@@ -57,9 +57,10 @@ RECIPE_CASES = [
     recipe("rule-dims-a-string", "rules: [{dims: two, bits: 4}]\n", "rule 1", "dims"),
     Case(
         "recipe-codec-unknown",
-        {RECIPE: ("'hadamard'", "'hadamard-absmax'")},
+        {RECIPE: ("'hadamard'", "'hadamard-trellis'")},
         {**GOOD_SRC, "recipe.yaml": "codec: hadamard\n"},
     ),
+    recipe("recipe-codec-withdrawn", "codec: absmax\n", "'absmax'", "0.2.0", "expected hadamard-lloyd-max"),
     recipe("recipe-codec-far-from-all", "codec: gptq\n", "'gptq'", "expected hadamard-lloyd-max, hadamard-trellis"),
     recipe("rule-role-far-from-all", "rules: [{role: wombat, bits: 4}]\n", "'wombat'", "expected attention, mlp"),
     recipe("recipe-key-far-from-all", "wombat: 4\n", "'wombat'", "expected name, description"),
@@ -81,7 +82,7 @@ RECIPE_CASES = [
         {
             "plan src --set model.norm.weight": ("--set", "PATTERN=BITS"),
             "plan src --set *=four": ("PATTERN=BITS",),
-            "ablate src --text text.txt --set =4": ("PATTERN=BITS",),
+            "plan src --set =4": ("PATTERN=BITS",),
             "plan src --set *=9": ("--set *=9", "2 to 8"),
         },
         GOOD_SRC,

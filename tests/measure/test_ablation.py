@@ -1,37 +1,129 @@
-"""pqweights ablate: each row matches the single commands, and shares are relative to the gain over absmax."""
+"""The ablation of the benchmarks: its codecs are as they are defined, and its rows match the single commands."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import itertools
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import families
+import helpers
 import numpy as np
+import numpy.typing as npt
 import pytest
-from pqweights_cli.main import app
-from test_calibrate import TOKENS, invoke, text, with_outliers
-from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from calls import quantize
+from independent_reader import unpack
+from test_calibrate import text, with_outliers
 
-from pqweights.errors import MissingDependencyError
+from pqweights.codecs import CODECS, lloyd_max
+from pqweights.codecs.weight import encode_weight
 from pqweights.evaluate.protocol import Loss, Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.measure import ablation
-from pqweights.measure.ablation import ABSMAX, BOTH, LEAST_SQUARES, MASTERS, AblationRow, _with_shares
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtimes.models import open_model
-from pqweights.runtimes.texts import tokenize
+from pqweights.runtimes.texts import Ids, load_tokenizer, tokenize
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [str(Path(__file__).parents[2] / "benchmarks"), *sys.path])  # only here: names clash
+    from ablation import ABSMAX, BOTH, LEAST_SQUARES, MASTERS, Ablation, Row, with_shares
+    from comparison_codecs import COMPARED, level_search
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-WINDOWS = ("--window", "60", "--stride", "50")
+WINDOWS = Windows(size=60, stride=50)
+BITS = range(2, 9)
+
+each = pytest.mark.parametrize(("name", "bits"), list(itertools.product(COMPARED, BITS)))
+
+
+# --- the codecs ---
+
+
+def definition(name: str, blocks: npt.NDArray[np.float64], bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes and norms by definition, in float64, and where the code is not a near tie."""
+    turned = blocks @ helpers.sylvester() / math.sqrt(128) if name.startswith("hadamard") else blocks
+    if name.endswith("absmax"):
+        steps = 2 ** (bits - 1) - 1
+        norms = np.abs(turned).max(axis=1)
+        levels, first = np.arange(-steps, steps + 1) / steps, 1
+        distance = turned / norms[:, None]
+    else:
+        upper = np.array(lloyd_max.HALF_LEVELS[bits])
+        norms = np.sqrt((turned**2).sum(axis=1))
+        levels, first = np.concatenate([-upper[::-1], upper]), 0
+        distance = turned / norms[:, None] * math.sqrt(128)
+    nearest = np.abs(distance[:, :, None] - levels).argmin(axis=2)
+    gap = np.abs(distance[:, :, None] - (levels[:-1] + levels[1:]) / 2).min(axis=2)
+    return first + nearest, norms, gap > 2e-5 * np.abs(levels).max()
+
+
+@each
+def test_codes_and_norms_match_the_definition_and_errors_are_those_of_the_decoded(name: str, bits: int) -> None:
+    values = helpers.gaussian(512, 128, seed=bits, scale=0.03)
+    weight, measured = encode_weight(
+        helpers.raw_bytes(values, "F32"), dtype="F32", shape=values.shape, coder=COMPARED[name].coder(bits)
+    )
+    exact = values.astype(np.float64)
+    codes, norms, clear = definition(name, exact, bits)
+    assert clear.mean() > 0.98
+    assert np.array_equal(unpack(weight.parts[0], bits)[clear], codes[clear])
+    assert np.allclose(weight.parts[1].view(np.float16).reshape(-1).astype(np.float64), norms, rtol=2.0**-11 * 1.001)
+    error = (weight.decode_blocks(0, 512, "F32").view(np.float32).reshape(values.shape) - exact) ** 2
+    assert measured.energy == pytest.approx((exact**2).sum(), rel=1e-6)
+    assert measured.error == pytest.approx(error.sum(), rel=1e-5)
+    ratio = measured.relative_mse / weight.coder.distortion
+    assert 0.95 <= ratio <= 1.03
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_distortion_of_uniform_levels_matches_integration(bits: int) -> None:
+    """Integrate over the maximum m of 128 magnitudes of N(0,1); the 127 other values lie in [-m, m] and are rounded."""
+    steps = 2 ** (bits - 1) - 1
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+
+    def density(x):
+        return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def squared_error(m):
+        """The squared error of a value in [-m, m], times the probability of lying there."""
+        levels = np.arange(steps + 1) * m / steps
+        low = np.maximum(levels - m / steps / 2, 0)
+        high = np.minimum(levels + m / steps / 2, m)
+        x = low[:, None] + (high - low)[:, None] * (nodes + 1) / 2
+        return 2 * ((x - levels[:, None]) ** 2 * density(x) * weights * (high - low)[:, None] / 2).sum()
+
+    total = probability = 0.0
+    for low in np.arange(0, 9, 0.125):
+        for node, weight in zip(low + 0.125 * (nodes + 1) / 2, weights * 0.125 / 2, strict=True):
+            inside = math.erf(node / math.sqrt(2))
+            of_maximum = 128 * 2 * density(node) * inside**126 * weight  # one factor `inside` is left to squared_error
+            probability += of_maximum * inside
+            total += of_maximum * squared_error(node)
+    assert probability == pytest.approx(1, abs=1e-12)
+    assert COMPARED["absmax"].coder(bits).distortion == pytest.approx(total * 127 / 128, rel=5e-9)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_code_is_the_number_of_thresholds_reached(uniform: bool, bits: int) -> None:
+    """At every threshold, just above and below it, at random values, and far outside."""
+    thresholds = COMPARED["absmax" if uniform else "lloyd-max"].coder(bits).codebook.thresholds  # type: ignore[attr-defined]
+    rng = np.random.default_rng(bits)
+    beside = [np.nextafter(thresholds, np.float32(limit)) for limit in (99, -99)]
+    drawn = rng.standard_normal(100_000).astype(np.float32) * 3
+    special = np.float32([-0.0, 0.0, 2.0**-149, -20, 20, -1e30, 1e30])
+    z = np.concatenate([thresholds, *beside, drawn, special])
+    assert np.array_equal(level_search(uniform, bits).codes(z), np.searchsorted(thresholds, z, side="right"))
+
+
+# --- the rows ---
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +131,44 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama = families.FAMILIES["llama"]
     sizes = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
     small = replace(llama, settings={**llama.settings, **sizes})
-    folder = families.build(small, tmp_path_factory.mktemp("ablated") / "model", with_outliers)
-    (folder / "text").write_text(text(3000))
-    return folder
+    return families.build(small, tmp_path_factory.mktemp("ablated") / "model", with_outliers)
 
 
 @pytest.fixture(scope="module")
-def report(source: Path) -> dict[str, Any]:
-    arguments = ("ablate", source, "--text", source / "text", "--bits", "3,5", "--json", *WINDOWS)
-    done = invoke(*arguments, *([] if HAS_TORCHAO else ["--no-int4"]))
-    assert done.exit_code == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def ids(source: Path) -> Ids:
+    return tokenize(source, text(3000))
+
+
+@pytest.fixture(scope="module")
+def codecs() -> Iterator[None]:
+    """The codecs, which are removed again."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, codec in COMPARED.items():
+            patch.setitem(CODECS, name, codec)
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(source: Path, ids: Ids, codecs: None, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    work = tmp_path_factory.mktemp("work")
+    asked = Ablation(
+        source=source,
+        original=open_model(source),
+        recipe=load_recipe("q5"),
+        widths=(3, 5),
+        ids=ids[:2000],
+        windows=WINDOWS,
+        calibration=str(load_tokenizer(source).decode(ids[2000:].tolist())),
+        work=work,
+        threads=2,
+    )
+    found = asked.rows()
+    assert asked.absent.keys() == (set() if HAS_TORCHAO else {"INT4"})
     return found
 
 
-def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
-    names = [(row["bits"], row["name"]) for row in report["rows"]]
+def test_there_is_a_row_for_each_configuration(rows: list[Row]) -> None:
+    names = [(row.bits, row.name) for row in rows]
     assert names[0] == (None, "original")
     for bits in (3, 5):
         assert {(bits, name) for name, *_ in MASTERS} <= set(names)
@@ -62,48 +176,39 @@ def test_there_is_a_row_for_each_configuration(report: dict[str, Any]) -> None:
     assert not HAS_TORCHAO or (None, "INT4 from the original, torchao's min-max") in names
     assert len(names) == len(set(names)) == (22 if HAS_TORCHAO else 16)
     assert names[-1] == (3.875, "polar")
-    assert report["absent"] == []
-    # The last third of the text is used for calibration.
-    assert report["settings"]["tokens"] == 2000
-    assert report["settings"]["calibration_tokens"] == 1000
-    assert report["settings"]["scored_tokens"] == 39 * 50
 
 
-def test_row_matches_the_single_commands(source: Path, report: dict[str, Any], tmp_path: Path) -> None:
+def test_row_matches_the_single_commands(source: Path, ids: Ids, rows: list[Row], tmp_path: Path) -> None:
     quantize(source, tmp_path / "m", replace(load_recipe("q5"), codec="lloyd-max").with_bits(3), threads=2)
-    ids = tokenize(source, (source / "text").read_text())[:2000]
-    scores = compare(open_model(tmp_path / "m"), open_model(source), ids=ids, windows=Windows(size=60, stride=50))
-    (row,) = [r for r in report["rows"] if (r["bits"], r["name"]) == (3, "+ Lloyd-Max only")]
-    assert scores.divergence is not None
-    assert row["perplexity"]["value"] == pytest.approx(scores.perplexity.value, rel=1e-6)
-    assert row["kl_mean"]["value"] == pytest.approx(scores.divergence.mean.value, rel=1e-5)
-    assert row["relative_mse"] == pytest.approx(relative_mse(source, tmp_path / "m").master.relative_mse)
-    assert row["bits_per_weight"] == pytest.approx(3.125)
+    scores = compare(open_model(tmp_path / "m"), open_model(source), ids=ids[:2000], windows=WINDOWS)
+    (row,) = [each for each in rows if (each.bits, each.name) == (3, "+ Lloyd-Max only")]
+    assert scores.divergence is not None and row.scores.divergence is not None
+    assert row.scores.perplexity.value == pytest.approx(scores.perplexity.value, rel=1e-6)
+    assert row.scores.divergence.mean.value == pytest.approx(scores.divergence.mean.value, rel=1e-5)
+    assert row.relative_mse == pytest.approx(relative_mse(source, tmp_path / "m").master.relative_mse)
+    assert row.bits_per_weight == pytest.approx(3.125)
 
 
-def test_each_part_lowers_the_error(report: dict[str, Any]) -> None:
-    found = {(row["bits"], row["name"]): row for row in report["rows"]}
+def test_each_part_lowers_the_error(rows: list[Row]) -> None:
+    found = {(row.bits, row.name): row for row in rows}
     for bits in (3, 5):
-        errors = {name: found[bits, name]["relative_mse"] for name, *_ in MASTERS}
-        assert errors[LEAST_SQUARES] < errors[BOTH] < errors[ABSMAX]
-        scaled, plain = found[bits, "+ AWQ"], found[bits, LEAST_SQUARES]
-        assert scaled["kl_mean"]["value"] < 0.6 * plain["kl_mean"]["value"]
-        assert scaled["bits_per_weight"] > plain["bits_per_weight"]
+        absmax, both, least_squares, scaled = (found[bits, n] for n in (ABSMAX, BOTH, LEAST_SQUARES, "+ AWQ"))
+        assert absmax.relative_mse and both.relative_mse and least_squares.relative_mse
+        assert least_squares.relative_mse < both.relative_mse < absmax.relative_mse
+        assert scaled.scores.divergence is not None and least_squares.scores.divergence is not None
+        assert scaled.scores.divergence.mean.value < 0.6 * least_squares.scores.divergence.mean.value
+        assert scaled.bits_per_weight and least_squares.bits_per_weight
+        assert scaled.bits_per_weight > least_squares.bits_per_weight
 
 
-def scores(*losses: float) -> Scores:
-    return Scores(tuple(Loss(loss * 10, 10) for loss in losses))
-
-
-def row(name: str, *losses: float, bits: int | None = 5) -> AblationRow:
-    return AblationRow(
-        name=name, bits=bits, bits_per_weight=None, relative_mse=None, scores=scores(*losses), share=None
-    )
+def row(name: str, *losses: float, bits: int | None = 5) -> Row:
+    scores = Scores(tuple(Loss(loss * 10, 10) for loss in losses))
+    return Row(name=name, bits=bits, bits_per_weight=None, relative_mse=None, scores=scores)
 
 
 def test_share_is_relative_to_the_gain_of_both_parts() -> None:
     rows = [row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, 1.0, 1.02), row("INT4", 1.0, 1.0, bits=None)]
-    shares = [each.share for each in _with_shares(rows)]
+    shares = [each.share for each in with_shares(rows)]
     assert shares[0] is None
     assert shares[1] == pytest.approx((math.exp(2) - math.exp(1.2)) / (math.exp(2) - math.exp(1)), rel=1e-6)
     assert shares[2] == 1
@@ -114,67 +219,4 @@ def test_shares_are_unknown_without_a_significant_gain() -> None:
     """The full codec is worse than absmax, or better by less than the standard error."""
     for both in ((2.1, 2.12), (1.5, 2.5)):
         rows = [row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, *both)]
-        assert all(each.share is None for each in _with_shares(rows))
-
-
-def test_options_leave_out_awq_and_int4(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    done = invoke(
-        "ablate",
-        source,
-        "--text",
-        source / "text",
-        "--no-awq",
-        "--no-int4",
-        "--work",
-        tmp_path / "work",
-        "--max-tokens",
-        256,
-        "--set",
-        "*.up_proj.weight=6",  # a width that polar does not have
-        *WINDOWS,
-    )
-    assert done.exit_code == 0, done.stderr
-    table = [line for line in done.stdout.splitlines() if " +- " in line]
-    assert len(table) == 8  # seven rows, and the line that explains +-
-    assert "AWQ" not in "".join(table)
-    assert "256 tokens" in done.stdout
-    assert list((tmp_path / "work").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "expected"),
-    [
-        (["--bits", "3,x"], 2, "expected bit widths such as 3,4,5"),
-        (["--bits", "3,3"], 2, "different bit widths"),
-        (["--bits", "9"], 2, "expected a whole number of bits from 2 to 8"),
-        (["--bits", "4.5", "--recipe", "t4"], 2, "2 to 8 for absmax, found 4.5"),
-        (["--max-tokens", "600"], 1, "calibration for AWQ: expected at least 8192 tokens, found 200"),
-        (["--no-awq", "--window", "4096"], 1, "takes at most 512 tokens"),
-        (["--no-awq", "--window", "512", "--max-tokens", "300"], 1, "--max-tokens 300 leaves fewer"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], code: int, expected: str, source: Path) -> None:
-    done = CliRunner().invoke(
-        app, ["ablate", str(source), "--text", str(source / "text"), *arguments], terminal_width=200
-    )
-    assert done.exit_code == code
-    assert expected in " ".join(done.stderr.replace("│", " ").split())
-
-
-def test_text_of_the_source_has_the_expected_tokens(source: Path) -> None:
-    assert np.array_equal(tokenize(source, (source / "text").read_text()), TOKENS[:3000])
-
-
-def test_missing_torchao_leaves_out_only_the_int4_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is looked for before anything is measured, and the output names it."""
-
-    def package(name: str, extra: str, why: str) -> None:
-        raise MissingDependencyError(f"{why} needs {name}: pip install {extra}")
-
-    monkeypatch.setattr(ablation, "package", package)
-    done = invoke("ablate", source, "--text", source / "text", "--no-awq", "--max-tokens", 256, *WINDOWS)
-    assert done.exit_code == 0, done.stderr
-    assert "not measured: INT4 needs torchao: pip install torchao" in done.stdout
-    assert "INT4 on top" not in done.stdout
-    assert "+ both" in done.stdout
+        assert all(each.share is None for each in with_shares(rows))

@@ -447,7 +447,7 @@ def test_results_survive_the_journal_exactly(tmp_path: Path) -> None:
         SearchResult(scaled=True, reason="", tokens=3, input_exponent=1 / 3, gain=gain, held_back_gain=None)
         for gain in (0.1 + 0.2, 1e-300)
     )
-    layer = calibration.LayerReport(name="w", codec="lloyd-max", bits=3.5, matrices=matrices)
+    layer = calibration.LayerReport(name="w", codec="hadamard-trellis", bits=3.5, matrices=matrices)
     record = json.loads(json.dumps(calibration._to_record(layer, scales)))
     found, values = calibration._from_record("w", record)
     assert found == layer

@@ -290,7 +290,7 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
         "a newer version": other(entry | {"version": 2}, good),
         "another checkpoint": other(entry | {"checkpoint": "0" * 64}, good),
         "another width": other(entry | {"weights": searched(bits=4)}, good),
-        "another codec": other(entry | {"weights": searched(codec="absmax")}, good),
+        "another codec": other(entry | {"weights": searched(codec="hadamard-trellis")}, good),
         "a weight too many": other(entry | {"weights": searched(names=[*SCALES, SINGLE])}, good),
         "a weight that is not there": other(
             entry | {"weights": searched(names=[*SCALES, "x"])}, good | {"x_awq_scale": f16(np.ones(8))}
@@ -319,7 +319,7 @@ def test_scales_that_do_not_fit_are_refused(source: Path, awq: Path, tmp_path: P
 
 def test_scales_of_another_codec_need_the_option(source: Path, awq: Path, tmp_path: Path) -> None:
     path = tmp_path / "wide.safetensors"
-    write_scales(path, source, searched("absmax", 3), SCALES)
+    write_scales(path, source, searched("hadamard-trellis", 3), SCALES)
     line = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "--awq", str(path)])
     assert line.exit_code == 1
     assert "--awq-any-codec" in line.stderr

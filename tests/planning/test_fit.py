@@ -374,7 +374,7 @@ target_bpw: {bits}
 rules:
   - {{role: embedding, keep: true}}
   - {{name: "model.layers.0.mlp.*", bits: 7, reason: first}}
-  - {{name: "model.layers.1.self_attn.*", codec: lloyd-max}}
+  - {{name: "model.layers.1.self_attn.*", codec: hadamard-trellis}}
 """
 
 
@@ -387,7 +387,7 @@ def test_rules_with_bits_or_keep_are_obeyed(source: Path) -> None:
             assert widths[f"model.layers.0.mlp.{name}.weight"] == 7
             assert f"model.layers.0.mlp.{name}.weight" not in fit.rates
         codecs = {t.name: t.codec for t in plan.tensors if t.name.startswith("model.layers.1.self_attn.") and t.codec}
-        assert set(codecs.values()) <= {"lloyd-max"}
+        assert set(codecs.values()) <= {"hadamard-trellis"}
         assert set(codecs) <= set(fit.rates)
         counted = [t for t in plan.tensors if t.bits is not None or t.name in fit.rates]
         assert fit.bits_per_weight <= bits

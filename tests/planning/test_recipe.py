@@ -161,7 +161,8 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("bits: 5\nname: a\x00b\n", ["not YAML: line 2, column 8: special characters are not allowed"]),
         ("bitz: 5", ["'bitz'", "'bits'"]),
         ("rule: []", ["'rule'", "'rules'"]),
-        ("codec: lloyd", ["'lloyd'", "'lloyd-max'"]),
+        ("codec: lloyd", ["'lloyd'", CODEC]),
+        ("codec: lloyd-max", ["'lloyd-max'", "0.2.0", CODEC]),
         ("codec: hadamard-lloyd", ["'hadamard-lloyd'", f"'{CODEC}'"]),
         ("bits: 9", ["bits", "2 to 8", "found 9"]),
         ("bits: '5'", ["bits", "a number", "'5'"]),
@@ -437,7 +438,7 @@ def test_options_override_the_target_of_the_recipe() -> None:
 
 def test_only_bit_widths_without_a_rule_are_free() -> None:
     made = decisions(
-        "{target_bpw: 4.5, rules: [{role: mlp, bits: 8}, {role: attention, codec: lloyd-max}, "
+        "{target_bpw: 4.5, rules: [{role: mlp, bits: 8}, {role: attention, codec: hadamard-trellis}, "
         "{role: lm_head, keep: true}]}"
     )
     assert {name for name, decision in made.items() if decision.free} == {

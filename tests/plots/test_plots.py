@@ -32,7 +32,7 @@ RECIPE = """
 bits: 4
 rules:
   - {name: "*.down_proj.weight", bits: 6}
-  - {role: lm_head, codec: absmax, bits: 8}
+  - {role: lm_head, codec: hadamard-trellis, bits: 8}
 """
 
 

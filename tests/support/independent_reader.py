@@ -95,14 +95,10 @@ def decode_blocks(
     with np.errstate(over="ignore", under="ignore"):
         x = level[unpack(packed, bits)]
         scale = np.ldexp(norms.astype(np.float64), norm_exponent - 7).astype(np.float32)
-        if rotation == "none":
-            scale = (norms.astype(np.float64) * np.ldexp(0.08838834764831845, norm_exponent)).astype(np.float32)
-        else:
-            x = hadamard(x)
-        y = x * scale[:, None]
+        y = hadamard(x) * scale[:, None]
     if rotation == "signed-hadamard":
         y = np.where(SIGNS, -y, y)
-    elif rotation not in ("hadamard", "none"):
+    elif rotation != "hadamard":
         raise ValueError(f"unknown rotation {rotation!r}")
     return y
 

@@ -91,19 +91,6 @@ def prescaled(b: np.ndarray) -> Blocks:
     return Blocks(b, np.where(scaled, tree(b * b), s), k)
 
 
-def normalised(v: np.ndarray, r: np.ndarray, codec: str) -> tuple[np.ndarray, np.ndarray]:
-    """The coordinates z of rotated blocks v of length r, and what each block was divided by."""
-    i = np.where(r == 0, np.float32(0), np.float32(1) / r)
-    root = np.float32(11.3137085)
-    d = r
-    if codec in ("absmax", "hadamard-absmax"):
-        d = np.max(np.abs(v), axis=1, initial=0)
-        i = np.where(d == 0, np.float32(0), root / d)
-    elif codec == "lloyd-max":
-        i = np.where(d == 0, np.float32(0), root / d)
-    return v * i[:, None], d
-
-
 def codes_of(z: np.ndarray, level: np.ndarray) -> np.ndarray:
     """The code of every coordinate: the number of thresholds that it reaches."""
     threshold = ((level[:-1].astype(np.float64) + level[1:].astype(np.float64)) / 2).astype(np.float32)
@@ -121,9 +108,7 @@ def in_order(values: np.ndarray) -> float:
     return total
 
 
-def encode_rotated(
-    values: np.ndarray, levels: np.ndarray, bits: int, rotation: str, codec: str = "hadamard-lloyd-max"
-) -> Weight:
+def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: str) -> Weight:
     """A weight encoded with one rotation."""
     level = np.asarray(levels, dtype=np.float64).astype(np.float32)
     b = blocks_of(values)
@@ -134,24 +119,19 @@ def encode_rotated(
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         b, s, k = prescaled(b)
         r = np.sqrt(s)
-        z, d = normalised(b if rotation == "none" else hadamard(b), r, codec)
+        z = hadamard(b) * np.where(r == 0, np.float32(0), np.float32(1) / r)[:, None]
         code = codes_of(z, level)
         c = level[code]
         num, den, res = tree(z * c), tree(c * c), tree((z - c) * (z - c))
-        q = r * (num / den) if codec == "hadamard-lloyd-max" else d
-        if codec == "hadamard-absmax":
-            q = q * np.float32(0.08838834764831845)
+        q = r * (num / den)
         assert q.dtype == z.dtype == np.float32
         norm = q.astype(np.float64) * power(k)
         e = norm_exponent(norm)
         n = (norm * 2.0**-e).astype(np.float32).astype(np.float16)
         energy = s.astype(np.float64) * power(k) * power(k)
-        length, unit = r.astype(np.float64) * power(k), energy / 128
-        if codec != "hadamard-lloyd-max":
-            length, unit = norm, norm * norm / 128
-        u = 1 - n.astype(np.float64) * 2.0**e / length
+        u = 1 - n.astype(np.float64) * 2.0**e / (r.astype(np.float64) * power(k))
         num64, den64, res64 = (v.astype(np.float64) for v in (num, den, res))
-        error = unit * ((res64 + 2 * u * (num64 - den64)) + u * u * den64)
+        error = energy / 128 * ((res64 + 2 * u * (num64 - den64)) + u * u * den64)
         error = np.where(r == 0, 0.0, np.maximum(error, 0.0))
     used = np.asarray(values).size % BLOCK
     if used:
@@ -162,16 +142,12 @@ def encode_rotated(
     return Weight(pack(code, bits), n.view(np.uint16), e, rotation, energy_sum, error_sum, relative, energy, error)
 
 
-def encode(
-    values: np.ndarray, levels: np.ndarray, bits: int, distortion: float, codec: str = "hadamard-lloyd-max"
-) -> Weight:
+def encode(values: np.ndarray, levels: np.ndarray, bits: int, distortion: float) -> Weight:
     """A weight encoded as section 5 says, the rescue included."""
-    if codec in ("absmax", "lloyd-max"):
-        return encode_rotated(values, levels, bits, "none", codec)
-    plain = encode_rotated(values, levels, bits, "hadamard", codec)
+    plain = encode_rotated(values, levels, bits, "hadamard")
     if plain.relative_mse <= RESCUE * distortion:
         return plain
-    signed = encode_rotated(values, levels, bits, "signed-hadamard", codec)
+    signed = encode_rotated(values, levels, bits, "signed-hadamard")
     if signed.relative_mse <= RESCUE * distortion:
         return signed
     return signed if signed.relative_mse < plain.relative_mse else plain

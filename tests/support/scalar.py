@@ -10,7 +10,6 @@ import numpy.typing as npt
 from pqweights.codecs.protocol import PassResult
 from pqweights.codecs.scalar import (
     SIGNED_HADAMARD,
-    UNROTATED,
     NormRange,
     ScalarCodec,
     ScalarCoder,
@@ -97,7 +96,7 @@ def coding(codec: ScalarCodec, bits: int, rotation: str | None, exponent: int = 
     """The coding of a bit width; with the rotation None, decoding leaves blocks rotated."""
     return BlockCoding(
         codebook=codec.codebook(bits),
-        rotate=rotation not in (None, UNROTATED),
+        rotate=rotation is not None,
         signed=rotation == SIGNED_HADAMARD,
         norm_exponent=exponent,
     )

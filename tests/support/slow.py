@@ -20,7 +20,6 @@ SLOW = {
     "cli/test_hostile.py::test_bad_input_gives_one_clear_line_and_changes_nothing": EXHAUSTIVE,
     "cli/test_hostile.py::test_script_writes_every_case": EXHAUSTIVE,
     "cli/test_interrupts.py": PROCESSES,
-    "codecs/test_scalar.py::test_encoding_is_bit_identical_to_the_independent_writer": EXHAUSTIVE,
     "codecs/test_seam.py::test_killed_run_continues_to_the_same_bytes": KILLS,
     "codecs/test_seam.py::test_awq_scales_are_searched_and_applied_for_any_codec": MODELS,
     "distributed/test_ray.py": CLUSTERS,

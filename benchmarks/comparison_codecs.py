@@ -1,43 +1,34 @@
 """The codecs that the source paper compares its method with: none of its steps, one of them, or both.
 
 Vicentino, arXiv:2603.29078 v1: block absmax with uniform levels, the rotation alone, the Lloyd-Max levels alone, and
-both as published, with the L2 norm of the block where hadamard-lloyd-max has the least-squares norm. They are for
-measurements and written in numpy; their files are decoded like all others. The arithmetic is in docs/format.md,
-section 5, "Codecs for comparison".
+both as published, with the L2 norm of the block where hadamard-lloyd-max has the least-squares norm. They are written
+in numpy, and store codes and norms as all scalar codecs do (docs/format.md, section 4). `add` makes them codecs of this
+process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs import lloyd_max
-from pqweights.codecs.protocol import Bytes
-from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, UNROTATED, ScalarCodec
+from pqweights.codecs import CODECS, lloyd_max
+from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
+from pqweights.codecs.protocol import Basis, Bytes, Codec, Doubles, Floats, State
+from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarCodec, ScalarCoder
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
-
-# Blocks that are encoded together: few enough for their temporary arrays to stay in the cache, and enough to make the
-# cost of the numpy calls small.
-PIECE_BLOCKS = 1024
-
-# Sums of squares in this range need no prescaling: their squares neither overflow nor vanish.
-SMALLEST_SAFE_SQUARE = 2.0**-60
-LARGEST_SAFE_SQUARE = 2.0**60
-
+UNROTATED = "none"
 ROOT_OF_BLOCK_SIZE = np.float32(math.sqrt(BLOCK_SIZE))
 
 # Relative MSE of the uniform levels for blocks of 128 values of N(0,1): the expectation, over the largest of the 128
-# magnitudes, of the mean squared error of the 127 others. tests/codecs/test_scalar.py integrates it again.
+# magnitudes, of the mean squared error of the 127 others. tests/test_ablation.py integrates it again.
 ABSMAX_DISTORTION: dict[int, float] = {
     2: 0.587699466,
     3: 0.0749269812,
@@ -63,6 +54,17 @@ class ComparisonCodec(ScalarCodec):
     rotated: bool
     uniform: bool
     orthogonal_error = False  # because no norm here is that of least squares
+
+    def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
+        """See Codec."""
+        return self._with_rotation(super().coder(bits, effort))
+
+    def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
+        """See Codec."""
+        return self._with_rotation(super().coder_from_tables(bits, tables))
+
+    def _with_rotation(self, coder: ScalarCoder) -> ScalarCoder:
+        return coder if self.rotated else UnrotatedCoder(self, coder.codebook)
 
     @property
     def rotations(self) -> tuple[str, ...]:
@@ -135,6 +137,14 @@ class ComparisonCodec(ScalarCodec):
             return largest, ROOT_OF_BLOCK_SIZE, largest * np.float32(ORTHONORMAL) if self.rotated else largest
         norm = np.sqrt(squares)
         return norm, np.float32(1) if self.rotated else ROOT_OF_BLOCK_SIZE, norm
+
+
+class UnrotatedCoder(ScalarCoder):
+    """A scalar coder whose codes are those of the weights themselves."""
+
+    def coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
+        """See ScalarCoder."""
+        return replace(super().coding(state, basis), rotate=False)
 
 
 class _EncodedPiece(NamedTuple):
@@ -221,56 +231,6 @@ def _cells(z: Floats, *, lowest: np.float32, cells_per_unit: np.float32, cells: 
     return scaled.astype(np.int32)
 
 
-# In the functions below a block is a column, so that each step is an operation on rows with an element for each block.
-
-
-def prescale(x: Floats) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
-    """Scale the blocks whose sums of squares would overflow or vanish (docs/format.md, section 5, step 2).
-
-    x: blocks, [128, blocks]
-
-    Returns the blocks times 2**-k, their sums of squares [blocks], and k [blocks].
-    """
-    with np.errstate(over="ignore"):
-        squares = tree_sum(x * x)
-    k = np.zeros(len(squares), dtype=np.int32)
-    unsafe = np.flatnonzero(~((squares >= SMALLEST_SAFE_SQUARE) & (squares <= LARGEST_SAFE_SQUARE)))
-    if len(unsafe):
-        largest = np.abs(x[:, unsafe]).max(axis=0)
-        exponent = np.where(largest > 0, np.frexp(largest.astype(np.float64))[1] - 1, 0)
-        half = np.trunc(exponent / 2).astype(np.int32)  # in two steps, because 2**149 is not a float32
-        one = np.float32(1)
-        scaled = x[:, unsafe] * np.ldexp(one, -half) * np.ldexp(one, half - exponent)
-        squares[unsafe] = tree_sum(scaled * scaled)
-        x = x.copy()
-        x[:, unsafe] = scaled
-        k[unsafe] = exponent
-    return x, squares, k
-
-
-def hadamard(x: Floats) -> Floats:  # [128, blocks] -> [128, blocks]
-    """Return the unnormalised Walsh-Hadamard transform of each column, by butterflies h = 1, 2, 4, ..., 64."""
-    h = 1
-    while h < BLOCK_SIZE:
-        pairs = x.reshape(BLOCK_SIZE // (2 * h), 2, h, -1)
-        x = np.empty_like(x)
-        result = x.reshape(pairs.shape)
-        np.add(pairs[:, 0], pairs[:, 1], out=result[:, 0])
-        np.subtract(pairs[:, 0], pairs[:, 1], out=result[:, 1])
-        h *= 2
-    return x
-
-
-def tree_sum(x: Floats) -> Floats:  # [128, blocks] -> [blocks]
-    """Return the sum of each column, added by folding one half of it onto the other."""
-    h = BLOCK_SIZE // 2
-    while h:
-        x = x[:h] + x[h : 2 * h]
-        h //= 2
-    total: Floats = x[0]
-    return total
-
-
 def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:  # [128, blocks] -> [16 * bits, blocks]
     """Return the packed bytes of each column, in the order of docs/format.md, section 4."""
     packed = np.empty((16 * bits, codes.shape[1]), dtype=np.uint8)
@@ -284,3 +244,19 @@ def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:  # [
             target |= folded[m] << (width * m)
         shift += width
     return packed
+
+
+COMPARED: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        ComparisonCodec(name="absmax", rotated=False, uniform=True),
+        ComparisonCodec(name="hadamard-absmax", rotated=True, uniform=True),
+        ComparisonCodec(name="lloyd-max", rotated=False, uniform=False),
+        ComparisonCodec(name="hadamard-lloyd-max-l2", rotated=True, uniform=False),
+    )
+}
+
+
+def add() -> None:
+    """Make them codecs of this process."""
+    CODECS.update(COMPARED)
