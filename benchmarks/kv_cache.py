@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kv_baselines
 import numpy as np
 import torch
 from harness import Cell, Document, argument_parser, machine, now, publish, table
@@ -354,6 +355,7 @@ def overview(document: Document) -> str:
 
 
 def main() -> None:
+    kv_baselines.add()
     parser = argument_parser(__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL_DIR")
     parser.add_argument("--only", nargs="+", default=[])

@@ -14,6 +14,7 @@ import statistics
 import time
 from typing import Any
 
+import kv_baselines
 import torch
 from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -142,6 +143,7 @@ def sections(document: Document) -> dict[str, str]:
 
 
 def main() -> None:
+    kv_baselines.add()
     parser = argument_parser(__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=2048)

@@ -66,7 +66,7 @@ KvCacheOption = Annotated[
     typer.Option(
         "--kv-cache",
         metavar="SPEC",
-        help="Quantize keys and values: klt, hadamard, polar, polar-rope, kivi or absmax, with options as in "
+        help="Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in "
         "hadamard:3. Repeat it to compare several. Scored tokens are read one by one, as in generation.",
         show_default=False,
     ),

@@ -70,7 +70,7 @@ KvCacheOption = Annotated[
     typer.Option(
         "--kv-cache",
         metavar="SPEC",
-        help="Quantize keys and values: klt, hadamard, polar, polar-rope, kivi or absmax, with options as in klt:3.",
+        help="Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in klt:3.",
         show_default="as the model computes them",
     ),
 ]

@@ -43,6 +43,8 @@ IDENTITY = (
     "rope_parameters",
     "sliding_window",
 )
+# What specs of earlier versions may say, methods and an option, that this one does not have.
+WITHDRAWN = ("kivi", "absmax", "qjl")
 # What the weights say, for methods that need it.
 WEIGHTS = "weights"
 
@@ -90,6 +92,7 @@ def load_kv_cache(path: str | os.PathLike[str], model: Any, *, on_codes: bool = 
     """
     file = Path(path)
     about, tensors = _read(file)
+    _check_not_withdrawn(file, about["spec"])
     try:
         parse_spec(about["spec"])
     except OptionError as error:
@@ -130,6 +133,15 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(about.get(name), kind):
             raise SourceError(f"{file}: {name}: expected a {kind.__name__}, found {shown(about.get(name))}")
     return about, tensors
+
+
+def _check_not_withdrawn(file: Path, spec: str) -> None:
+    method, _, options = spec.partition(":")
+    for word in (method, *options.split(",")):
+        if word in WITHDRAWN:
+            raise SourceError(
+                f"{file}: it was saved with {shown(spec)}, and pqweights no longer has {word}; read the prompt again"
+            )
 
 
 def _identity(cache: KVCache) -> dict[str, Any]:

@@ -78,7 +78,7 @@ USAGE_ERRORS = {
     "generate-kv-cache-bits-nan",
     "generate-kv-cache-angle-of-no-width",
     "generate-kv-cache-residual-negative",
-    "generate-kv-cache-qjl-of-two-bits",
+    "generate-kv-cache-method-withdrawn",
     "generate-kv-cache-heads-of-no-multiple",
     "generate-kv-cache-no-rope",
     "generate-kv-cache-latent-attention",

@@ -41,7 +41,7 @@ def restored() -> Tensor:
 
 
 def weighted_by_integers() -> Tensor:
-    quantizer = TokenWise(4, None)
+    quantizer = TokenWise(4)
     states = gaussian(1, 2, 70, 64)
     shared = quantizer.fit(states, None, 0)
     return quantizer.weighted(gaussian(1, 2, 4, 70), quantizer.encode(states, shared, 0), shared)

@@ -10,10 +10,10 @@ from torch import Tensor
 from pqweights.kv.states import GROWTH, LEAST_TOKENS, PackedStates, used_rows
 
 # What these decode a token to does not depend on the tokens beside it.
-TOKEN_WISE = ("polar", "hadamard:3,centred=0", "hadamard:4,qjl", "absmax:4", "polar-rope:residual=0")
+TOKEN_WISE = ("polar", "hadamard:3,centred=0", "polar-rope:residual=0")
 # What of the first tokens is measured, all later ones are encoded with: the mean, variances, codebooks.
 MEASURED = ("hadamard:3", "polar:online", "klt:3", "klt:2.25")
-ALL = (*TOKEN_WISE, *MEASURED, "kivi:4,residual=0", "polar-rope:m4n2,residual=0", "polar:residual=40", "none")
+ALL = (*TOKEN_WISE, *MEASURED, "polar-rope:m4n2,residual=0", "polar:residual=40", "none")
 SIZE = 32
 
 
@@ -78,7 +78,12 @@ def test_new_tokens_are_seen_as_they_came(spec: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "residual", "step"),
-    [("polar:residual=40", 40, 1), ("hadamard:4,residual=7", 7, 1), ("kivi:4,residual=64", 64, 32), ("kivi", 128, 32)],
+    [
+        ("polar:residual=40", 40, 1),
+        ("hadamard:4,residual=7", 7, 1),
+        ("polar-rope:residual=64", 64, 32),
+        ("polar-rope", 128, 32),
+    ],
 )
 def test_window_of_recent_tokens_is_exact_and_of_the_promised_length(spec: str, residual: int, step: int) -> None:
     states = gaussian(1, 2, 260, SIZE)
@@ -175,7 +180,7 @@ def test_no_float_copies_are_kept(spec: str) -> None:
     assert held.packed_bytes() < 0.45 * plain
 
 
-@pytest.mark.parametrize("spec", ["polar", "kivi:4,residual=0", "hadamard:3"])
+@pytest.mark.parametrize("spec", ["polar", "polar-rope:residual=0", "hadamard:3"])
 def test_room_for_growth_is_bounded(spec: str) -> None:
     """By a share, and by what 32 tokens take."""
     states = gaussian(1, 1, 600, SIZE)

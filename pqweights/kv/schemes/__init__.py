@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pqweights.kv.schemes.absmax import Absmax
 from pqweights.kv.schemes.hadamard import Hadamard
-from pqweights.kv.schemes.kivi import Kivi
 from pqweights.kv.schemes.klt import Klt
 from pqweights.kv.schemes.polar import Polar
 from pqweights.kv.schemes.polar_rope import PolarRope
@@ -18,7 +16,5 @@ SCHEMES: dict[str, type[Scheme]] = {
     "hadamard": Hadamard,
     "polar-rope": PolarRope,
     "polar": Polar,
-    "kivi": Kivi,
-    "absmax": Absmax,
     "none": Unquantized,
 }

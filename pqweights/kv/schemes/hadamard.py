@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pqweights.errors import OptionError
 from pqweights.kv.quantizer import StateQuantizer
-from pqweights.kv.scalar import RotatedScalar, RotatedScalarWithSigns
+from pqweights.kv.scalar import RotatedScalar
 from pqweights.kv.schemes.scheme import WINDOWS, LayerModel, Scheme, digits
 
 BITS = range(2, 9)
@@ -20,32 +19,21 @@ class Hadamard(Scheme):
     bits: of keys and of values
     keys, values: of one of them; 0 for `bits`
     centred: 0 to leave the mean of the first keys in them
-    qjl: 1 to spend one of the keys' bits on unbiased products
     """
 
     bits: int = 4
     keys: int = 0
     values: int = 0
     centred: int = 1
-    qjl: int = 0
 
     has_kernels: ClassVar[bool] = True
     name = "hadamard"
-    choices = {"bits": BITS, "keys": BITS, "values": BITS, "centred": (0, 1), "qjl": (0, 1), "residual": WINDOWS}
-    words = {**digits("bits", BITS), "qjl": {"qjl": 1, "centred": 0}}
-
-    def __post_init__(self) -> None:
-        if self.qjl and (self.keys or self.bits) < 3:
-            raise OptionError("KV cache hadamard: qjl takes one of the bits of keys; expected at least 3 for them")
-        if self.qjl and self.centred:
-            raise OptionError("KV cache hadamard: qjl keeps products unbiased without centring; add centred=0")
+    choices = {"bits": BITS, "keys": BITS, "values": BITS, "centred": (0, 1), "residual": WINDOWS}
+    words = digits("bits", BITS)
 
     def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
         """See Scheme."""
-        bits = self.keys or self.bits
-        if self.qjl:
-            return RotatedScalarWithSigns(layer.key_size, bits)
-        return RotatedScalar(layer.key_size, bits, centred=bool(self.centred))
+        return RotatedScalar(layer.key_size, self.keys or self.bits, centred=bool(self.centred))
 
     def value_quantizer(self, layer: LayerModel) -> StateQuantizer:
         """See Scheme."""

@@ -70,10 +70,11 @@ class Scheme(ABC):
     def check_size(self, size: int) -> None:
         """Raise OptionError for a size of heads that the method cannot take."""
         if size % self.size_unit:
-            raise OptionError(
-                f"KV cache {self.name}: expected heads of a multiple of {self.size_unit} coordinates, found {size}; "
-                "kivi and absmax take multiples of 8"
+            expected = (
+                f"KV cache {self.name}: expected heads of a multiple of {self.size_unit} coordinates, found {size}"
             )
+            others = "" if self.size_unit == Scheme.size_unit else "; klt and hadamard take multiples of 8"
+            raise OptionError(expected + others)
 
     def __str__(self) -> str:
         """Return the shortest spec of the method with these options."""

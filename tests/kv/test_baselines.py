@@ -1,0 +1,68 @@
+"""The methods that the benchmarks compare with, in numpy, and the unbiased products of QJL."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from caches import decoded, gaussian, store
+from test_schemes import affine, half, same
+
+from pqweights.kv.schemes import SCHEMES
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [str(Path(__file__).parents[2] / "benchmarks"), *sys.path])  # only here: names clash
+    import kv_baselines
+
+
+@pytest.fixture(autouse=True)
+def baselines() -> Iterator[None]:
+    before = dict(SCHEMES)
+    kv_baselines.add()
+    yield
+    SCHEMES.clear()
+    SCHEMES.update(before)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_kivi_is_that_of_its_paper(bits: int) -> None:
+    states = gaussian(2, 3, 96, 64) * torch.linspace(0.1, 3, 64) + 1
+    plain = states.numpy()
+    channels = plain.reshape(2, 3, 3, 32, 64).swapaxes(-1, -2)
+    keys = affine(channels, bits).swapaxes(-1, -2).reshape(plain.shape)
+    same(decoded(f"kivi:{bits},residual=0", states), keys)
+    values = affine(plain.reshape(2, 3, 96, 2, 32), bits).reshape(plain.shape)
+    same(decoded(f"kivi:{bits},residual=0", states, "values"), values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_absmax_is_symmetric(bits: int) -> None:
+    states = gaussian(2, 3, 40, 64)
+    plain, most = states.numpy(), 2 ** (bits - 1) - 1
+    scale = half(np.abs(plain).max(-1, keepdims=True) / np.float32(most))
+    expected = np.clip(np.rint(plain / scale), -most, most) * scale
+    for kind in ("keys", "values"):
+        same(decoded(f"absmax:{bits}", states, kind), expected)
+
+
+def test_products_are_unbiased_with_qjl() -> None:
+    keys = torch.nn.functional.normalize(gaussian(1, 1, 20_000, 64), dim=-1)
+    queries = torch.nn.functional.normalize(keys + 0.1 * gaussian(1, 1, 20_000, 64, seed=2), dim=-1)
+    errors = ((decoded("hadamard:3,qjl", keys) - keys) * queries).sum(-1)
+    assert abs(float(errors.mean())) < 4 * float(errors.std()) / math.sqrt(errors.numel())
+
+
+@pytest.mark.parametrize(
+    ("spec", "keys", "values"),
+    [("hadamard:3,qjl", 3 + 32 / 64, 3 + 16 / 64), ("absmax:4", 4.25, 4.25), ("kivi:2,residual=0", 3, 3)],
+)
+def test_bits_are_those_of_a_count_by_hand(spec: str, keys: float, values: float) -> None:
+    for kind, expected in (("keys", keys), ("values", values)):
+        held = store(spec, 64, kind)
+        held.append(gaussian(1, 2, 256, 64))
+        assert held.packed_bytes() * 8 / (2 * 256 * 64) == pytest.approx(expected, abs=1e-12)
