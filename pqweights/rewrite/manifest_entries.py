@@ -7,7 +7,7 @@ from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.codecs import WITHDRAWN, withdrawn
+from pqweights.codecs import CODECS, WITHDRAWN, withdrawn
 from pqweights.dtypes import DTYPE_BITS
 from pqweights.errors import MasterError, RecipeError
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coder_of, stored_bytes
@@ -53,7 +53,7 @@ def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
         f"action, codec and bits of {plan.name!r}", "those of a codec", (plan.action, plan.codec, plan.bits)
     )
     if plan.action == QUANTIZE:
-        if plan.codec in WITHDRAWN:
+        if plan.codec in WITHDRAWN and plan.codec not in CODECS:
             raise MasterError(
                 f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again"
             )
