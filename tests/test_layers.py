@@ -59,6 +59,7 @@ OPTIONAL = {
     "torch": {
         "pqweights.codecs.hadamard_trellis",
         "pqweights.codecs.polar",
+        "pqweights.codecs.polar_transform",
         "pqweights.codecs.protocol",
         "pqweights.codecs.scalar",
         "pqweights.exports.renamed_layers",

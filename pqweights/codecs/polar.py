@@ -202,12 +202,13 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
         x = x * SIGNS[:, None]
     x, squares, k = prescale(x)
     z = hadamard(x)
-    codes, lengths = polar_transform.angle_codes(z)
+    found, of_groups = polar_transform.transform(z.T, polar_transform.angle_codes)
+    codes, lengths = [each.T for each in found], of_groups.T
     exact = np.ldexp(lengths.astype(np.float64) * ORTHONORMAL, k)
     # No radius is clipped in the last pass, whose exponent fits.
     radii = np.minimum(np.ldexp(exact, -state.norm_exponent), LARGEST_HALF).astype(np.float16)
     decoded = np.ldexp(radii.astype(np.float64) * _ROOT_OF_BLOCK_SIZE, state.norm_exponent - k).astype(np.float32)
-    z -= polar_transform.directions(codes) * np.repeat(decoded, len(z) // len(decoded), axis=0)
+    z -= _directions(codes) * np.repeat(decoded, len(z) // len(decoded), axis=0)
     z *= z
     return _PolarPiece(
         angles=polar_transform.pack(codes),
@@ -220,7 +221,7 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
 
 def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState, basis: Basis) -> Floats:
     """Decode blocks: packed codes [46, blocks] and radii [8, blocks] to values [128, blocks], some perhaps infinite."""
-    x = polar_transform.directions(polar_transform.unpack(angles))
+    x = _directions(polar_transform.unpack(angles))
     scale = radii.astype(np.float64) * (ORTHONORMAL if basis is Basis.PLAIN else 1.0)
     x *= np.repeat(scale.astype(np.float32), len(x) // len(scale), axis=0)
     if basis is Basis.PLAIN:
@@ -229,3 +230,17 @@ def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState, b
         with np.errstate(over="ignore"):
             x = np.ldexp(x, state.norm_exponent)
     return x * SIGNS[:, None] if state.rotation == SIGNED_HADAMARD else x
+
+
+def _directions(codes: Sequence[npt.NDArray[np.uint8]]) -> Floats:
+    """Return the unit vectors of codes, [128 / 2**level, blocks] each -> [128, blocks]."""
+    result: Floats = polar_transform.directions([each.T for each in codes], _pairs_of).T
+    return result
+
+
+def _pairs_of(level: int, codes: npt.NDArray[np.uint8]) -> Floats:
+    """Return cosines and sines of the centroids of codes, [blocks, n] -> [blocks, n, 2], transposed in memory."""
+    pairs = np.empty((codes.shape[1], 2, codes.shape[0]), dtype=np.float32)
+    for place, table in enumerate(polar_transform.unit_vectors(level)):
+        table.take(codes.T, out=pairs[:, place], mode="clip")
+    return pairs.transpose(2, 0, 1)

@@ -1,18 +1,21 @@
-"""The arithmetic of the codec `polar`: the recursive polar transform of 16 coordinates, and its codes in bytes.
+"""The recursive polar transform of 16 coordinates, of weights in numpy and of keys and values in torch.
 
-Han et al., arXiv:2502.02617, Algorithm 1. Angles are never computed: a code follows from comparisons with the tangents
-of the boundaries, and decoding needs the cosines and sines of the centroids alone. All of these are correctly rounded
-to float32, so that every machine finds the same codes and values (docs/format.md, section 9).
+Han et al., arXiv:2502.02617, Algorithm 1: coordinates are taken in pairs, each of which becomes a radius and an angle;
+the radii again, four times, so that 16 coordinates become one radius and 15 angles. Codes need no angles: they follow
+from comparisons with the tangents of the boundaries, and decoding needs the cosines and sines of the centroids alone.
+All of these are correctly rounded to float32, so that every machine finds the same codes and values (docs/format.md,
+section 9).
 
-In all functions a block is a column, so that each step is an operation on rows with an element for each block. At level
-l = 1 to 4 a block of 128 coordinates has 128 / 2**l angles.
+The last axis is that of coordinates. At level l = 1 to 4 a vector of n coordinates has n / 2**l angles. In numpy arrays
+are best transposed: then each step is an operation on rows in memory, with an element for each vector.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,7 @@ GROUPS = BLOCK_SIZE // GROUP
 ANGLE_BYTES = sum(bits * (BLOCK_SIZE >> level) for level, bits in enumerate(ANGLE_BITS, start=1)) // 8
 
 Codes = npt.NDArray[np.uint8]
+Array = Any  # of numpy or of torch
 
 
 @functools.cache
@@ -48,47 +52,62 @@ def unit_vectors(level: int) -> tuple[Floats, Floats]:
     return np.array(cosines, dtype=np.float32), np.array(sines, dtype=np.float32)
 
 
-def angle_codes(x: Floats) -> tuple[tuple[Codes, ...], Floats]:
-    """Return the angle codes and the radii of blocks; those of a group of zeros mean nothing but a radius of 0.
+def transform(x: Array, of_pairs: Callable[[int, Array, Array], Array]) -> tuple[list[Array], Array]:
+    """Return what `of_pairs` says of the pairs of each level, [..., n / 2**level], and the radii [..., n / 16].
 
-    x: coordinates whose squares neither overflow nor vanish beside the largest, [128, blocks]
-
-    Returns the codes of levels 1 to 4, [128 / 2**level, blocks] each, and the radii, [8, blocks].
+    x: coordinates whose squares neither overflow nor vanish beside the largest, [..., n] f32
+    of_pairs: called with the level, x and y; above level 1 neither is negative
     """
-    codes = []
+    found = []
     for level in range(1, len(ANGLE_BITS) + 1):
-        x, y = x[0::2], x[1::2]
-        codes.append(_codes(level, x, y))
-        x = np.sqrt(x * x + y * y)
-    return tuple(codes), x
+        x, y = x[..., 0::2], x[..., 1::2]
+        found.append(of_pairs(level, x, y))
+        x = library(x).sqrt(x * x + y * y)
+    return found, x
 
 
-def _codes(level: int, x: Floats, y: Floats) -> Codes:
-    """Return the codes of the angles of the vectors (x, y); above level 1 neither is negative."""
-    along, across = (np.abs(x), np.abs(y)) if level == 1 else (x, y)
-    code = np.zeros(x.shape, dtype=np.uint8)
+def angle_codes(level: int, x: Array, y: Array) -> Array:
+    """Return the codes of the angles of the vectors (x, y), u8; above level 1 neither is negative.
+
+    The code of (0, 0) means nothing.
+    """
+    of = library(x)
+    along, across = (abs(x), abs(y)) if level == 1 else (x, y)
+    code = of.zeros_like(along, dtype=of.uint8)
     for tangent in tangents(level):
-        code += across >= tangent * along
+        code += across >= along * float(tangent)
     if level == 1:  # the second quadrant mirrors the first, and the lower half the upper one
-        code ^= np.where(x < 0, np.uint8(7), np.uint8(0))
-        code ^= np.where(y < 0, np.uint8(15), np.uint8(0))
+        code = of.where(x < 0, code ^ 7, code)
+        code = of.where(y < 0, code ^ 15, code)
     return code
 
 
-def directions(codes: Sequence[Codes]) -> Floats:
-    """Return the unit vectors that angle codes stand for, [128, blocks]; a group is one vector."""
-    x: Floats = np.ones((GROUPS, codes[0].shape[1]), dtype=np.float32)
+def directions(codes: Sequence[Array], pairs_of: Callable[[int, Array], Array]) -> Array:
+    """Return the unit vectors that angle codes stand for, [..., n] f32; each 16 coordinates are one vector.
+
+    codes: of levels 1 to 4, [..., n / 2**level] each
+    pairs_of: returns the cosine and the sine of the centroid of each code of a level, [..., 2], as a new array
+    """
+    result = None
     for level in range(len(ANGLE_BITS), 0, -1):
-        cosines, sines = unit_vectors(level)
-        result = np.empty((2 * len(x), x.shape[1]), dtype=np.float32)
-        np.multiply(x, cosines.take(codes[level - 1]), out=result[0::2])
-        np.multiply(x, sines.take(codes[level - 1]), out=result[1::2])
-        x = result
-    return x
+        pairs = pairs_of(level, codes[level - 1])
+        if result is not None:
+            pairs *= result[..., None]
+        result = pairs.reshape(*pairs.shape[:-2], -1)
+    return result
+
+
+def library(x: Array) -> Any:
+    """Return numpy or torch, of which an array is."""
+    if isinstance(x, np.ndarray):
+        return np
+    import torch
+
+    return torch
 
 
 def pack(codes: Sequence[Codes]) -> Bytes:
-    """Return the packed bytes of the codes of all levels, [46, blocks]: level 1 first."""
+    """Return the packed bytes of the codes of all levels [128 / 2**level, blocks], [46, blocks]: level 1 first."""
     packed = np.zeros((ANGLE_BYTES, codes[0].shape[1]), dtype=np.uint8)
     for level, place in _fields():
         bits, field = ANGLE_BITS[level - 1], packed[place]
@@ -98,7 +117,7 @@ def pack(codes: Sequence[Codes]) -> Bytes:
 
 
 def unpack(packed: Bytes) -> tuple[Codes, ...]:
-    """Return the codes of all levels from packed bytes [46, blocks]."""
+    """Undo `pack`."""
     codes = []
     for level, place in _fields():
         bits, field = ANGLE_BITS[level - 1], packed[place]

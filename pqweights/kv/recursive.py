@@ -1,7 +1,6 @@
-"""The recursive polar transform of rotated vectors (Han et al., arXiv:2502.02617).
+"""Rotated vectors in recursive polar coordinates (Han et al., arXiv:2502.02617).
 
-Coordinates are taken in pairs, each of which becomes a radius and an angle; the radii again, four times, so that 16
-coordinates become one radius and 15 angles (Definition 1, Section 4.1). After a random rotation the angles follow known
+After a random rotation the angles of the transform (codecs/polar_transform.py; Definition 1, Section 4.1) follow known
 densities (Lemma 2), so that their codebooks need no data, and nothing but the radius has to be stored with the codes:
 (16 + 8 * 4 + (4 + 2 + 1) * 2) / 16 = 3.875 bits for each coordinate.
 """
@@ -10,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
-from pqweights.kernels.transform_codes import CodeTables, code_tables, nearest
+from pqweights.codecs.polar_transform import angle_codes, directions, transform, unit_vectors
 from pqweights.kv.bits import halves, pack, packed_bytes, unpack
 from pqweights.kv.quantizer import Parts
 from pqweights.kv.rotation import rotation
@@ -47,40 +47,46 @@ class RecursivePolar:
             return shared
         if not self.online:
             return {}
-        angles, _ = polar(self._turned(states))
+        angles, _ = transform(self._turned(states), _angles)
         return {f"centroids{level}": _k_means(each, level) for level, each in enumerate(angles, 1)}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
-        angles, radius = polar(self._turned(states))
-        codes = [pack(self._codes(each, level, shared), ANGLE_BITS[level - 1]) for level, each in enumerate(angles, 1)]
-        return {"angles": torch.cat(codes, dim=-1), "radius": halves(radius)}
+        codes, radius = transform(self._turned(states), self._code_rule(shared))
+        packed = [pack(each, bits) for each, bits in zip(codes, ANGLE_BITS, strict=True)]
+        return {"angles": torch.cat(packed, dim=-1), "radius": halves(radius)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
-        values, packed = rows["radius"].float(), rows["angles"]
-        for level in range(len(ANGLE_BITS), 0, -1):
-            bits, count = ANGLE_BITS[level - 1], self.size >> level
-            size = packed_bytes(count, bits)
-            codes = unpack(packed[..., packed.shape[-1] - size :], bits, count)
-            packed = packed[..., : packed.shape[-1] - size]
-            centroids = self._centroids(level, shared, packed.device)
-            # Both coordinates of a pair in one look-up, side by side.
-            pairs = torch.view_as_real(_looked_up(torch.complex(centroids.cos(), centroids.sin()), codes))
-            values = pairs.mul_(values[..., None]).flatten(-2)
+        counts = [self.size >> level for level in range(1, len(ANGLE_BITS) + 1)]
+        sizes = [packed_bytes(count, bits) for count, bits in zip(counts, ANGLE_BITS, strict=True)]
+        packed = rows["angles"].split(sizes, dim=-1)
+        codes = [unpack(*each) for each in zip(packed, ANGLE_BITS, counts, strict=True)]
+        groups: Tensor = directions(codes, functools.partial(self._pairs_of, shared)).unflatten(-1, (-1, GROUP))
+        values: Tensor = (groups * rows["radius"].float()[..., None]).flatten(-2)
         return values @ rotation(self.size, values.device) if self.rotated else values
 
-    def _codes(self, angles: Tensor, level: int, shared: Parts) -> Tensor:
-        if angles.is_cpu and not self.online and angles.shape[-1] % 8 == 0:
-            return nearest(angles, [(angles.shape[-1], ANGLE_BITS[level - 1])], _offline_tables(level))[0]
-        return _codes(angles, self._centroids(level, shared, angles.device))
+    def _code_rule(self, shared: Parts) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """Return what gives the codes of pairs: tangents, or for codebooks of a prompt the nearest centroids."""
+        if not self.online:
+            return angle_codes
+
+        def nearest(level: int, x: Tensor, y: Tensor) -> Tensor:
+            angles = _angles(level, x, y)
+            return _nearest(angles.flatten(1), shared[f"centroids{level}"][:, 0]).view(angles.shape).to(torch.uint8)
+
+        return nearest
+
+    def _pairs_of(self, shared: Parts, level: int, codes: Tensor) -> Tensor:
+        """Return cosines and sines of the centroids of codes, which are complex numbers, so that one look-up does."""
+        if not self.online:
+            return torch.view_as_real(_unit_vectors(level, codes.device)[codes.int()])
+        centroids = shared[f"centroids{level}"][:, 0]
+        table = torch.complex(centroids.cos(), centroids.sin())
+        return torch.view_as_real(table.gather(1, codes.flatten(1).long()).view(codes.shape))
 
     def _turned(self, states: Tensor) -> Tensor:
         return states @ rotation(self.size, states.device).T if self.rotated else states
-
-    def _centroids(self, level: int, shared: Parts, device: torch.device) -> Tensor:
-        """Return the centroids of a level, [entries] or, for codebooks of each sequence, [batch, 1, entries]."""
-        return shared[f"centroids{level}"] if self.online else _offline(level, device)
 
 
 def polar(vectors: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -91,38 +97,23 @@ def polar(vectors: Tensor) -> tuple[list[Tensor], Tensor]:
     Returns the angles of each level, [..., size / 2**level] in radians, those of the first level in [0, 2 pi), all
     others in [0, pi / 2]; and the radii [..., size / 16].
     """
-    angles = []
-    radii = vectors
-    for level in range(len(ANGLE_BITS)):
-        # Without gaps, because torch computes angles of others one by one.
-        first, second = radii[..., 0::2].contiguous(), radii[..., 1::2].contiguous()
-        angle = torch.atan2(second, first)
-        angles.append(torch.where(angle < 0, angle + 2 * math.pi, angle) if level == 0 else angle)
-        radii = torch.hypot(first, second)
-    return angles, radii
+    return transform(vectors, _angles)
 
 
-def _codes(angles: Tensor, centroids: Tensor) -> Tensor:
-    """Return the number of the nearest centroid, [..., n] u8; the first level's circle is closed at 0.
+def _angles(level: int, x: Tensor, y: Tensor) -> Tensor:
+    """Return the angles of pairs, which at the first level go around the circle."""
+    angles = torch.atan2(y.contiguous(), x.contiguous())  # torch computes angles of others one by one
+    return torch.where(angles < 0, angles + 2 * math.pi, angles) if level == 1 else angles
 
-    centroids: ascending, [entries] or [batch, 1, entries]
+
+def _nearest(angles: Tensor, centroids: Tensor) -> Tensor:
+    """Return the numbers of the nearest centroids, i64; the first level's circle is closed at 0.
+
+    angles: [batch, n]
+    centroids: of each sequence, ascending, [batch, entries]
     """
-    middles = _middles(centroids)
-    if middles.dim() == 1:
-        return torch.bucketize(angles.contiguous(), middles, right=True).to(torch.uint8)
-    flat = angles.flatten(1).contiguous()
-    return torch.searchsorted(middles[:, 0].contiguous(), flat, right=True).view(angles.shape).to(torch.uint8)
-
-
-def _middles(centroids: Tensor) -> Tensor:
-    return (centroids[..., 1:] + centroids[..., :-1]) / 2
-
-
-def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
-    """Return the entries of codes, [batch, ...], from one table [entries] or from one for each sequence."""
-    if table.dim() == 1:
-        return table[codes.int()]
-    return table[:, 0].gather(1, codes.flatten(1).long()).view(codes.shape)
+    middles = (centroids[:, 1:] + centroids[:, :-1]) / 2
+    return torch.searchsorted(middles.contiguous(), angles.contiguous(), right=True)
 
 
 def _k_means(angles: Tensor, level: int) -> Tensor:
@@ -133,8 +124,7 @@ def _k_means(angles: Tensor, level: int) -> Tensor:
     flat = angles.flatten(1)
     found = _offline(level, angles.device).expand(len(flat), -1).contiguous()
     for _ in range(ROUNDS):
-        middles = _middles(found).contiguous()
-        codes = torch.searchsorted(middles, flat.contiguous(), right=True)
+        codes = _nearest(flat, found)
         counts = torch.zeros_like(found).scatter_add_(1, codes, torch.ones_like(flat))
         sums = torch.zeros_like(found).scatter_add_(1, codes, flat)
         found = torch.where(counts > 0, sums / counts.clamp(min=1), found)
@@ -149,10 +139,11 @@ def _offline(level: int, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _offline_tables(level: int) -> CodeTables:
-    """Return the same for the kernel, which finds those of a level alone."""
-    found = _offline(level, torch.device("cpu"))
-    return code_tables({ANGLE_BITS[level - 1]: (found.numpy(), _middles(found).numpy())})
+def _unit_vectors(level: int, device: torch.device) -> Tensor:
+    """Return the unit vectors of these as complex numbers, [entries] c64."""
+    with torch.inference_mode(False):
+        cosines, sines = (torch.from_numpy(each) for each in unit_vectors(level))
+        return torch.complex(cosines, sines).to(device)
 
 
 assert 1 << len(ANGLE_BITS) == GROUP
