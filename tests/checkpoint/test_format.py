@@ -14,7 +14,7 @@ import safetensors
 import torch
 from calls import export, quantize
 from golden import make
-from scalar import encode_scalar
+from scalar import encode_scalar, norm_ties
 
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
@@ -320,7 +320,9 @@ FAMILIES = families()
 def test_independent_writer_gives_the_same_weight(bits, dtype):
     """Codes, norms, exponent, rotation, and measures to the last bit."""
     rotations, exponents = set(), set()
-    for name, values in FAMILIES.items():
+    ties = np.zeros((3, 128), np.float32)
+    ties[:, 40] = norm_ties(codebook.codebook(bits))[:3]
+    for name, values in (FAMILIES | {"ties of norms in F32": ties}).items():
         raw = helpers.raw_bytes(values, dtype)
         exact = helpers.values_of(raw, dtype)
         ours, measured = encode_scalar(raw, dtype, values.shape, CODEC, bits)

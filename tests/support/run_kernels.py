@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import product_cases
 import restoring_cases
+import scalar
 import trellis_decoder
 import trellis_writer
 
@@ -65,12 +66,14 @@ def _arrays(result: Groups | groups_reference.Fitted) -> list[npt.NDArray[Any]]:
 
 
 def encode_digest(backend: str) -> str:
-    """Encode with every bit width and dtype; some blocks need prescaling, and one is zero."""
+    """Encode with every bit width and dtype; some blocks need prescaling, one is zero, some norms are ties in F32."""
     rng = np.random.default_rng(1)
     values = rng.standard_normal((BLOCKS, 128)).astype(np.float32)
     values[5:9] *= np.float32(1e-25)
     values[20:23] *= np.float32(1e25)
     values[16] = 0
+    values[24:31] = 0
+    values[24:31, 40] = [scalar.norm_ties(codebook(bits))[0] * np.float32(2.0**90) for bits in range(2, 9)]
     halves = np.clip(values, -60000, 60000).astype(np.float16)
     words = {"BF16": (values.view(np.uint32) >> 16).astype(np.uint16), "F16": halves, "F32": values}
     found: list[npt.NDArray[Any]] = []

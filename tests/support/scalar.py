@@ -105,3 +105,14 @@ def coding(codec: ScalarCodec, bits: int, rotation: str | None, exponent: int = 
 def exponent_of(measured: ScalarPass) -> int:
     """The exponent that fits the norms."""
     return norm_exponent_for(NormRange(measured.smallest_norm, measured.largest_norm))
+
+
+def norm_ties(book: Codebook) -> npt.NDArray[np.float32]:
+    """Numbers from 1.5 on whose one-hot blocks have a norm half-way between two float16, above the even one."""
+    level = book.levels[np.searchsorted(book.thresholds, 1, side="right")]  # that of all coordinates
+    values = (np.arange(2**20, dtype=np.uint32) + np.float32(1.5).view(np.uint32)).view(np.float32)
+    radius = np.sqrt(values * values)
+    z = values * (np.float32(1) / radius)
+    norms = np.asarray(radius * ((z * level) / (level * level)), np.float32)
+    # Normal float16 numbers lack the last 13 bits of float32; the bit before them is 0 in even ones.
+    return values[norms.view(np.uint32) & 0x3FFF == 0x1000]

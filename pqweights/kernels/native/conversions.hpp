@@ -1,4 +1,5 @@
-// Between float32 and the 16-bit floats, sixteen at a time, rounded to nearest even: section 4 of docs/format.md.
+// Between float32 and the 16-bit floats, sixteen at a time, rounded to nearest even: sections 4 and 5 of
+// docs/format.md. Decoded values, norms, products and the scales of GGUF are all rounded here.
 #pragma once
 
 #include "lanes.hpp"
@@ -15,15 +16,16 @@ INLINE Unsigned rounded_off(Unsigned u, int count) {
     return (u + ((1u << (count - 1)) - 1) + ((u >> count) & 1)) >> count;
 }
 
-// Of numbers from 0 up to 65520, exclusive: the float16 next to each.
+// Of numbers from 0 up to 65520, exclusive: the float16 next to each, ties to even.
 INLINE Unsigned finite_half(Floats x) {
     const float least_normal = 0x1p-14f;
-    // Below it halves are steps of 2**-24. From 2**23 on floats are whole numbers, so adding that rounds.
+    // Below it halves are steps of 2**-24. From 2**23 on floats are whole numbers, so adding that rounds, and the lower
+    // 23 bits are the number of steps: 1024 is the least normal half. Other lanes are bounded, and not used.
     Unsigned steps = bits(minimum(x, splat(least_normal)) * 0x1p24f + 0x1p23f) & 0x7FFFFF;
     return choose<Unsigned>(x < least_normal, steps, rounded_off(bits(x), 13) - ((127 - 15) << 10));
 }
 
-// The float16 next to each number that is not negative; what is too large becomes infinite.
+// The float16 next to each number that is not negative, ties to even; what is too large becomes infinite.
 INLINE Words half_from_float(Floats x) {
     return converted<Words>(choose<Unsigned>(x >= 65520.0f, splat(0x7C00u), finite_half(x)));
 }

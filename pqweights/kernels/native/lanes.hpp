@@ -1,6 +1,6 @@
 // Sixteen lanes: the vectors in which every kernel computes, whatever the processor.
 //
-// They are the vector types of Clang and GCC, so + - * / << >> & | ^ < == work lane by lane, in the order written;
+// They are the vector types of Clang, so + - * / << >> & | ^ < == work lane by lane, in the order written;
 // -ffp-contract=off keeps anything from being fused. A processor with shorter vectors takes each in pieces, so the
 // results are the same bits everywhere. A comparison gives -1 where it is true and 0 elsewhere.
 #pragma once
@@ -25,20 +25,14 @@ namespace {
 constexpr int LANES = 16;
 
 template <class T, int count>
-struct VectorOf {
-    typedef T type __attribute__((vector_size(sizeof(T) * count)));  // GCC ignores this in an alias template
-};
-template <class T, int count>
-using Vector = typename VectorOf<T, count>::type;
-
-// Not Vector<float, LANES>: GCC would forget in template arguments that it is a vector.
-using Floats = float __attribute__((vector_size(4 * LANES)));
-using Doubles = double __attribute__((vector_size(8 * LANES)));
-using Ints = int32_t __attribute__((vector_size(4 * LANES)));
-using Unsigned = uint32_t __attribute__((vector_size(4 * LANES)));
-using Longs = int64_t __attribute__((vector_size(8 * LANES)));
-using Words = uint16_t __attribute__((vector_size(2 * LANES)));
-using Bytes = uint8_t __attribute__((vector_size(LANES)));
+using Vector = T __attribute__((vector_size(sizeof(T) * count)));
+using Floats = Vector<float, LANES>;
+using Doubles = Vector<double, LANES>;
+using Ints = Vector<int32_t, LANES>;
+using Unsigned = Vector<uint32_t, LANES>;
+using Longs = Vector<int64_t, LANES>;
+using Words = Vector<uint16_t, LANES>;
+using Bytes = Vector<uint8_t, LANES>;
 
 template <class V>
 using ElementOf = std::remove_cvref_t<decltype(std::declval<V>()[0])>;
@@ -162,15 +156,10 @@ INLINE float hidden(float number) {
 
 // --- choices ---
 
-// `yes` where the truth value is -1, `no` where it is 0; elements of all three have the same size.
+// `yes` where the truth value is -1, `no` where it is 0; elements of all three have the same size, which
+// converted<TruthsOf<V>>(where) brings about.
 template <class V>
-INLINE V choose(TruthsOf<V> where, V yes, V no) {
-#if defined(__clang__)
-    return where ? yes : no;
-#else  // GCC takes a choice between long vectors apart into single lanes
-    return (V)(((TruthsOf<V>)yes & where) | ((TruthsOf<V>)no & ~where));
-#endif
-}
+INLINE V choose(TruthsOf<V> where, V yes, V no) { return where ? yes : no; }
 
 // The smaller and the larger; b if neither is: of two zeros, or with a NaN.
 template <class V>
@@ -199,13 +188,9 @@ INLINE uint32_t mask_of(Truths truths) {
     struct { __m256 low, high; } half;
     std::memcpy(&half, &truths, sizeof half);
     return uint32_t(_mm256_movemask_ps(half.low) | _mm256_movemask_ps(half.high) << 8);
-#elif defined(__clang__)
+#else
     using Flags = bool __attribute__((ext_vector_type(LANES)));
     return __builtin_bit_cast(uint16_t, __builtin_convertvector(truths, Flags));
-#else
-    uint32_t mask = 0;
-    each<LANES>([&](int lane) ALWAYS { mask |= uint32_t(truths[lane]) & (1u << lane); });
-    return mask;
 #endif
 }
 
@@ -317,7 +302,7 @@ INLINE void load_columns(const void* first, int64_t stride, V* columns) {
 
 // a * b + c, fused where the processor can: only for uses in which fusing changes no result.
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-#if defined(__clang__) && (defined(__FMA__) || defined(__ARM_FEATURE_FMA))
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_elementwise_fma(a, b, c);
 #else
     return a * b + c;
@@ -327,21 +312,9 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 INLINE Floats magnitude(Floats x) { return floats(bits(x) & 0x7FFFFFFF); }
 
 // The nearest integer, ties to even.
-INLINE Floats rint(Floats x) {
-#if defined(__clang__)
-    return __builtin_elementwise_rint(x);
-#else
-    return lanes_of<Floats>([&](int lane) ALWAYS { return __builtin_rintf(x[lane]); });
-#endif
-}
+INLINE Floats rint(Floats x) { return __builtin_elementwise_rint(x); }
 
-INLINE Floats square_root(Floats x) {
-#if defined(__clang__)
-    return __builtin_elementwise_sqrt(x);
-#else
-    return lanes_of<Floats>([&](int lane) ALWAYS { return __builtin_sqrtf(x[lane]); });
-#endif
-}
+INLINE Floats square_root(Floats x) { return __builtin_elementwise_sqrt(x); }
 
 // The sum of a power of two of vectors, by adding the upper half to the lower one until one vector is left.
 template <int count, class V>

@@ -1,5 +1,5 @@
-// Weights to codes and norms of the scalar codecs: section 5 of docs/format.md, whose names and order these functions
-// follow.
+// Weights to codes and norms of the codec hadamard-lloyd-max: section 5 of docs/format.md, whose names and order these
+// functions follow.
 //
 // Sixteen blocks are encoded together, one in each lane. Weight 16 * g + j of each, with g < 8 and j < 16, is in vector
 // [g][j]. So no butterfly and no sum crosses lanes, and a number that a block has once is a lane of one vector. The
@@ -16,12 +16,13 @@ constexpr double INFINITE = __builtin_huge_val();
 // Sixteen blocks while they are encoded.
 struct Group {
     Floats work[VECTORS][LANES], terms[VECTORS][LANES];
-    float x[LANES][BLOCK];  // the weights, unless they are read from where they are
-    Floats s, r, num, den, res;
-    double two_to_k[LANES];
+    float x[LANES][BLOCK];  // the weights b with their signs, unless they are read from where they are
+    Floats s;               // from sum_squares
+    Floats r, num, den, res;  // from quantize
+    double two_to_k[LANES];   // 1, but where prescale sets it
 };
 
-// --- 1. Load: the squares, and the butterflies below 16 ---
+// --- 1. Signs; and the squares of step 2 and the butterflies below 16 of step 3, while weights are loaded ---
 
 INLINE void load_sixteen(Floats (&x)[LANES], int g, Group& group) {
     each<LANES>([&](auto j) ALWAYS { group.terms[g][j] = x[j] * x[j]; });
@@ -109,7 +110,7 @@ int exponent_of(double x) { return int(load<uint64_t>(&x) >> 52) - 1023; }
     return first_bad;
 }
 
-// --- 3 and 4. Normalise, rotate, quantize, pack ---
+// --- 3, 4 and 6. Normalise, rotate, quantize, pack ---
 
 // Adding this to a number makes its low bits the integer next to it: above 2**23 floats are integers. The upper three
 // bytes stay those of the sum. Below 6 bits integers may be negative, and 128 keeps them from borrowing.
@@ -212,11 +213,13 @@ constexpr decltype(&quantize<2>) QUANTIZE[] = {quantize<2>, quantize<3>, quantiz
 
 // --- 5. Norms and errors ---
 
+// exact: q * 2**k, of which norms are what is stored
 struct Measured {
     Words norms;
     Doubles exact, energies, errors;
 };
 
+// unit: 2**e. All of the group is finite; a norm may be infinite where the exponent does not fit, and its error a NaN.
 Measured measure(const Group& group, double unit) {
     const Doubles two_to_k = load<Doubles>(group.two_to_k);
     Doubles exact = converted<Doubles>(group.r * (group.num / group.den)) * two_to_k;
