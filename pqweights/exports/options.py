@@ -12,8 +12,7 @@ from pqweights.errors import ExportError, OptionError
 T = TypeVar("T")
 
 BEST, MINMAX = "best", "minmax"
-PLAIN, ROTATED = "plain", "rotated"
-GPTQ, IMPORTANCE = "gptq", "importance"
+PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,6 @@ class ExportOptions:
     mode: the integer or float format (the mlx target)
     bits: width of the integers, in bits
     group_size: weights that share a scale
-    basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
     rounding: how codes are chosen, "plain", "gptq" or, for gguf, "importance"; by default not plain with a calibration
     fold: "equalize" to move factors between layers before weights are rounded
@@ -44,7 +42,6 @@ class ExportOptions:
     mode: str | None = None
     bits: int | None = None
     group_size: int | None = None
-    basis: str | None = None
     qparams: str | None = None
     rounding: str | None = None
     fold: str | None = None
