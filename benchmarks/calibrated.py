@@ -78,14 +78,12 @@ class Ours:
     calibrated: whether it reads the calibration text.
     quantize, export: arguments of the commands. MODEL, and FILE for what `calibrate` writes, are put in.
     calibrate: arguments of `pqweights calibrate`, which is not run without them.
-    formats: those that it has.
     """
 
     name: str
     quantize: tuple[str, ...] = ("--recipe", "q5")
     export: tuple[str, ...] = ()
     calibrate: tuple[str, ...] | None = None
-    formats: tuple[str, ...] = (VLLM, TORCHAO, MLX)
 
 
 FROM_ORIGINAL = ("--source", "MODEL")
@@ -95,7 +93,6 @@ MOMENTS = ("--moments",)
 OUR_ROWS = (
     Ours(name="pqweights, min-max", export=(*FROM_ORIGINAL, "--qparams", "minmax")),
     Ours(name="pqweights", export=FROM_ORIGINAL),
-    Ours(name="pqweights, rotated basis", export=(*FROM_ORIGINAL, "--basis", "rotated"), formats=(VLLM,)),
     Ours(name="pqweights, from a 5-bit master"),
     Ours(name="pqweights, folded", export=(*FROM_ORIGINAL, *FOLDED)),
     Ours(name="pqweights, folded, from a 5-bit master", quantize=("--recipe", "q5", *FOLDED)),
@@ -402,8 +399,7 @@ def jobs(bench: Bench) -> Iterator[Job]:
             if peer.format == form:
                 yield Job(form, peer.name, PEERS, peer.calibrated, functools.partial(theirs, bench, peer))
         for row in OUR_ROWS:
-            if form in row.formats:
-                yield Job(form, row.name, OURS, row.calibrate is not None, functools.partial(ours, bench, row, form))
+            yield Job(form, row.name, OURS, row.calibrate is not None, functools.partial(ours, bench, row, form))
 
 
 def open_bench(model: Path, options: Any, work: Path) -> Bench:

@@ -44,7 +44,7 @@ EXPORTS = {
     "export bf16": ["bf16"],
     "torchao-int4": ["torchao-int4"],
     "mlx-q4": ["mlx-q4"],
-    "vllm-int4 rotated": ["vllm-int4", "--basis", "rotated"],
+    "vllm-int4": ["vllm-int4"],
 }
 COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
 

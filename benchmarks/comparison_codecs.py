@@ -142,9 +142,9 @@ class ComparisonCodec(ScalarCodec):
 class UnrotatedCoder(ScalarCoder):
     """A scalar coder whose codes are those of the weights themselves."""
 
-    def coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
+    def coding(self, state: State) -> BlockCoding:
         """See ScalarCoder."""
-        return replace(super().coding(state, basis), rotate=False)
+        return replace(super().coding(state), rotate=False)
 
 
 class _EncodedPiece(NamedTuple):

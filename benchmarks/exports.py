@@ -52,13 +52,7 @@ from pqweights.runtimes.texts import Ids, tokenize
 SOURCE = "original"
 WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
-# target, basis, name of the row
-TARGETS = (
-    ("torchao-int4", None, "torchao-int4"),
-    ("mlx-q4", None, "mlx-q4"),
-    ("vllm-int4", None, "vllm-int4"),
-    ("vllm-int4", "rotated", "vllm-int4 rotated"),
-)
+TARGETS = ("torchao-int4", "mlx-q4", "vllm-int4")
 # what the weights are taken from, and the rule for scales and offsets
 WAYS = (("q5", "minmax"), ("q5", "best"), ("q6", "best"), (SOURCE, "minmax"), (SOURCE, "best"))
 # (weights, target, source of the weights) -> the most that relative MSE may be, over that of torchao's rule on the
@@ -67,9 +61,6 @@ GOALS = {
     ("minilm", "torchao-int4", SOURCE): 0.84,
     ("minilm", "torchao-int4", "q6"): 0.90,
     ("minilm", "torchao-int4", "q5"): 1.05,
-    ("minilm", "vllm-int4 rotated", "q6"): 0.87,
-    ("minilm", "vllm-int4 rotated", "q5"): 0.98,
-    ("heavy", "vllm-int4 rotated", "q5"): 0.40,
 }
 
 
@@ -117,23 +108,23 @@ class Bench:
 
     def integer_exports(self) -> Iterator[Made]:
         """Every target in every way. The masters must have been made."""
-        for target, basis, name in TARGETS:
+        for target in TARGETS:
             if target not in self.targets:
                 continue
             for number, (weights_from, rule) in enumerate(WAYS):
                 start = time.monotonic()
-                out = self.work / f"{name.replace(' ', '-')}-{number}"
+                out = self.work / f"{target}-{number}"
                 original = self.source if weights_from == SOURCE else None
                 master = MasterFolder(self.work / ("q5" if original else weights_from), original=original)
                 try:
                     packing = "plain" if target == "torchao-int4" else None  # tiles leave narrow layers in BF16
-                    options = ExportOptions(basis=basis, qparams=rule, packing=packing)
+                    options = ExportOptions(qparams=rule, packing=packing)
                     export(master, out, target, options=options)
                 except MissingDependencyError as error:
                     self.absent.add(str(error))
                     break
                 seconds = time.monotonic() - start
-                yield Made(name=name, weights_from=weights_from, rule=rule, folder=out, measured=out, seconds=seconds)
+                yield Made(name=target, weights_from=weights_from, rule=rule, folder=out, measured=out, seconds=seconds)
 
     def every_matrix(self, plain: Path, weights_from: str) -> Made:
         """A plain checkpoint whose 2-D weights have all been rounded to INT4."""
@@ -418,7 +409,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=WINDOWS.size, help="tokens per window")
     parser.add_argument("--stride", type=int, default=WINDOWS.stride, help="tokens between windows")
     parser.add_argument("--windows", type=int, default=WINDOWS.count)
-    parser.add_argument("--targets", nargs="+", default=[*dict.fromkeys(target for target, _, _ in TARGETS)])
+    parser.add_argument("--targets", nargs="+", default=[*TARGETS])
     parser.add_argument(
         "--generate", type=int, default=0, metavar="TOKENS", help="continue a prompt by this many tokens"
     )

@@ -88,7 +88,8 @@ def draw_throughput(document: Document, panels: Panels) -> None:
 def draw_wall_time(document: Document, panels: Panels) -> None:
     """The time of every command as a multiple of that of cp."""
     checkpoints = list(dict.fromkeys(row["checkpoint"] for row in document["rows"]))
-    names = [name for name in commands.COMMANDS if name != "cp"]
+    measured = {row["command"] for row in document["rows"]} - {"cp"}
+    names = [name for name in commands.COMMANDS if name in measured]
     for place, name in enumerate(names):
         heights = [row["of_cp"] for row in document["rows"] if row["command"] == name]
         width = 0.8 / len(names)

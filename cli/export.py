@@ -72,15 +72,6 @@ SourceOption = Annotated[
         help="Make the integers from the original checkpoint, and report what the error of the master would add.",
     ),
 ]
-BasisOption = Annotated[
-    str | None,
-    typer.Option(
-        "--basis",
-        metavar="plain|rotated",
-        help="For vllm-int4: round the weights as they are (plain), or rotated.",
-        show_default="plain",
-    ),
-]
 RoundingOption = Annotated[
     str | None,
     typer.Option(
@@ -190,7 +181,6 @@ def command(
     rounding: RoundingOption = None,
     calibration: CalibrationOption = None,
     source: SourceOption = None,
-    basis: BasisOption = None,
     packing: PackingOption = None,
     mode: ModeOption = None,
     dtype: DtypeOption = None,
@@ -227,7 +217,6 @@ def command(
             group_size=group_size,
             mode=mode,
             packing=packing,
-            basis=basis,
             qparams=qparams,
             fold=fold,
             rounding=rounding,

@@ -337,9 +337,9 @@ FoldOption = Annotated[
     str | None,
     typer.Option(
         "--fold",
-        metavar="equalize|rotate",
-        help="Change neighbouring layers together first, so that weights are easier to quantize; the model computes "
-        "the same. equalize moves factors where channels differ much, rotate multiplies by Hadamard matrices.",
+        metavar="equalize",
+        help="Move factors between neighbouring layers first, where channels differ much, so that weights are easier "
+        "to quantize; the model computes the same.",
     ),
 ]
 CalibrationOption = Annotated[

@@ -18,8 +18,6 @@ def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
     from pqweights.units import counted
 
     what = f"{counted(len(fold['vectors']), 'vector')} between layers, each if its channels differ enough"
-    if fold["kind"] != "equalize":
-        what = "the residual stream, and value heads"
     if fold["warnings"]:
         what = "nothing"
     may = f"fold {fold['kind']}: {what}"
@@ -32,12 +30,9 @@ def fold_lines(done: RewriteReport) -> list[str]:
     if fold is None:
         return []
     folded = {name for record in done.records for name in record.folded}
-    if fold["kind"] == "equalize":
-        count = f"{len(folded)} of {len(fold['vectors'])} vectors between layers; the others differ too little"
-        all_of_them = f"all {len(folded)} vectors between layers"
-        what = all_of_them if len(folded) == len(fold["vectors"]) else count
-    else:
-        what = ", ".join(sorted(folded)) or "nothing"
+    count = f"{len(folded)} of {len(fold['vectors'])} vectors between layers; the others differ too little"
+    all_of_them = f"all {len(folded)} vectors between layers"
+    what = all_of_them if len(folded) == len(fold["vectors"]) else count
     return [f"folded ({fold['kind']}): {what}", *_left_lines(fold)]
 
 

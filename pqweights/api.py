@@ -194,7 +194,6 @@ def export(
     fold: str | None = None,
     rounding: str | None = None,
     calibration: str | PathLike[str] | None = None,
-    basis: str | None = None,
     packing: str | None = None,
     mode: str | None = None,
     dtype: str | None = None,
@@ -224,7 +223,6 @@ def export(
     rounding: "plain", "gptq" to round with a view to the error of the outputs, or "importance" to weigh errors by the
         inputs (gguf); by default not plain with a calibration
     calibration: for the rounding and for the fold, a file that `pqweights calibrate --moments` wrote
-    basis: "plain" or "rotated" (vllm-int4)
     packing: how codes are packed (torchao-int4)
     mode: "affine", or a float format of MLX (mlx-q4)
     dtype: "bf16", or "source" for the dtypes of the source (bf16)
@@ -242,7 +240,6 @@ def export(
         group_size=group_size,
         mode=mode,
         packing=packing,
-        basis=basis,
         qparams=qparams,
         fold=fold,
         rounding=rounding,

@@ -83,7 +83,7 @@ def export(
         original=master.original,
         calibration=options.calibration,
         rounding=GPTQ if options.compensated else PLAIN,
-        fold=options.fold,
+        fold=options.fold is not None,
         model_id=lineage.model.get("id"),
         fingerprint=fingerprint,
     )

@@ -19,8 +19,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import possible_exports
-from pqweights.folding.fold import Fold
-from pqweights.folding.kinds import make_fold
+from pqweights.folding.fold import Fold, check_fold
 from pqweights.hub.sources import Access, address_of, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
@@ -62,7 +61,7 @@ class QuantizeOptions:
     include_files: patterns of files to copy besides those that loading the model needs
     awq: a file of scales that `calibrate` wrote
     awq_any_codec: use its scales even if they were searched for another codec or bit width
-    fold: one of FOLDS, to move factors between layers before they are encoded
+    fold: "equalize" to move factors between layers before they are encoded
     calibration: for the fold, a file of moments that `calibrate --moments` wrote
     max_shard_bytes: data bytes after which a new output file begins
     strict: refuse a weight whose error exceeds what its codec promises, even with its rescue
@@ -123,6 +122,7 @@ def plan_quantize(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
+    check_fold(options.fold)
     if options.awq_any_codec and options.awq is None:
         raise OptionError("--awq-any-codec: expected --awq FILE as well")
     if options.calibration is not None and options.fold is None:
@@ -148,8 +148,7 @@ def plan_quantize(
         moments = None if options.calibration is None else open_moments(options.calibration)
         if moments is not None:
             moments.check({"this checkpoint": checkpoint.fingerprint()})
-        fold = make_fold(options.fold, checkpoint, plain=kept, moments=moments)
-        transform = replace(transform, fold=fold)
+        transform = replace(transform, fold=Fold(checkpoint, plain=kept, moments=moments))
     plan = make_plan(checkpoint, transform, options.max_shard_bytes)
     return checkpoint if transform.fold is None else transform.fold.folded, transform, plan
 

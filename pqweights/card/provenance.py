@@ -124,8 +124,6 @@ def _papers(manifest: Manifest) -> list[str]:
         papers.append(f"Lin et al., *AWQ*, {_paper('2306.00978')}: the scales of input channels.")
     if manifest.made_by.get("rounding") == "gptq":
         papers.append(f"Frantar et al., *GPTQ*, {_paper('2210.17323')}: error-compensated rounding.")
-    if manifest.made_by.get("basis") == "rotated":
-        papers.append(f"Ashkboos et al., *QuaRot*, {_paper('2404.00456')}: integers in the rotated basis.")
     related = ", ".join(f"{name} ({_paper(paper)})" for name, paper in RELATED.items())
     return [*papers, f"Related: {related}."]
 

@@ -18,7 +18,7 @@ from pqweights.checkpoint import scales
 from pqweights.checkpoint.checked_reads import CheckedReads, Reads
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Coder, DamagedBlock, State
+from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
@@ -145,11 +145,6 @@ class EncodedTensor:
         """File and name of the weight, for messages."""
         return f"{self.encoded[0].file}: tensor {self.name!r}"
 
-    @property
-    def bases(self) -> frozenset[Basis]:
-        """The bases in which `read_in` can give the weight; scaled input channels leave only the plain one."""
-        return frozenset([Basis.PLAIN]) if self.awq is not None else self.coder.bases(self.state)
-
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode the blocks that hold the elements, and undo the scales of the input channels.
 
@@ -169,14 +164,6 @@ class EncodedTensor:
             np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
         if dtype != "F32":
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
-
-    def read_in(self, basis: Basis, start: int, count: int, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements [start, start + count) in one of `bases`, as float32.
-
-        Raises MasterError if a block cannot be decoded.
-        """
-        assert basis in self.bases
-        self._decode(start, count, "F32", out, basis=basis)
 
     def awq_scales(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
         """Read the scales of the matrices [first, last), by default of all; the weight must have some.
@@ -215,9 +202,7 @@ class EncodedTensor:
             found.append(raw.reshape(-1, part.bytes_per_block))
         return found
 
-    def _decode(
-        self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8], *, basis: Basis = Basis.PLAIN
-    ) -> None:
+    def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode elements [start, start + count), straight into `out` if it holds their whole blocks."""
         block_size = self.coder.block_size
         first, last = start // block_size, -(-(start + count) // block_size)
@@ -232,7 +217,7 @@ class EncodedTensor:
         in_place = skip == 0 and len(out) >= whole
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
         try:
-            self.coder.decode(parts, values, dtype=dtype, state=self.state, basis=basis)
+            self.coder.decode(parts, values, dtype=dtype, state=self.state)
         except DamagedBlock as found:
             raise damaged_error(self.place, found, first=first) from None
         if not in_place:

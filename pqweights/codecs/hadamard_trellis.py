@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pqweights.codecs.protocol import (
-    Basis,
     Bytes,
     DamagedBlock,
     Doubles,
@@ -231,19 +230,15 @@ class TrellisCoder:
         )
         return Measures(energies=energies, errors=errors, first_bad_block=bad, observed=Nothing())
 
-    def decode(
-        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
-    ) -> None:
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """See Coder."""
         (rows,) = parts
-        assert basis is Basis.PLAIN or not _is_signed(state)
         damaged, reason = trellis.decode(
             rows,
             values,
             dtype,
             cut=self._cut._replace(number=len(rows)),
             signed=_is_signed(state),
-            rotate=basis is Basis.PLAIN,
             tables=decode_tables(),
         )
         if damaged >= 0:
@@ -251,10 +246,6 @@ class TrellisCoder:
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder; what is wrong with a superblock shows when it is decoded."""
-
-    def bases(self, state: State) -> frozenset[Basis]:
-        """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
-        return frozenset([Basis.PLAIN] if _is_signed(state) else [Basis.PLAIN, Basis.HADAMARD])
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """See Coder."""

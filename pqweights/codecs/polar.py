@@ -21,7 +21,6 @@ from pqweights.codecs import polar_transform
 from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
 from pqweights.codecs.polar_codebook import RELATIVE_MSE
 from pqweights.codecs.protocol import (
-    Basis,
     Bytes,
     Doubles,
     Floats,
@@ -142,25 +141,18 @@ class PolarCoder:
         observed = NormRange(smallest, largest)
         return Measures(energies=energies, errors=errors, first_bad_block=first_bad, observed=observed)
 
-    def decode(
-        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
-    ) -> None:
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """See Coder."""
         assert isinstance(state, ScalarState)
         self.check(parts, state)
         angles, radii = parts[0], np.ascontiguousarray(parts[1]).view(np.float16)
         for here, raw in _pieces(values, len(angles), dtype):
-            y = _decode(np.ascontiguousarray(angles[here].T), np.ascontiguousarray(radii[here].T), state, basis)
+            y = _decode(np.ascontiguousarray(angles[here].T), np.ascontiguousarray(radii[here].T), state)
             raw[:] = from_float32(np.clip(y.T, *FINITE_RANGES[dtype]).reshape(-1), dtype)
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder."""
         check_norms(parts[1], state, "a radius")
-
-    def bases(self, state: State) -> frozenset[Basis]:
-        """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
-        assert isinstance(state, ScalarState)
-        return frozenset([Basis.PLAIN, Basis.HADAMARD] if state.rotation == HADAMARD else [Basis.PLAIN])
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """See Coder."""
@@ -219,13 +211,12 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
     )
 
 
-def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState, basis: Basis) -> Floats:
+def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState) -> Floats:
     """Decode blocks: packed codes [46, blocks] and radii [8, blocks] to values [128, blocks], some perhaps infinite."""
     x = _directions(polar_transform.unpack(angles))
-    scale = radii.astype(np.float64) * (ORTHONORMAL if basis is Basis.PLAIN else 1.0)
+    scale = radii.astype(np.float64) * ORTHONORMAL
     x *= np.repeat(scale.astype(np.float32), len(x) // len(scale), axis=0)
-    if basis is Basis.PLAIN:
-        x = hadamard(x)
+    x = hadamard(x)
     if state.norm_exponent:
         with np.errstate(over="ignore"):
             x = np.ldexp(x, state.norm_exponent)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -35,13 +34,6 @@ VALUE_DTYPES = ("BF16", "F16", "F32")
 
 # A weight is encoded again, or reported, if its relative error exceeds the promised distortion by this factor.
 RESCUE_FACTOR = 1.25
-
-
-class Basis(Enum):
-    """The coordinates in which weights are decoded: their own, or each run of 128 weights times H / sqrt(128)."""
-
-    PLAIN = "plain"
-    HADAMARD = "hadamard"
 
 
 class DamagedBlock(Exception):
@@ -201,16 +193,13 @@ class Coder(Protocol):
         state: the state of the pass
         """
 
-    def decode(
-        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
-    ) -> None:
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """Decode whole blocks.
 
         parts: the arrays to read
         values: the raw bytes to write
         dtype: BF16, F16 or F32, the dtype of `values`
         state: the state in which the weight was encoded
-        basis: one of the bases that `bases` returns for the state
 
         Raises DamagedBlock if it finds that no coder wrote these bytes. It never reads or writes outside the arrays.
         """
@@ -221,9 +210,6 @@ class Coder(Protocol):
         `decode` calls it, and so does `decode_torch` for parts in the CPU's memory. Whoever brings parts to another
         device, or computes with them undecoded, calls it before.
         """
-
-    def bases(self, state: State) -> frozenset[Basis]:
-        """Return the bases in which a weight of this state can be decoded; PLAIN is always one of them."""
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.

@@ -17,7 +17,6 @@ import numpy as np
 
 from pqweights.codecs.lloyd_max import MAX_BITS, MIN_BITS
 from pqweights.codecs.protocol import (
-    Basis,
     Bytes,
     Coder,
     DamagedBlock,
@@ -250,23 +249,16 @@ class ScalarCoder:
             observed=NormRange(stats.smallest_norm, stats.largest_norm),
         )
 
-    def decode(
-        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
-    ) -> None:
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """See Coder."""
         self.check(parts, state)
         codes, norms = parts
         encoded = codes, norms.reshape(-1).view(np.uint16)
-        load_backend("cpu").decode(encoded, self.coding(state, basis), dtype, values)
+        load_backend("cpu").decode(encoded, self.coding(state), dtype, values)
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder."""
         check_norms(parts[1], state, "its norm")
-
-    def bases(self, state: State) -> frozenset[Basis]:
-        """See Coder; a weight that was rotated without signs is coded in the Hadamard basis."""
-        assert isinstance(state, ScalarState)
-        return frozenset([Basis.PLAIN, Basis.HADAMARD] if state.rotation == HADAMARD else [Basis.PLAIN])
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """See Coder; the operations of the reference run on any device."""
@@ -283,13 +275,12 @@ class ScalarCoder:
         """See Coder; encoding takes no longer than a model would."""
         return None
 
-    def coding(self, state: State, basis: Basis = Basis.PLAIN) -> BlockCoding:
+    def coding(self, state: State) -> BlockCoding:
         """Return how blocks were coded in a state, for kernels that read codes and norms themselves."""
         assert isinstance(state, ScalarState)
-        assert basis is Basis.PLAIN or state.rotation == HADAMARD
         return BlockCoding(
             codebook=self.codebook,
-            rotate=basis is Basis.PLAIN,
+            rotate=True,
             signed=state.rotation == SIGNED_HADAMARD,
             norm_exponent=state.norm_exponent,
         )

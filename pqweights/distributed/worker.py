@@ -176,11 +176,7 @@ def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResu
         task.transform.prepare(
             Preparation(folder=workspace.folder, fetched=workspace.fetched, threads=order.threads, progress=report)
         )
-        try:
-            records = Stream(task, workspace, run, shards).run()
-        finally:
-            if task.transform.fold is not None:
-                task.transform.fold.close()
+        records = Stream(task, workspace, run, shards).run()
         task.finish_checks()
         places = range(shards[0].tensors.start, shards[-1].tensors.stop)
         if task.checkpoint.storage.origin is None:  # those of fetched files are known, as far as they were needed

@@ -40,8 +40,7 @@ class Errors(NamedTuple):
 def relative_mse(original: Path, folder: Path) -> Errors:
     """Measure the error of all weights of a master or an export that differ from the original, by decoding them.
 
-    A weight that config.json declares as rotated is rotated back first. For an export to MLX, mlx-lm renames and
-    reshapes the original's weights first.
+    For an export to MLX, mlx-lm renames and reshapes the original's weights first.
 
     Raises SourceError, also for folded weights, and for a weight that the original does not have under the same name
     and shape, MasterError for a folder without a manifest, MissingDependencyError.

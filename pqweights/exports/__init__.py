@@ -45,7 +45,7 @@ EXPORTS = {
     ),
     "vllm-int4": RegisteredTarget(
         "pqweights.exports.vllm_int4",
-        "compressed-tensors; --basis rotated for vLLM alone, on a single GPU:\n"
+        "compressed-tensors:\n"
         "vllm serve OUT, or pip install compressed-tensors; AutoModelForCausalLM.from_pretrained(OUT)",
     ),
 }

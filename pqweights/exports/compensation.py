@@ -7,7 +7,7 @@ plain ones on the rows of inputs that were held back, so no layer errs more on t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ class Compensation:
     moments: Moments
     sources: Mapping[str, tuple[int | str, ...]]
     fold: Fold | None = None
-    _kept: deque[tuple[Hashable, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
+    _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _mean_squares: dict[int, Floats] = field(default_factory=dict)
     _making: ProcessLock = field(default_factory=ProcessLock)
 
@@ -112,30 +112,29 @@ class Compensation:
             for matrix, vector in enumerate(self.sources.get(tensor.name, ()))
         ]
 
-    def factor(self, vector: int, *, rotated: bool, columns: Floats | None) -> ReadyFactor | None:
+    def factor(self, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
         """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
 
         columns: by what the columns of the weights that read it were multiplied, which is the same for all of them
 
         Raises SourceError for moments that are not finite.
         """
-        key = (vector, rotated)
         with self._making:
             for known, ready in self._kept:
-                if known == key:
+                if known == vector:
                     return ready
             if len(self._kept) == KEPT_FACTORS:
                 self._kept.popleft()  # before the next is made: a matrix may take gigabytes
-            made = _made(self.moments, vector, rotated=rotated, columns=columns)
-            self._kept.append((key, made))
+            made = _made(self.moments, vector, columns=columns)
+            self._kept.append((vector, made))
             return made
 
 
-def _made(moments: Moments, vector: int, *, rotated: bool, columns: Floats | None) -> ReadyFactor | None:
+def _made(moments: Moments, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
     """Read the moments of a vector, and factorize them with the best damping for rounding what looks random."""
 
     def strips() -> Iterator[tuple[int, Floats]]:
-        return moments.strips(vector, rotated=rotated, columns=columns)
+        return moments.strips(vector, columns=columns)
 
     diagonal = np.concatenate([np.diagonal(strip, at) for at, strip in strips()])
     order = order_of(diagonal)
@@ -144,7 +143,7 @@ def _made(moments: Moments, vector: int, *, rotated: bool, columns: Floats | Non
     matrix = empty_matrix(len(order))
     for first, strip in strips():
         matrix[position[first : first + len(strip)], : len(order)] = strip[:, order]
-    held_back = np.ascontiguousarray(moments.held_back(vector, rotated=rotated, columns=columns)[:, order])
+    held_back = np.ascontiguousarray(moments.held_back(vector, columns=columns)[:, order])
 
     def with_damping(damping: float) -> MomentsFactor | None:
         damped = factorize(matrix, diagonal[order], damping)
@@ -256,7 +255,7 @@ class CompensatedJob(MatrixJob):
             return plain, None
         assert isinstance(rule, GroupRule)
         columns = self._compensation.columns(self._tensor, matrix)
-        ready = self._compensation.factor(vector, rotated=self._rounding.rotated, columns=columns)
+        ready = self._compensation.factor(vector, columns=columns)
         if ready is None:
             return plain, matrix
         rows = values.reshape(-1, self._columns)

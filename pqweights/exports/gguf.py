@@ -23,7 +23,6 @@ from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, S
 from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, ExportOptions, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget, PlannedMaster
-from pqweights.folding.kinds import checked_fold
 from pqweights.gguf.mixes import PLAIN_TYPES, may_be_quantized
 from pqweights.hub.ids import is_repository_id
 from pqweights.installing import pip_install
@@ -199,8 +198,6 @@ def read_options(options: ExportOptions) -> Gguf:
 
     Raises OptionError for an option that the target does not have, RecipeError for a recipe that cannot be read.
     """
-    if options.fold is not None:
-        checked_fold(options.fold)
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
     if rounding == IMPORTANCE and options.calibration is None:
         raise OptionError(f"--rounding {IMPORTANCE}: expected --calibration FILE as well")

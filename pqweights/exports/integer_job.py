@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
-from pqweights.codecs.protocol import Basis
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs.weight import add_in_order
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.exports.integers import Rounding, RoundingRule, StoredPiece
-from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import BEST, Groups, rotate
+from pqweights.kernels.groups import BEST, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite import jobs
@@ -109,17 +107,11 @@ class IntegerJob:
         return self._quantized(values), None
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
-        """Read whole rows as float32, rotated if the rounding is. purpose: of the thread's scratch memory."""
-        start, count = row * self._columns, rows * self._columns
+        """Read whole rows as float32. purpose: of the thread's scratch memory."""
+        count = rows * self._columns
         raw = scratch(purpose, count * 4)
-        values = raw.view(np.float32)
-        if self._rounding.rotated and isinstance(tensor, EncodedTensor) and is_rotated(tensor):
-            tensor.read_in(Basis.HADAMARD, start, count, raw)
-        else:
-            tensor.read(start, count, "F32", raw)
-            if self._rounding.rotated:
-                rotate(values)
-        return values
+        tensor.read(row * self._columns, count, "F32", raw)
+        return raw.view(np.float32)
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
         """Round rows to codes, and measure their errors; a rule of the runtime's own gets BF16, as in the runtime."""
@@ -205,11 +197,6 @@ class RoundedChunk:
     errors: npt.NDArray[np.float64]
     errors_by_master: npt.NDArray[np.float64]
     about: Any = None
-
-
-def is_rotated(tensor: EncodedTensor) -> bool:
-    """Whether a weight of a master is coded in the rotated basis, and its rows are whole runs of that rotation."""
-    return Basis.HADAMARD in tensor.bases and tensor.shape[-1] % HADAMARD_SIZE == 0
 
 
 def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> npt.NDArray[np.float64]:

@@ -111,23 +111,19 @@ class Layout(Protocol):
 class Rounding:
     """How one weight becomes integers.
 
-    rotated: rounds W H / sqrt(128) in place of W, blockwise along the rows
     label: what the plan calls its codec, if not by kind and group size
     reason: why it is rounded so, if not by the name of the rule
     """
 
     rule: RoundingRule
     layout: Layout
-    rotated: bool = False
     label: str | None = None
     reason: str | None = None
 
     @property
     def codec(self) -> str:
-        """The name in the plan, such as symmetric-g128-rotated."""
-        if self.label is not None:
-            return self.label
-        return f"{self.rule.kind}-g{self.rule.group_size}" + ("-rotated" if self.rotated else "")
+        """The name in the plan, such as symmetric-g128."""
+        return f"{self.rule.kind}-g{self.rule.group_size}" if self.label is None else self.label
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,4 @@ def _expressions(module: str) -> Iterator[str]:
     yield re.escape(module) + end
 
 
-def is_matched(weight: str, expressions: Sequence[str]) -> bool:
-    """Whether one of these expressions matches the module of a weight."""
-    return any(re.match(expression.removeprefix("re:"), module_of(weight)) for expression in expressions)
-
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")

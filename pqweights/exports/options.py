@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from pqweights.errors import ExportError, OptionError
-from pqweights.folding.kinds import checked_fold
 
 T = TypeVar("T")
 
 BEST, MINMAX = "best", "minmax"
-PLAIN, ROTATED = "plain", "rotated"
-GPTQ, IMPORTANCE = "gptq", "importance"
+PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +24,9 @@ class ExportOptions:
     mode: the integer or float format (the mlx target)
     bits: width of the integers, in bits
     group_size: weights that share a scale
-    basis: "plain" or "rotated" (the vllm target)
     qparams: how scales are chosen, "best" or "minmax"
     rounding: how codes are chosen, "plain", "gptq" or, for gguf, "importance"; by default not plain with a calibration
-    fold: one of FOLDS, to move factors between layers before weights are rounded
+    fold: "equalize" to move factors between layers before weights are rounded
     calibration: for gptq, importance and folds, the file of moments that `calibrate --moments` wrote
     type: the type or mix of the gguf target
     pure: whether all tensors get the type of the mix (gguf)
@@ -45,7 +42,6 @@ class ExportOptions:
     mode: str | None = None
     bits: int | None = None
     group_size: int | None = None
-    basis: str | None = None
     qparams: str | None = None
     rounding: str | None = None
     fold: str | None = None
@@ -91,8 +87,6 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
 
     why_not: why the format that was asked for has no compensated rounding; None if it has
     """
-    if options.fold is not None:
-        checked_fold(options.fold)
     rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
     if rounding == PLAIN:
         return

@@ -19,7 +19,7 @@ from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
 from pqweights.exports.unexamined import check_names
 from pqweights.exports.values import values_of
-from pqweights.folding.fold import ROTATE, Fold
+from pqweights.folding.fold import EQUALIZE, Fold
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.remote.storage import open_address
@@ -58,7 +58,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master_errors=errors,
         compensation=_compensation(outline, moments if source.rounding == GPTQ else None, values.fold),
         fold=values.fold,
-        folded_master=source.checkpoint if original is not None and source.fold is None else None,
+        folded_master=source.checkpoint if original is not None and not source.fold else None,
         master_factors=None if manifest is None else manifest.factors,
     )
     rewritten = replace(values.checkpoint, tensors=outline.tensors)
@@ -84,7 +84,7 @@ def _moments(source: ExportSource, path: Path, original: Checkpoint | None, mani
     Raises OptionError if nothing uses it, SourceError if it is of another model.
     """
     fold = {} if manifest is None else manifest.fold
-    uses_it = source.rounding == GPTQ or source.fold is not None or (original is not None and "calibration" in fold)
+    uses_it = source.rounding == GPTQ or source.fold or (original is not None and "calibration" in fold)
     if not uses_it:
         raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
     moments = open_moments(path)
@@ -107,13 +107,12 @@ def _fingerprints(source: ExportSource, original: Checkpoint | None, manifest: M
     """Return the fingerprints of the checkpoints whose moments serve, by what messages call them.
 
     The inputs of a folded master are not those of the model that it was made from. With the original, the factors
-    between them are known, unless it was rotated.
+    between them are known.
     """
-    fold = {} if manifest is None else manifest.fold
-    if original is not None and fold.get("kind") != ROTATE:
+    if original is not None:
         return {"this original": original.fingerprint()}
     result = {"this master": source.checkpoint.fingerprint()}
-    if manifest is not None and not fold:
+    if manifest is not None and not manifest.fold:
         result["the model that it was made from"] = manifest.source_fingerprint
     return result
 
@@ -125,7 +124,7 @@ def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) 
     rounded = [(t, d.rule) for t in outline.tensors if isinstance(d := outline.decisions.get(t.name), Rounding)]
     sources = {tensor.name: sources_of(tensor, rule, moments) for tensor, rule in rounded}
     sources |= {tensor.name: inputs_of(tensor, moments) for tensor in outline.measured}
-    return Compensation(moments, sources, None if fold is not None and fold.kind == ROTATE else fold)
+    return Compensation(moments, sources, fold)
 
 
 def _additive_errors(manifest: Manifest) -> dict[str, float]:
@@ -155,13 +154,22 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
 
 
 def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, manifest: Manifest | None) -> None:
-    """Raise SourceError if a master was not made from this checkpoint. where: what messages call the checkpoint."""
+    """Raise SourceError if a master was not made from this checkpoint, or if what was done to it cannot be repeated.
+
+    where: what messages call the checkpoint
+    """
     if original.is_master:
         raise SourceError(f"{where}: expected the original checkpoint, found a pqweights master")
     if manifest is not None and original.fingerprint() != manifest.source_fingerprint:
         raise SourceError(
             f"{where}: is not the checkpoint that the master was made from: its fingerprint differs from the one in "
             "pqweights.json; give that one, or quantize this one"
+        )
+    kind = EQUALIZE if manifest is None else manifest.fold.get("kind", EQUALIZE)
+    if kind != EQUALIZE:
+        raise SourceError(
+            f"{where}: the master was folded with --fold {kind}, which this version of pqweights does not have; leave "
+            "out --source, or quantize again"
         )
     shapes = {tensor.name: tensor.shape for tensor in original.tensors}
     for tensor in master.tensors:

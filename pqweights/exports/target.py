@@ -14,6 +14,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.exports.loading import LoadableModel
 from pqweights.exports.options import PLAIN, ExportOptions
+from pqweights.folding.fold import check_fold
 from pqweights.remote.addresses import Address
 from pqweights.rewrite.transform import Transform
 
@@ -33,7 +34,7 @@ class ExportSource:
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
     calibration: a file of moments, for error-compensated rounding or for the fold
     rounding: how codes are chosen, "plain" or "gptq"
-    fold: one of FOLDS, to move factors between layers before weights are rounded
+    fold: whether factors are moved between layers before weights are rounded
     model_id: the repository of the original model, if it is known
     fingerprint: that of the checkpoint that the master was made from, if it is known
     """
@@ -43,7 +44,7 @@ class ExportSource:
     original: Path | Address | None
     calibration: Path | None = None
     rounding: str = PLAIN
-    fold: str | None = None
+    fold: bool = False
     model_id: str | None = None
     fingerprint: str | None = None
 
@@ -99,4 +100,5 @@ class ExportTarget(Generic[Settings]):
         Raises OptionError for an option, or a value, that the target does not have.
         """
         asked.only(self.name, self.options)
+        check_fold(asked.fold)
         return self.read_options(asked)

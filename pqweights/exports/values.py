@@ -11,8 +11,7 @@ from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.integers import Outline, Rounding
 from pqweights.exports.target import ExportSource
-from pqweights.folding.fold import Fold
-from pqweights.folding.kinds import make_fold
+from pqweights.folding.fold import EQUALIZE, Fold
 from pqweights.planning.moments_file import Moments
 from pqweights.rewrite.manifest import Manifest
 
@@ -50,9 +49,9 @@ def values_of(
     """
     master = source.checkpoint
     made_with = {} if manifest is None else manifest.fold
-    if made_with and source.fold is not None:
+    if made_with and source.fold:
         raise OptionError(
-            f"--fold {source.fold}: {source.folder} is folded already ({made_with.get('kind')}); leave out --fold"
+            f"--fold {EQUALIZE}: {source.folder} is folded already ({made_with.get('kind')}); leave out --fold"
         )
     if made_with and original is not None:
         kept = [tensor.name for tensor in master.tensors if not isinstance(tensor, EncodedTensor)]
@@ -62,13 +61,12 @@ def values_of(
                 f"--source: {source.folder} was folded with the moments of a file (sha256 {str(used)[:12]}); expected "
                 "--calibration with that file"
             )
-        kind = str(made_with.get("kind"))
-        fold = make_fold(kind, original, plain=kept, moments=None if used is None else moments)
+        fold = Fold(original, plain=kept, moments=None if used is None else moments)
         return Values(checkpoint=_with_values(master, fold.folded), master=master, fold=fold)
     values = master if original is None else _with_values(master, original)
-    if source.fold is None:
+    if not source.fold:
         return Values(checkpoint=values, master=master, fold=None)
-    fold = make_fold(source.fold, values, plain=_plain(values, outline), moments=moments)
+    fold = Fold(values, plain=_plain(values, outline), moments=moments)
     return Values(checkpoint=fold.folded, master=fold.over(master), fold=fold)
 
 

@@ -1,9 +1,7 @@
 """The vllm-int4 target: symmetric integers, `pack-quantized` by compressed-tensors, for vLLM and transformers.
 
 Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized). A weight q is stored as the
-    code q + 2**(bits - 1) in 32-bit words, the first code in the lowest bits. In the rotated basis the stored weights
-    are W H / sqrt(128), and transform_config tells the runtime to rotate the inputs of those layers (QuaRot,
-    arXiv:2404.00456, section 4, with H alone).
+    code q + 2**(bits - 1) in 32-bit words, the first code in the lowest bits.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import from_float32
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
-from pqweights.exports.fused import fused_layers
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.layer_patterns import is_matched, module_of, patterns
+from pqweights.exports.layer_patterns import module_of, patterns
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, PLAIN, ROTATED, ExportOptions, GroupSize, check_rounding, one_of
+from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
-from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
@@ -39,10 +35,8 @@ from pqweights.units import first_names
 NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
 
-ROTATED_WARNING = (
-    "--basis rotated: only vLLM rotates the inputs as this export needs (never tested there); transformers loads it "
-    "silently without rotating them, so its output is meaningless"
-)
+# What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
+BASIS = "plain"
 
 # The modules of routers, by the names that they have in memory.
 ROUTERS = r"re:.*\.(gate|router)$"
@@ -54,7 +48,6 @@ class VllmInt4:
 
     bits: int
     groups: GroupSize
-    basis: str
     qparams: str
 
     compares_master = True
@@ -65,33 +58,27 @@ class VllmInt4:
             "target": NAME,
             "bits": self.bits,
             "group_size": self.groups.size,
-            "basis": self.basis,
+            "basis": BASIS,
             "qparams": self.qparams,
         }
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source.
 
-        Raises ExportError for a model whose layers compressed-tensors would not find, or of which none can be rotated.
+        Raises ExportError for a model whose layers compressed-tensors would not find.
         """
         early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
         found = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
-        turned = _rotatable(checkpoint, found.sizes) if self.basis == ROTATED else set()
-        if self.basis == ROTATED and not turned:
-            raise ExportError(
-                "--basis rotated: no linear layer of this model can be rotated: a layer must have no bias and rows of "
-                "whole blocks of 128, and so must all layers that vLLM fuses with it; use --basis plain"
-            )
         decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in found.plain.items()}
         for name, size in found.sizes.items():
-            decisions[name] = Rounding(self._rule(size), PackedLayout(), rotated=name in turned)
+            decisions[name] = Rounding(self._rule(size), PackedLayout())
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
             metadata=DEFAULT_METADATA,
-            config=self._config(checkpoint, found.sizes, turned),
-            warnings=((ROTATED_WARNING,) if turned else ()) + found.warnings + _experts_warnings(checkpoint, found),
+            config=self._config(checkpoint, found.sizes),
+            warnings=found.warnings + _experts_warnings(checkpoint, found),
         )
 
     def _rule(self, size: int) -> GroupRule:
@@ -99,7 +86,7 @@ class VllmInt4:
         name = "best" if self.qparams == BEST else "compressed-tensors"
         return GroupRule(bits=self.bits, group_size=size, symmetric=True, middle=True, rule=name)
 
-    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int], turned: set[str]) -> dict[str, Any]:
+    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
         """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
 
         sizes: the group sizes of the weights that are rounded, by name
@@ -119,8 +106,6 @@ class VllmInt4:
             # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
             # packed until the first call, and such a model asks for them before.
             quantization["dequantize"] = True
-        if turned:
-            quantization["transform_config"] = {"config_groups": {"hadamard": _rotation(layers, turned)}}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
 
@@ -215,41 +200,10 @@ def _is_numbered(weight: str) -> bool:
     return any(component.isdigit() for component in module_of(weight).split("."))
 
 
-def _rotation(layers: Sequence[str], turned: set[str]) -> dict[str, Any]:
-    """Return the transform that rotates the inputs of the rotated layers, and of no others."""
-    rotated = [name for name in layers if name in turned]
-    targets = patterns(rotated, [])
-    others = [name for name in layers if name not in turned and is_matched(name, targets)]
-    apply = {"targets": targets, "location": "input", "inverse": False, "ignore": patterns(others, rotated)}
-    return {
-        "type": "hadamard",
-        "head_dim": HADAMARD_SIZE,
-        "randomize": False,
-        "requires_grad": False,
-        "apply": [apply],
-    }
-
-
 def _may_be_layer(tensor: LogicalTensor) -> bool:
     """Whether compressed-tensors may take a tensor's module for a linear layer, or vLLM for fused experts."""
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
-
-
-def _rotatable(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> set[str]:
-    """Return the weights whose inputs the runtime can rotate. sizes: of the weights that are rounded."""
-    names = {tensor.name for tensor in checkpoint.tensors}
-
-    def fits(tensor: LogicalTensor) -> bool:
-        return (
-            tensor.name in sizes
-            and tensor.shape[1] % HADAMARD_SIZE == 0
-            and f"{module_of(tensor.name)}.bias" not in names
-            # vLLM does not transform the inputs of fused experts.
-            and classify(tensor.name, tensor.dtype, tensor.shape).name != "expert"
-        )
-
-    return {t.name for layer in fused_layers(checkpoint.tensors) if all(map(fits, layer)) for t in layer}
 
 
 @dataclass(frozen=True)
@@ -304,20 +258,18 @@ def read_options(options: ExportOptions) -> VllmInt4:
     return VllmInt4(
         bits=one_of(NAME, "bits", options.bits, allowed=(4, 8)),
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
-        basis=one_of(NAME, "basis", options.basis, allowed=(PLAIN, ROTATED)),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
     )
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    if made_by.get("basis", BASIS) != BASIS:
+        raise ExportError(
+            f"this export was made with --basis {made_by['basis']}, which this version of pqweights does not have, and "
+            "which transformers computes wrongly; export the master again"
+        )
     trust = " --trust-remote-code" if model.custom else ""
     serve = shell("pip install vllm", f"vllm serve {model.quoted}{model.revision_option}{trust}")
-    if made_by.get("basis") == ROTATED:
-        return [
-            "For vLLM alone, on a single GPU: the weights are rotated, and vLLM rotates the inputs to match "
-            "(`transform_config` in config.json). Plain transformers ignores that key, and its output is meaningless.",
-            serve,
-        ]
     by_library = by_transformers(model, "torch transformers compressed-tensors")
     return ["With vLLM:", serve, "Or with transformers:", *by_library]
 
@@ -326,7 +278,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=("bits", "group_size", "basis", "qparams", "fold", "rounding", "calibration"),
+    options=("bits", "group_size", "qparams", "fold", "rounding", "calibration"),
+    account=("basis",),
     read_options=read_options,
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),

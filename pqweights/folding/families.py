@@ -46,15 +46,12 @@ class Family:
     others: expressions for modules that neither read nor write one of these vectors, or only in a way that a factor
         does not pass: norms of queries and keys, norms behind a layer, the parameters of linear attention
     zero_centred: norms multiply by 1 + weight
-    residual_writers: expressions for the modules that write to the residual stream, and no others do in a layer; empty
-        where the residual stream cannot be rotated, because something else touches it
     """
 
     norms: tuple[NormReaders, ...]
     pairs: tuple[WriterReader, ...]
     others: tuple[str, ...] = ()
     zero_centred: bool = False
-    residual_writers: tuple[str, ...] = ()
 
 
 _VALUES = WriterReader(r"self_attn\.v_proj", r"self_attn\.o_proj", VALUE_HEADS)
@@ -65,7 +62,6 @@ _LLAMA = Family(
     ),
     pairs=(_VALUES, WriterReader(r"mlp\.up_proj", r"mlp\.down_proj")),
     others=(r"self_attn\.(q|k)_norm", r"self_attn\.rotary_emb.*"),
-    residual_writers=(r"self_attn\.o_proj", r"mlp\.down_proj"),
 )
 _GEMMA = replace(_LLAMA, zero_centred=True)
 # The norms behind attention and MLP have gains, too, but what they write is added to the residual stream.
@@ -73,7 +69,6 @@ _GEMMA2 = replace(
     _GEMMA,
     norms=(_LLAMA.norms[0], NormReaders("pre_feedforward_layernorm", (r"mlp\.(gate|up)_proj",))),
     others=(*_LLAMA.others, "post_attention_layernorm", "post_feedforward_layernorm"),
-    residual_writers=(),
 )
 _PHI3 = Family(
     norms=(
@@ -84,7 +79,6 @@ _PHI3 = Family(
         WriterReader(r"self_attn\.qkv_proj", r"self_attn\.o_proj", VALUE_HEADS),
         WriterReader(r"mlp\.gate_up_proj", r"mlp\.down_proj", LAST_HALF),
     ),
-    residual_writers=_LLAMA.residual_writers,
 )
 _EXPERT_PAIRS = (
     WriterReader(rf"{_EXPERT}up_proj", rf"{_EXPERT}down_proj"),
@@ -103,7 +97,6 @@ _QWEN_MOE = replace(
     _LLAMA,
     norms=(_LLAMA.norms[0], NormReaders("post_attention_layernorm", _EXPERT_READERS)),
     pairs=(*_LLAMA.pairs, *_EXPERT_PAIRS),
-    residual_writers=(*_LLAMA.residual_writers, rf"{_EXPERT}down_proj", r"mlp\.shared_experts?\.down_proj"),
 )
 _MIXTRAL = replace(
     _LLAMA,
@@ -112,7 +105,6 @@ _MIXTRAL = replace(
         NormReaders("post_attention_layernorm", (r"block_sparse_moe\.gate", r"block_sparse_moe\.experts\.\d+\.w[13]")),
     ),
     pairs=(_VALUES, WriterReader(r"block_sparse_moe\.experts\.(\d+)\.w3", r"block_sparse_moe\.experts\.(\d+)\.w2")),
-    residual_writers=(r"self_attn\.o_proj", r"block_sparse_moe\.experts\.\d+\.w2"),
 )
 # Its experts add 1 to what the up half writes, and clamp it: no factor passes.
 _GPT_OSS = Family(
@@ -133,7 +125,6 @@ _QWEN3_5 = replace(
         _QWEN_MOE.norms[1],
     ),
     others=(*_QWEN_MOE.others, r"linear_attn\.(A_log|dt_bias|conv1d)"),
-    residual_writers=(),
 )
 
 FAMILIES: dict[str, Family] = {

@@ -20,7 +20,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
-from pqweights.errors import SourceError
+from pqweights.errors import OptionError, SourceError
 from pqweights.folding.digest import digest_of
 from pqweights.folding.factors import (
     SMALLEST_GAIN,
@@ -32,19 +32,26 @@ from pqweights.folding.factors import (
 )
 from pqweights.folding.folded import FoldedTensor, TensorFactors
 from pqweights.folding.inputs import mean_squares
-from pqweights.folding.links import COLUMNS, Link, Links, Side
+from pqweights.folding.links import COLUMNS, Link, Side
 from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass
 from pqweights.locks import ProcessLock
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
+from pqweights.suggestions import instead
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-EQUALIZE, ROTATE = "equalize", "rotate"
+EQUALIZE = "equalize"
 # The factors of this many tensors are kept at hand.
 KEPT_TENSORS = 16
+
+
+def check_fold(kind: str | None) -> None:
+    """Raise OptionError for a fold that does not exist. kind: None for none."""
+    if kind not in (None, EQUALIZE):
+        raise OptionError(f"--fold {kind}: {instead(kind, [EQUALIZE])}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,22 +101,19 @@ class _LinkFactors:
 class Fold:
     """The fold of one checkpoint. `measure` must be called before a tensor is read."""
 
-    def __init__(
-        self, kind: str, original: Checkpoint, *, plain: Collection[str], moments: Moments | None = None
-    ) -> None:
+    def __init__(self, original: Checkpoint, *, plain: Collection[str], moments: Moments | None = None) -> None:
         """Find what can be folded.
 
-        kind: its name
         original: the checkpoint
         plain: the tensors that the result stores plainly
         moments: second moments of the inputs of the checkpoint, if they are known
 
         Raises SourceError if norms are missing.
         """
-        self.kind, self.original, self._moments = kind, original, moments
+        self.original, self._moments = original, moments
         self._plain = frozenset(plain)
         self._tensors = {tensor.name: tensor for tensor in original.tensors}
-        self.structure: Links = self._find(plain)
+        self.structure = find_links(original.config, original.tensors, plain=plain)
         self._sides: dict[str, list[tuple[int, Side, bool]]] = {}  # by tensor: link, side, and whether it reads
         for number, link in enumerate(self.structure.links):
             for side in (*link.writers, *link.vectors):
@@ -132,14 +136,10 @@ class Fold:
         vars(self).update(state)
         self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
 
-    def _find(self, plain: Collection[str]) -> Links:
-        """Return the vectors that can be folded."""
-        return find_links(self.original.config, self.original.tensors, plain=plain)
-
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the fold."""
         data = {} if self._moments is None else {"calibration": self._moments.sha256}
-        return {"kind": self.kind, "vectors": len(self.structure.links)} | data
+        return {"kind": EQUALIZE, "vectors": len(self.structure.links)} | data
 
     @property
     def also_reads(self) -> dict[str, Checkpoint]:
@@ -149,13 +149,13 @@ class Fold:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Why nothing is folded, if nothing is."""
-        return (f"--fold {self.kind}: {self.structure.unfolded}",) if self.structure.unfolded else ()
+        return (f"--fold {EQUALIZE}: {self.structure.unfolded}",) if self.structure.unfolded else ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the key `fold` of the JSON of quantize and plan: the vectors, and what is left as it is."""
         left = {reason: list(names) for reason, names in self.structure.left.items()}
         names = [link.name for link in self.structure.links]
-        return {"kind": self.kind, "vectors": names, "left": left, "warnings": list(self.warnings)}
+        return {"kind": EQUALIZE, "vectors": names, "left": left, "warnings": list(self.warnings)}
 
     def noted(
         self, planned: list[TensorPlan], sources: Mapping[str, tuple[str, ...]] | None = None
@@ -175,12 +175,7 @@ class Fold:
     def memory_bytes(self) -> int:
         """The memory that the factors and the weights of norms take."""
         factors = sum(2 * link.matrices * link.channels for link in self.structure.links)
-        return factors + self._gain_bytes
-
-    @property
-    def _gain_bytes(self) -> int:
-        """The memory that the weights of norms and biases take."""
-        return sum(4 * element_count(self._tensors[name]) for name in [*self._norms_read, *self._biases_read])
+        return factors + sum(4 * element_count(self._tensors[name]) for name in [*self._norms_read, *self._biases_read])
 
     @property
     def _norms_read(self) -> list[str]:
@@ -253,15 +248,6 @@ class Fold:
                 self.original.storage.check_read()  # what is kept must be of the files that the journal states
                 stream.write(known.line(number))
                 stream.flush()  # a kill must not cost what is known
-
-    def close(self) -> None:
-        """Free what was held for reading; by default nothing is."""
-        return
-
-    @property
-    def thread_bytes(self) -> int:
-        """The memory that each thread takes besides what an unfolded run takes."""
-        return 0
 
     def digest(self) -> str:
         """Return the digest of all factors, see digest_of. `measure` must have been called."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +13,6 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.dtypes import FINITE_RANGES, convert, item_bytes
-from pqweights.folding import turning
-from pqweights.folding.turning import Turn, TurnedFiles, write_at
 from pqweights.kernels.factors import multiply
 from pqweights.kernels.workers import scratch
 
@@ -34,15 +31,11 @@ class TensorFactors:
     rows: one factor for each row of each matrix, [rows of all matrices]; None for none
     columns: one factor for each column, [matrices or 1, columns]; None for none
     values: in place of factors, the values of a whole vector
-    turn: by what the products are turned
-    files: where large turned tensors are kept
     """
 
     rows: Floats | None = None
     columns: Floats | None = None
     values: Floats | None = None
-    turn: Turn | None = None
-    files: TurnedFiles | None = None
 
     def of_columns(self, part: _Run, width: int) -> Floats:
         """Return the factors of the columns of a part of a tensor with rows of `width` elements."""
@@ -58,7 +51,7 @@ class TensorFactors:
     @property
     def is_nothing(self) -> bool:
         """Whether the tensor stays as it is."""
-        return self.rows is None and self.columns is None and self.values is None and self.turn is None
+        return self.rows is None and self.columns is None and self.values is None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,46 +105,11 @@ class FoldedTensor:
         values = raw.view(np.float32)
         if factors.values is not None:
             values[:] = factors.values[start : start + count]
-        elif factors.turn is not None:
-            self._read_turned(values, factors, factors.turn, start)
         else:
             self._read_multiplied(values, factors, start)
         if dtype != "F32":
             np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
             out[: count * item_bytes(dtype)] = convert(raw, "F32", dtype)
-
-    def _read_turned(self, values: Floats, factors: TensorFactors, turn: Turn, start: int) -> None:
-        """Read elements that are turned: with the blocks of rows and columns that they are in."""
-        columns = self.shape[-1]
-        if turn.height * columns > turning.MOST_WEIGHTS:
-            assert factors.files is not None
-            factors.files.read(self.name, lambda file: self._write_turned(file, factors, turn), start, values)
-            return
-        first = start // columns // turn.height * turn.height
-        rows = math.prod(self.shape[:-1])
-        last = min(rows, -(-(start + len(values)) // columns // turn.height) * turn.height)
-        block = np.empty((last - first) * columns, dtype=np.float32)
-        self._read_multiplied(block, factors, first * columns)
-        turn.apply(block.reshape(-1, columns), first)
-        skip = start - first * columns
-        values[:] = block[skip : skip + len(values)]
-
-    def _write_turned(self, file: int, factors: TensorFactors, turn: Turn) -> None:
-        """Write the whole turned tensor to a file, a strip of columns of a block of rows at a time."""
-        columns, rows = self.shape[-1], math.prod(self.shape[:-1])
-        step = turn.columns or 1
-        width = min(columns, max(step, turning.STRIP_WEIGHTS // turn.height // step * step))
-        for first in range(0, rows, turn.height):
-            height = min(turn.height, rows - first)
-            for column in range(0, columns, width):
-                count = min(width, columns - column)
-                strip = np.empty((height, count), dtype=np.float32)
-                for row in range(height):
-                    start = (first + row) * columns + column
-                    self._read_multiplied(strip[row], factors, start)
-                turn.apply(strip, first)
-                for row in range(height):
-                    write_at(file, strip[row], ((first + row) * columns + column) * 4)
 
     def _read_multiplied(self, values: Floats, factors: TensorFactors, start: int) -> None:
         """Read elements from `start` on, times their factors; what reads them reports infinities."""

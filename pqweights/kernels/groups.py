@@ -202,17 +202,8 @@ def _written(out: Groups) -> list[native.Array]:
 
 def rotate(values: npt.NDArray[np.float32]) -> None:
     """Multiply each run of 128 values by H / sqrt(128), in place; its own inverse."""
-    _transform(values, ORTHONORMAL)
-
-
-def turn_runs(values: npt.NDArray[np.float32]) -> None:
-    """Multiply each run of 128 values by H, in place."""
-    _transform(values, 1.0)
-
-
-def _transform(values: npt.NDArray[np.float32], factor: float) -> None:
     blocks = len(values) // BLOCK_SIZE
-    native.call("rotate", native.array(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, factor)
+    native.call("rotate", native.array(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, ORTHONORMAL)
 
 
 def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:

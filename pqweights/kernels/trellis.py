@@ -121,10 +121,9 @@ def decode(
     *,
     cut: Superblocks,
     signed: bool,
-    rotate: bool,
     tables: DecodeTables,
 ) -> tuple[int, int]:
-    """Decode superblocks into raw bytes of `dtype`, rotated back or not.
+    """Decode superblocks into raw bytes of `dtype`, rotated back.
 
     Returns the first superblock that is not sound, or -1, and what is wrong with it: 1 the header, 2 what follows. The
     weights of such a superblock mean nothing. Raises ValueError for arrays or superblocks of a size that is none.
@@ -139,12 +138,12 @@ def decode(
         native.array(tables.entries, np.uint32, tables.entries.size),
         native.array(tables.tables, np.int32, CLASSES),
         native.array(tables.widths, np.int32, 2 * len(tables.entries)),
-        native.array(tables.gains * ORTHONORMAL if rotate else tables.gains, np.float64, CLASSES),
+        native.array(tables.gains * ORTHONORMAL, np.float64, CLASSES),
         native.array(SIGNS, np.float32, BLOCK_SIZE) if signed else None,
         native.array(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
         _room("stream", np.uint16, 2 * (cut.stride // 2 + _TILE_WORDS + _LANES)),
         native.array(status, np.int64, 2, written=True),
-        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], rotate),
+        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], True),
     )
     return int(status[0]), int(status[1])
 

@@ -22,14 +22,13 @@ from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header
 from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.errors import SourceError
-from pqweights.kernels import HADAMARD_SIZE
 from pqweights.planning.calibration_json import MOMENTS
 from pqweights.strict_json import Fields
 
 Floats = npt.NDArray[np.float32]
 
-# Rows of a matrix of moments that are read together: rotating takes whole blocks of them.
-STRIP_ROWS = HADAMARD_SIZE
+# Rows of a matrix of moments that are read together.
+STRIP_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +89,9 @@ class Moments:
             "run pqweights calibrate --moments on this one"
         )
 
-    def strips(
-        self, vector: int, *, rotated: bool = False, columns: Floats | None = None
-    ) -> Iterator[tuple[int, Floats]]:
+    def strips(self, vector: int, *, columns: Floats | None = None) -> Iterator[tuple[int, Floats]]:
         """Yield the matrix of a vector as runs of rows, each with the number of the first: f32 [STRIP_ROWS, K].
 
-        rotated: the moments of the inputs times H / sqrt(128), block by block
         columns: [K], the factors by which the columns of the weights were multiplied, and the inputs divided
 
         Raises SourceError if a moment is not finite, or a mean of squares is negative.
@@ -110,8 +106,6 @@ class Moments:
                 )
             if columns is not None:
                 strip = strip / columns / columns[first : first + count, None]
-            if rotated:
-                strip = _rotated(np.ascontiguousarray(_rotated(strip).T)).T
             yield first, strip
 
     def mean_squares(self, vector: int) -> Floats:
@@ -126,14 +120,12 @@ class Moments:
             raise MOMENTS.damaged(self.path, f"{name}: expected means of squares, found a negative one")
         return result
 
-    def held_back(self, vector: int, *, rotated: bool = False, columns: Floats | None = None) -> Floats:
+    def held_back(self, vector: int, *, columns: Floats | None = None) -> Floats:
         """Read the rows of a vector that were held back, [rows, K]; see `strips`."""
         about = self.vectors[vector]
         count = about.held_back * about.size
         rows = self._read(f"inputs.{vector}.held_back", 0, count).reshape(about.held_back, about.size)
-        if columns is not None:
-            rows = rows / columns
-        return _rotated(rows) if rotated else rows
+        return rows if columns is None else rows / columns
 
     def _read(self, name: str, start: int, count: int) -> Floats:
         raw = np.empty(count * 4, dtype=np.uint8)
@@ -143,15 +135,6 @@ class Moments:
         if not np.isfinite(values).all():
             raise MOMENTS.damaged(self.path, f"{name}: expected finite numbers, found a NaN or an infinity")
         return values
-
-
-def _rotated(rows: Floats) -> Floats:
-    """Return rows with each run of 128 values multiplied by H / sqrt(128)."""
-    from pqweights.kernels.groups import rotate
-
-    result = np.ascontiguousarray(rows, dtype=np.float32).copy()
-    rotate(result.reshape(-1))
-    return result
 
 
 def open_moments(path: Path) -> Moments:

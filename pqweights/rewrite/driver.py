@@ -162,12 +162,8 @@ def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptio
             folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress
         )
         task.transform.prepare(preparation)
-        try:
-            engine = run.engine
-            records = Stream(task, workspace, run).run() if engine is None else engine.stream(task, workspace, run)
-        finally:
-            if task.transform.fold is not None:
-                task.transform.fold.close()
+        engine = run.engine
+        records = Stream(task, workspace, run).run() if engine is None else engine.stream(task, workspace, run)
         task.finish_checks()
         return records
     except (SourceError, MasterError) as error:

@@ -56,7 +56,7 @@ def resource_needs(
     shard_room: see ResultPlace.shard_room
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
-    held = 0 if fold is None else fold.memory_bytes + threads * fold.thread_bytes
+    held = 0 if fold is None else fold.memory_bytes
     held += sum(storage.memory_bytes for storage in storages)
     held += 0 if shard_room is None else upload_bytes_held()
     held += threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header

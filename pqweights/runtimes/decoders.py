@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
 from pqweights.dtypes import float8_table, to_float32
 from pqweights.errors import SourceError
 from pqweights.rewrite.listed_files import open_result
+from pqweights.runtimes.folders import refuse_transforms
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -31,8 +30,8 @@ Codes = npt.NDArray[np.uint8]
 def export_weight(folder: Path) -> Callable[[str], Floats]:
     """Return a function that decodes a weight of an export, given the name that its runtime uses.
 
-    The function returns the weight in the basis of the original: f32, in the weight's shape. Raises SourceError if the
-    folder does not have the form of an export of its kind.
+    The function returns the weight as f32, in its shape. Raises SourceError if the folder does not have the form of an
+    export of its kind, or if config.json declares transforms of inputs.
     """
     storage = LocalStorage(folder)
     config = json.loads(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else {}
@@ -41,6 +40,7 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
     if settings.get("quant_method") == "torchao":
         return lambda name: _torchao_weight(stored, name)
     if settings.get("quant_method") == "compressed-tensors":
+        refuse_transforms(folder, settings)
         return lambda name: _compressed_weight(stored, settings, name)
     if "quantization" in config:
         return lambda name: _mlx_weight(stored, config["quantization"], name)
@@ -74,10 +74,7 @@ def stored_parts(stored: Stored, name: str) -> list[str]:
 
 
 def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """Decode a symmetric pack-quantized weight of compressed-tensors, and undo the rotation that config.json declares.
-
-    The value is (code - 2**(bits - 1)) * scale.
-    """
+    """Decode a symmetric pack-quantized weight of compressed-tensors: (code - 2**(bits - 1)) * scale."""
     if f"{name}_packed" not in stored.tensors:
         return stored.floats(name)
     (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
@@ -86,14 +83,7 @@ def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -
     scales = stored.floats(f"{name}_scale")
     centred = (codes - np.float32(2 ** (bits - 1))).reshape(rows, scales.shape[1], -1)
     weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
-    for scheme in settings.get("transform_config", {}).get("config_groups", {}).values():
-        if any(_matches(name.removesuffix(".weight"), apply["targets"]) for apply in scheme["apply"]):
-            weight = rotated(weight, scheme["head_dim"])
     return weight
-
-
-def _matches(module: str, targets: Sequence[str]) -> bool:
-    return any(re.match(t.removeprefix("re:"), module) if t.startswith("re:") else t == module for t in targets)
 
 
 def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
@@ -201,14 +191,3 @@ def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
         column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
         result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
     return result.reshape(tiles * 8, blocks * 128)
-
-
-def rotated(weight: Floats, size: int) -> Floats:
-    """Multiply each run of `size` weights of a row by H / sqrt(size), where H is Sylvester's matrix.
-
-    The rotation is its own inverse.
-    """
-    index = np.arange(size)
-    signs = np.where(np.bitwise_count(index[:, None] & index[None, :]) % 2, -1.0, 1.0)
-    blocks = weight.reshape(-1, size).astype(np.float64) @ (signs / math.sqrt(size))
-    return blocks.astype(np.float32).reshape(weight.shape)

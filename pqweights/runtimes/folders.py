@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,13 @@ def read_folder(path: Path) -> Folder:
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")
-    settings = config.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    found = config.get("quantization_config")
+    settings = found if isinstance(found, dict) else {}
+    method = settings.get("quant_method")
     kinds = {QUANT_METHOD: MASTER, "torchao": TORCHAO, "compressed-tensors": COMPRESSED_TENSORS}
     kind = kinds.get(str(method), TRANSFORMERS)
+    if kind == COMPRESSED_TENSORS:
+        refuse_transforms(path, settings)
     if method is None and "quantization" in config:
         kind = MLX
     text = config.get("text_config")
@@ -111,6 +115,15 @@ def read_folder(path: Path) -> Folder:
         context=next((limit for limit in limits if limit), None),
         vocabulary=_positive(text, "vocab_size"),
     )
+
+
+def refuse_transforms(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise SourceError if the quantization_config of a folder declares transforms, which transformers ignores."""
+    if settings.get("transform_config"):
+        raise SourceError(
+            f"{path}: {CONFIG_FILE} has a transform_config, as exports of earlier versions with --basis rotated have: "
+            "transformers does not transform the inputs, and computes something else; export the master again"
+        )
 
 
 def transformers_config(folder: Path) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,23 +263,16 @@ def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Mo
 
 
 def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
-    """Load an export for vLLM; compressed-tensors applies the transform_config that transformers drops."""
+    """Load an export for vLLM."""
     package("compressed_tensors", "vllm")
     torch = package("torch", "transformers")
     model = _from_pretrained(folder, dtype).to(device)
     own_dtype = model.dtype
-    runtime = "transformers, compressed-tensors"
-    transform = package("compressed_tensors.transform", "vllm")
-    settings: Mapping[str, Any] = folder.config["quantization_config"]
-    with quiet(), Refused(f"{folder.path}: compressed-tensors cannot load this model"):
-        if "transform_config" in settings:
-            transform.apply_transform_config(model, transform.TransformConfig(**settings["transform_config"]))
-            runtime += " with its transforms"
-        with torch.inference_mode():
-            model(torch.zeros(1, 1, dtype=torch.int64, device=device))  # the first call decompresses
+    with quiet(), Refused(f"{folder.path}: compressed-tensors cannot load this model"), torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device))  # the first call decompresses
     # Stacked experts are BF16 whatever dtype was asked for, and transformers refuses model.to(dtype).
     torch.nn.Module.to(model, own_dtype)
-    return _in_torch(runtime, model)
+    return _in_torch("transformers, compressed-tensors", model)
 
 
 def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import evaluate, make_card, quantize, write_card
-from cards import BASE, blocks, change_manifest, facts, sections, set_model
-from commands import done, invoke
+from cards import BASE, change_manifest, facts, sections, set_model
+from commands import done, invoke, refused
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
@@ -185,11 +185,14 @@ def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path
     assert not write_card(folder).changed
 
 
-def test_load_section_of_a_rotated_vllm_export(base: Path) -> None:
+def test_card_of_a_rotated_export_of_an_earlier_version_is_refused(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    text = make_card(exported(base, "llama", "vllm-int4", basis="rotated"), "someone/out").text
-    assert "vllm serve someone/out" in text and "on a single GPU" in text and "QuaRot*" in text
-    assert not blocks(text, "python")
+    folder = Path(shutil.copytree(exported(base, "llama", "vllm-int4"), tmp_path / "export"))
+    path = folder / "pqweights.json"
+    text = path.read_text()
+    assert '"basis": "plain"' in text
+    path.write_text(text.replace('"basis": "plain"', '"basis": "rotated"'))
+    assert "made with --basis rotated, which this version" in refused("card", folder, "--print")
 
 
 def test_export_states_recipe_and_error_of_its_master(base: Path, tmp_path: Path) -> None:

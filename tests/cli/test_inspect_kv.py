@@ -35,7 +35,7 @@ def plant(model: Any) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("inspect-kv")
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION, ATTENTION), made / "model", plant)
+    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION), made / "model", plant)
     (made / "text.txt").write_text(WORDS)
     return made
 
@@ -85,7 +85,7 @@ def test_model_without_rope(tmp_path: Path) -> None:
 
 
 def test_sizes_without_angles_have_no_table_of_them(tmp_path: Path) -> None:
-    family = Family("LlamaForCausalLM", "LlamaConfig", TEXT | {"head_dim": 24}, ATTENTION, ATTENTION)
+    family = Family("LlamaForCausalLM", "LlamaConfig", TEXT | {"head_dim": 24}, ATTENTION)
     build(family, tmp_path / "model")
     (tmp_path / "text.txt").write_text(WORDS)
     shown = done("inspect", tmp_path / "model", "--kv", "--text", tmp_path / "text.txt").stdout

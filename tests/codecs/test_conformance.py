@@ -10,12 +10,11 @@ from typing import Any
 
 import helpers
 import numpy as np
-import numpy.typing as npt
 import pytest
 from added_codecs import ADDED
 
 from pqweights.codecs import CODECS
-from pqweights.codecs.protocol import VALUE_DTYPES, Basis, Bytes, Codec, Coder, DamagedBlock, Measures, State, has_rate
+from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Codec, Coder, DamagedBlock, Measures, State, has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.errors import RecipeError, SourceError
@@ -343,19 +342,6 @@ def test_coder_states_whether_its_errors_are_orthogonal(coder: Coder) -> None:
         assert gap < 0.01 * error + 2**-10 / np.sqrt(blocks) * energy
     elif coder.bits == ALL[coder.codec].rates[0] and coder.codec != "test-polar":
         assert gap > 0.02 * error  # the errors really are not orthogonal
-
-
-@each
-def test_other_bases_are_rotations_of_the_weight(coder: Coder) -> None:
-    state = coder.first_state()
-    assert Basis.PLAIN in coder.bases(state)
-    parts, _ = encoded(coder, gaussian_blocks(coder, 6), state=state)
-    plain = decoded(coder, parts, state=state).view(np.float32)
-    for basis in coder.bases(state) - {Basis.PLAIN}:
-        values: npt.NDArray[np.uint8] = np.empty(plain.nbytes, dtype=np.uint8)
-        coder.decode(parts, values, dtype="F32", state=state, basis=basis)
-        turned = values.view(np.float32).reshape(-1, 128) @ (helpers.sylvester() / np.sqrt(128))
-        assert np.allclose(turned.reshape(-1), plain, atol=1e-6)
 
 
 @each

@@ -66,7 +66,6 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]
         {},
         {"fold": "equalize"},
         {"fold": "equalize", "calibration": "moments.safetensors"},
-        {"fold": "rotate"},
         {"target_bpw": 4.5},
         {"recipe": "t4", "keep": FEW},
         {"bits": 3, "set_bits": {FEW: 6}},

@@ -35,7 +35,7 @@ COMMAND = ("--window", 100, "--stride", 10, "--max-tokens", 130)
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with source, its master q3 with the BF16 export bf16, and text.txt."""
     folder = tmp_path_factory.mktemp("caches")
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION, ATTENTION), folder / "source")
+    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION), folder / "source")
     quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
     (folder / "text.txt").write_text(TEXT)
     return folder

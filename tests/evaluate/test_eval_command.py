@@ -51,7 +51,7 @@ TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 
 
 
 def model_folder(folder: Path, **settings: Any) -> Path:
-    return build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA | settings, ATTENTION, ATTENTION), folder)
+    return build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA | settings, ATTENTION), folder)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
         settings |= {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2}
     else:
         settings |= {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
-    folder = build(Family(*ENCODERS[architecture], settings, (), ()), tmp_path / "model")
+    folder = build(Family(*ENCODERS[architecture], settings, ()), tmp_path / "model")
     with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
         evaluate([folder], TEXT, window=64, stride=16)
     quantize(folder, tmp_path / "master", load_recipe("q5"), threads=2)

@@ -63,7 +63,7 @@ def test_option_has_a_default_and_is_checked_by_the_target(base: Path, tmp_path:
     ("target", "options", "message"),
     [
         (NAME, ("--bits", "4"), f"--bits: the target {NAME} does not take this option"),
-        (NAME, ("--basis", "rotated"), f"--basis: the target {NAME} does not take this option"),
+        (NAME, ("--packing", "plain"), f"--packing: the target {NAME} does not take this option"),
         ("bf16", ("--mode", "a"), "--mode: the target bf16 does not take this option"),
     ],
 )

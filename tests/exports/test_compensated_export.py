@@ -10,7 +10,7 @@ import families
 import numpy as np
 import pytest
 from helpers import Array, as_float32, folder_bytes, read_all, run_command
-from integer_exports import LAYER, from_compressed_tensors, from_torchao, unpacked, unrotated, work
+from integer_exports import LAYER, from_compressed_tensors, from_torchao, unpacked, work
 from random_moments import write_random_moments
 from rewriting import check_killed_runs_resume
 
@@ -28,7 +28,6 @@ COMPENSATED = {
     "tile": {"target": "torchao-int4"},
     "nibbles": {"target": "torchao-int4", "packing": "plain"},
     "vllm": {"target": "vllm-int4"},
-    "rotated": {"target": "vllm-int4", "basis": "rotated"},
 }
 NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
 
@@ -49,8 +48,7 @@ def decoded(folder: Path, kind: str, name: str, shape: tuple[int, ...]) -> Array
     tensors = read_all(folder)
     if kind in ("tile", "nibbles"):
         return from_torchao(tensors, name, shape, kind == "tile")
-    found = from_compressed_tensors(tensors, name)
-    return unrotated(found) if kind == "rotated" and shape[1] % 128 == 0 else found
+    return from_compressed_tensors(tensors, name)
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -87,7 +85,7 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
 def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     threads: int, chunk_weights: int, driven: Path, calibrated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = command(driven, "rotated", calibrated[0], original=True)
+    asked = command(driven, "vllm", calibrated[0], original=True)
     run_command(asked, tmp_path / "first")
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
     run_command(asked, tmp_path / "second", threads=threads)
@@ -196,9 +194,7 @@ def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: A
             run_command(asked, tmp_path / "out")
 
 
-def test_moments_are_rotated_and_folded_like_the_inputs(driven: Path, calibrated: Any) -> None:
-    from helpers import sylvester
-
+def test_moments_are_folded_like_the_inputs(driven: Path, calibrated: Any) -> None:
     from pqweights.planning.moments_file import open_moments
 
     moments = open_moments(calibrated[0])
@@ -207,12 +203,11 @@ def test_moments_are_rotated_and_folded_like_the_inputs(driven: Path, calibrated
     size = moments.vectors[vector].size
     plain = np.concatenate([strip for _, strip in moments.strips(vector)]).astype(np.float64)
     factors = np.linspace(0.5, 2, size, dtype=np.float32)
-    turn = np.kron(np.eye(size // 128), sylvester()) / np.sqrt(128)
-    wanted = turn.T @ (plain / factors / factors[:, None]) @ turn
-    found = np.concatenate([strip for _, strip in moments.strips(vector, rotated=True, columns=factors)])
+    wanted = plain / factors / factors[:, None]
+    found = np.concatenate([strip for _, strip in moments.strips(vector, columns=factors)])
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
-    rows = moments.held_back(vector).astype(np.float64) / factors @ turn
-    assert np.abs(moments.held_back(vector, rotated=True, columns=factors) - rows).max() < 1e-4
+    rows = moments.held_back(vector).astype(np.float64) / factors
+    assert np.abs(moments.held_back(vector, columns=factors) - rows).max() < 1e-4
 
 
 def test_json_of_a_report_is_json(driven: Path, calibrated: Any, tmp_path: Path) -> None:

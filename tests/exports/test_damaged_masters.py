@@ -38,7 +38,6 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {"dtype": "source"}),
     ("torchao-int4", GROUPS),
     ("vllm-int4", GROUPS),
-    ("vllm-int4", {"basis": "rotated"}),
     ("vllm-int4", {**GROUPS, "fold": "equalize"}),
     ("vllm-int4", {**GROUPS, "rounding": "gptq", "calibration": "moments.safetensors"}),
     ("mlx-q4", GROUPS),

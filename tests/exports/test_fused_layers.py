@@ -47,12 +47,9 @@ def exported(folder: Path, modules: tuple[str, ...], kept: str, *options: object
 
 
 @pytest.mark.parametrize("layer", FUSED)
-@pytest.mark.parametrize("options", [("-t", "vllm-int4"), ("-t", "vllm-int4", "--basis", "rotated")], ids=str)
-def test_fused_layer_stays_plain_if_the_master_keeps_a_part(
-    layer: str, options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_fused_layer_stays_plain_if_the_master_keeps_a_part(layer: str, tmp_path: Path) -> None:
     kept, rest = FUSED[layer]
-    warnings = exported(tmp_path, (*rest, kept, *OTHERS), kept, *options)
+    warnings = exported(tmp_path, (*rest, kept, *OTHERS), kept, "-t", "vllm-int4")
     assert {name.removesuffix(".weight") for name in integer_names(tmp_path / "out")} == set(OTHERS)
     tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in read_manifest(tmp_path / "out").tensors}
     assert {tensors[module].reason for module in rest} == {FUSED_WITH_KEPT}
@@ -60,16 +57,15 @@ def test_fused_layer_stays_plain_if_the_master_keeps_a_part(
     (said,) = [text for text in warnings if text.startswith("plain because runtimes fuse them")]
     assert f"({kept}.weight)" in said
     assert f"{len(rest)} weight" in said and f"{len(rest) * 64 * 128 * 2 / 1000:.2f} kB in BF16" in said
-    shown = done("export", tmp_path / "master", tmp_path / "out", *options)
+    shown = done("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4")
     assert f"WARNING: {said}\n" in shown.stderr and f", {FUSED_WITH_KEPT}: {rest[0]}" in shown.stdout
 
 
-@pytest.mark.parametrize("basis", ["plain", "rotated"])
-def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(basis: str, tmp_path: Path) -> None:
+def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(tmp_path: Path) -> None:
     """As its should_ignore_layer does: of the parts of a layer, `ignore` matches all or none."""
     match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
     modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo") + tuple(f"{MLP}.{n}_proj" for n in ("gate", "up", "down"))
-    exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "vllm-int4", "--basis", basis)
+    exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "vllm-int4")
     ignore = quantization(tmp_path / "out")["ignore"]
     ignored = {module for module in modules if any(match_name(module, expression) for expression in ignore)}
     assert ignored == {f"{ATTENTION}.{n}_proj" for n in "qkv"}

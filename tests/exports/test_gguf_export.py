@@ -153,7 +153,7 @@ def test_damage_is_found(master, tmp_path):
 def test_rows_that_blocks_do_not_divide_get_the_fallbacks_of_llama_cpp(base, tmp_path):
     narrow = families.FAMILIES["qwen3"]
     settings = narrow.settings | {"hidden_size": 96, "intermediate_size": 288, "vocab_size": 300}
-    folder = families.build(families.Family(narrow.model, narrow.config, settings, (), ()), tmp_path / "model")
+    folder = families.build(families.Family(narrow.model, narrow.config, settings, ()), tmp_path / "model")
     run_command({"quantize": str(language_models.with_tokenizer(folder))}, tmp_path / "master")
     out = export(tmp_path / "master", tmp_path / "out", type="q5_k_s")
     chosen = {tensor.name: (tensor.codec, tensor.reason) for tensor in read_manifest(out).tensors}

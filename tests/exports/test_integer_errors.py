@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import struct
@@ -20,20 +19,18 @@ from helpers import (
     master_weights,
     read_all,
     run_command,
-    sylvester,
     write_checkpoint,
 )
-from integer_exports import KINDS, LAYER, ROUNDED, from_compressed_tensors, from_torchao, unpacked, work
+from integer_exports import KINDS, LAYER, ROUNDED, from_compressed_tensors, from_torchao, work
 
 from pqweights.errors import MasterError, OutputError, SourceError
-from pqweights.kernels.groups import GroupRule, rotate
 from pqweights.rewrite.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
 
 def decoded(folder: Path) -> dict[str, Array]:
-    """Decode the weights of an export to the plain basis, in float64."""
+    """Decode the weights of an export, in float64."""
     manifest, tensors = read_manifest(folder), read_all(folder)
     result = {}
     for tensor in manifest.tensors:
@@ -45,11 +42,7 @@ def decoded(folder: Path) -> dict[str, Array]:
             values = from_torchao(tensors, tensor.name, tensor.shape, tile)
         else:
             values = from_compressed_tensors(tensors, tensor.name, tensor.bits)
-        if tensor.codec.endswith("-rotated"):
-            turned = values.astype(np.float64).reshape(len(values), -1, 128) @ (sylvester() / math.sqrt(128))
-            result[tensor.name] = turned.reshape(values.shape)
-        else:
-            result[tensor.name] = values.astype(np.float64)
+        result[tensor.name] = values.astype(np.float64)
     return result
 
 
@@ -81,9 +74,8 @@ def test_errors_are_measured_with_the_original_and_predicted_without(kind: str, 
         if record.name not in ROUNDED:
             assert record.total_mse is None
         else:
-            # abs is for the constant weight, which is nearly exact in the rotated basis.
-            assert record.total_mse == record.relative_mse == pytest.approx(measured[record.name], rel=1e-5, abs=1e-9)
-            assert record.master_mse == pytest.approx(from_master[record.name], rel=1e-5, abs=1e-9)
+            assert record.total_mse == record.relative_mse == pytest.approx(measured[record.name], rel=1e-5)
+            assert record.master_mse == pytest.approx(from_master[record.name], rel=1e-5)
     for record in without.records:
         if record.name in ROUNDED - {f"{LAYER}.mlp.up_proj.weight"}:  # 64 equal blocks, so errors do not average out
             assert record.total_mse == record.master_mse == pytest.approx(from_master[record.name], rel=0.03)
@@ -103,24 +95,6 @@ def test_relative_error_is_measured_against_the_decoded_master(kind: str, driven
             energy = (wanted**2).sum()
             assert record.energy == pytest.approx(energy, rel=1e-5)
             assert record.relative_mse == pytest.approx(((found[record.name] - wanted) ** 2).sum() / energy, rel=1e-5)
-
-
-def test_rotated_codes_match_rotating_the_original(driven: Path, tmp_path: Path) -> None:
-    """All weights are rotated, also the one that a rescue encoded with flipped signs."""
-    report = run_command({**work(driven, "rotated"), "original": str(driven / "src")}, tmp_path / "with")
-    turned = {t.name for t in report.plan.tensors if t.codec == "symmetric-g128-rotated"}
-    assert turned == ROUNDED
-    rescued = {
-        r.name for r in read_manifest(driven / "master").records if (r.state or {}).get("rotation") == "signed-hadamard"
-    }
-    assert rescued == {f"{LAYER}.mlp.up_proj.weight"}
-    exact = read_all(driven / "src")
-    for name in sorted(turned):
-        values = np.ascontiguousarray(as_float32(exact[name]).reshape(-1)).copy()
-        rotate(values)
-        groups = GroupRule(bits=4, group_size=128, symmetric=True, middle=True, rule="best").quantize(values)
-        codes = unpacked(read_all(tmp_path / "with")[f"{name}_packed"][1], 4)
-        assert np.array_equal(codes.reshape(-1, 128), groups.codes), name
 
 
 def test_plain_weights_come_from_the_original_and_kept_tensors_from_the_master(driven: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_verify_accepts_an_export_and_finds_a_flipped_byte(kind: str, driven: Pa
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("kind", ["tile", "rotated"])
+@pytest.mark.parametrize("kind", ["tile", "original"])
 def test_run_killed_at_any_call_resumes_to_the_same_folder(kind: str, driven: Path, tmp_path: Path) -> None:
     """Runs are killed at renames, journal entries, flushes and writes; unfinished files never have a final name."""
     command, undisturbed = work(driven, kind), folder_bytes(driven / kind)
@@ -124,8 +124,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("tile", {"target": "vllm-int4"}),
     ("tile", {"max_shard_bytes": 70_000}),
     ("vllm", {"bits": 8}),
-    ("rotated", {"original": None}),
-    ("rotated", {"basis": "plain"}),
+    ("original", {"original": None}),
 ]
 
 
@@ -151,7 +150,7 @@ def test_result_and_interrupted_run_of_another_command_are_refused(
 @pytest.mark.parametrize("which", ["src", "master"])
 def test_changed_input_is_refused_on_resume(which: str, own: Path) -> None:
     """The original is checked like the master."""
-    out, command = own / "out", work(own, "rotated")
+    out, command = own / "out", work(own, "original")
     killed_runs(command, [{"out": str(out), "function": "write", "number": 4, "when": "after"}])
     path = sorted((own / which).glob("*.safetensors"))[-1]
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
@@ -163,7 +162,7 @@ def test_changed_input_is_refused_on_resume(which: str, own: Path) -> None:
 
 
 def test_result_older_than_the_original_is_not_recognised(own: Path) -> None:
-    command = work(own, "rotated")
+    command = work(own, "original")
     run_command(command, own / "out")
     assert run_command(command, own / "out").already_done
     path = sorted((own / "src").glob("*.safetensors"))[-1]

@@ -423,7 +423,7 @@ def test_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> N
 def small_llama(folder: Path, width: int = 192) -> Path:
     """Make a master of a Llama with rows of 128 and of `width` weights."""
     settings = {**families.TEXT, "hidden_size": 128, "intermediate_size": width, "num_hidden_layers": 1, "head_dim": 32}
-    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, (), ()), folder / "model")
+    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, ()), folder / "model")
     run_command({"quantize": str(folder / "model")}, folder / "master")
     return folder / "master"
 
@@ -469,7 +469,6 @@ def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
         (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx-q4 in mode mxfp4 takes 4"),
         (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx-q4 in mode nvfp4 takes 16"),
         (("--bits", "7"), "--bits 7: the target mlx-q4 takes 2, 3, 4, 5, 6, 8"),
-        (("--basis", "rotated"), "--basis: the target mlx-q4 does not take this option"),
         (("--packing", "plain"), "--packing: the target mlx-q4 does not take this option"),
         (("--dtype", "source"), "--dtype: the target mlx-q4 does not take this option"),
     ],

@@ -1,9 +1,8 @@
-"""What an export warns of: a basis that one runtime computes, more bits than the master has, and padding."""
+"""What an export warns of: more bits than the master has, and padding."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from integer_exports import LAYER, integer_names, quantization
 
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
-from pqweights.exports.vllm_int4 import ROTATED_WARNING
 from pqweights.rewrite.manifest import read_manifest
 
 ATTENTION, MLP = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"
@@ -34,17 +32,6 @@ def warned(master: Path, out: Path, *options: object) -> list[str]:
     found: list[str] = json.loads(result.stdout)["warnings"]
     assert result.stderr == "".join(f"WARNING: {text}\n" for text in found)
     return found
-
-
-def test_rotated_basis_warns_that_only_vllm_computes_it(tmp_path: Path) -> None:
-    folder = master(tmp_path, {ATTENTION: 256})
-    assert warned(folder, tmp_path / "plain", "-t", "vllm-int4") == []
-    assert warned(folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated") == [ROTATED_WARNING]
-    assert re.search("only vLLM .* transformers .* meaningless", ROTATED_WARNING)
-    again = done("export", folder, tmp_path / "rotated", "-t", "vllm-int4", "--basis", "rotated")
-    assert f"WARNING: {ROTATED_WARNING}\n" in again.stderr and "already holds" in again.stderr
-    shown = done("card", tmp_path / "rotated", "--print").stdout
-    assert "For vLLM alone" in shown and "its output is meaningless" in shown
 
 
 class Inflating(HadamardLloydMax):

@@ -17,7 +17,6 @@ from pqweights.errors import PqweightsError, SourceError
 from pqweights.folding import fold as folds
 from pqweights.folding import sizes
 from pqweights.folding.factors import LARGEST_FACTOR, factors_of, folded_gain, keeping_bits, rounded_to_8_bits
-from pqweights.folding.kinds import make_fold
 
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -201,7 +200,7 @@ def test_biases_and_gains_in_float16_lose_no_bits(tmp_path: Path) -> None:
 
 def test_weight_that_stays_plain_in_float16_leaves_its_vector_alone(tmp_path: Path) -> None:
     source = open_local(checkpoint(tmp_path / "source", llama_tensors("F16")))
-    fold = make_fold("equalize", source, plain=[GATE, "model.layers.0.self_attn.v_proj.weight"])
+    fold = folds.Fold(source, plain=[GATE, "model.layers.0.self_attn.v_proj.weight"])
     (reason,) = fold.structure.left
     assert "float16" in reason
     assert fold.structure.left[reason] == (

@@ -23,7 +23,6 @@ from helpers import Array, Tensor, as_float32, bf16, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
 from pqweights.folding import fold as folds
-from pqweights.folding import turning
 from pqweights.folding.search import find_links
 
 
@@ -261,16 +260,9 @@ def test_values_of_other_heads_than_the_configuration_says_are_left(key_heads: i
     assert not {link.name for link in fold.structure.links} & set(names)
 
 
-@pytest.mark.parametrize("in_files", [False, True])
-@pytest.mark.parametrize("kind", ["equalize", "rotate"])
-def test_any_range_of_a_folded_tensor_is_that_of_the_whole(
-    kind: str, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if in_files:
-        monkeypatch.setattr(turning, "MOST_WEIGHTS", 1000)
-        monkeypatch.setattr(turning, "STRIP_WEIGHTS", 3000)
+def test_any_range_of_a_folded_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "src", llama_tensors("BF16"), config=CONFIG)
-    fold = measured(source, tmp_path / "work", kind=kind)
+    fold = measured(source, tmp_path / "work")
     random = np.random.default_rng(4)
     for tensor in fold.folded.tensors:
         whole = values_of(tensor).reshape(-1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import done, refused
-from folding_models import columns_of, folded_values, llama, measured
+from folding_models import columns_of, folded_values, llama, measured, say_rotated
 from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
 
 from pqweights.checkpoint.source import open_local
@@ -19,7 +19,6 @@ from pqweights.errors import SourceError
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.folding import fold
 from pqweights.folding.folded import TensorFactors
-from pqweights.folding.kinds import make_fold
 from pqweights.rewrite.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
@@ -106,7 +105,7 @@ def test_target_size_folds_with_the_tensors_that_the_fit_keeps(folder: Path, tmp
 def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(folder / "src")}, tmp_path / "master")
     checkpoint = open_local(tmp_path / "master")
-    made = make_fold("equalize", checkpoint, plain=[])
+    made = fold.Fold(checkpoint, plain=[])
     made.measure(tmp_path, fetched=tmp_path, threads=1, progress=lambda *_: None)
     found, decoded = folded_values(made), master_weights(tmp_path / "master")
     gate = "model.layers.0.mlp.gate_proj.weight"
@@ -114,14 +113,13 @@ def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path
     assert (found[gate] == decoded[gate] * factors).all()
 
 
-@pytest.mark.parametrize("kind", ["equalize", "rotate"])
 @pytest.mark.parametrize("part", ["values", "rows", "columns"])
 @pytest.mark.parametrize("has_digest", [True, False])
 def test_original_is_refused_if_its_factors_are_not_those_of_the_master(
-    kind: str, part: str, has_digest: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, has_digest: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a later version found others; of masters that have no digest of them, only the norms can be compared."""
-    run_command({"quantize": str(folder / "src"), "fold": kind}, tmp_path / "folded")
+    shutil.copytree(folder / "folded", tmp_path / "folded")
     if not has_digest:
         remove_digest(tmp_path / "folded")
     command = ("export", tmp_path / "folded", tmp_path / "out", "--target", "vllm-int4", "--source", folder / "src")
@@ -171,6 +169,29 @@ def test_master_without_the_digest_is_not_made_again(folder: Path, tmp_path: Pat
     before = folder_bytes(tmp_path / "folded")
     run_command({"quantize": str(folder / "src"), "fold": "equalize"}, tmp_path / "folded")
     assert folder_bytes(tmp_path / "folded") == before
+
+
+@pytest.fixture
+def rotated(folder: Path, tmp_path: Path) -> Path:
+    """A master as earlier versions made it with --fold rotate: its manifest alone says so."""
+    shutil.copytree(folder / "folded", tmp_path / "rotated")
+    say_rotated(tmp_path / "rotated")
+    return tmp_path / "rotated"
+
+
+def test_master_of_a_fold_that_went_is_an_ordinary_one(rotated: Path, tmp_path: Path) -> None:
+    assert json.loads(done("verify", rotated, "--json").stdout)["ok"]
+    assert json.loads(done("inspect", rotated, "--json").stdout)["fold"]["kind"] == "rotate"
+    assert "the residual stream was rotated (`--fold rotate`)" in done("card", rotated, "--print").stdout
+    for target in ("vllm-int4", "bf16"):
+        done("export", rotated, tmp_path / target, "--target", target)
+        assert json.loads(done("verify", tmp_path / target, "--json").stdout)["ok"]
+
+
+def test_original_is_refused_for_a_master_of_a_fold_that_went(rotated: Path, folder: Path, tmp_path: Path) -> None:
+    command = ("export", rotated, tmp_path / "out", "--target", "vllm-int4", "--source", folder / "src")
+    assert "the master was folded with --fold rotate, which this version" in refused(*command)
+    assert not (tmp_path / "out").exists()
 
 
 def test_errors_of_folded_weights_are_not_compared_with_unfolded_ones(folder: Path, tmp_path: Path) -> None:

@@ -159,11 +159,10 @@ EXPORT_CASES = [
     exporting(
         "option-of-another-target",
         {
-            TORCHAO + " --basis rotated": ("--basis", "torchao-int4"),
             TORCHAO + " --mode affine": ("--mode", "torchao-int4"),
             VLLM + " --packing plain": ("--packing", "vllm-int4"),
             VLLM + " --dtype source": ("--dtype", "vllm-int4"),
-            MLX + " --basis plain": ("--basis", "mlx-q4"),
+            MLX + " --packing plain": ("--packing", "mlx-q4"),
             EXPORT + " --qparams minmax": ("--qparams", "bf16"),
             EXPORT + " --source src": ("--source", "bf16"),
         },
@@ -262,7 +261,6 @@ EXPORT_CASES = [
         {
             TORCHAO: (UP + "_norms", "blake3_of_pieces", "verify"),
             VLLM: (UP + "_norms", "blake3_of_pieces"),
-            VLLM + " --basis rotated": (UP + "_norms", "blake3_of_pieces"),
             TORCHAO + " --qparams minmax": (UP + "_norms", "blake3_of_pieces"),
             EXPORT: (UP + "_norms", "blake3_of_pieces"),
         },

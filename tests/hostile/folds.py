@@ -72,6 +72,13 @@ def nan_gain(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def rotated(folder: Path) -> None:
+    """Make the folded master one that an earlier version made with --fold rotate."""
+    from folding_models import say_rotated
+
+    say_rotated(folder / "rotated")
+
+
 def scales_file(folder: Path) -> None:
     """Write a file with the metadata of calibrate's scales."""
     (folder / "m.safetensors").write_bytes(stored({"a_awq_scale": ("F16", [1], b"\0\0")}))
@@ -83,7 +90,7 @@ FOLD_CASES = [
         {
             "quantize src out --fold equalise": ("--fold equalise", "'equalize'"),
             "plan src --fold everything": ("--fold everything", "equalize"),
-            f"export master out {VLLM} --fold rotat": ("--fold rotat", "'rotate'"),
+            f"export master out {VLLM} --fold rotate": ("--fold rotate", "equalize"),
         },
         quantized(None, "master"),
     ),
@@ -93,7 +100,6 @@ FOLD_CASES = [
             FOLD + " --awq m.safetensors": ("--fold", "--awq"),
             "quantize src out --calibration m.safetensors": ("--calibration", "--fold"),
             "plan src --calibration m.safetensors": ("--calibration", "--fold"),
-            "quantize src out --fold rotate --calibration m.safetensors": ("--calibration", "--fold rotate"),
             "export master out --target bf16 --fold equalize": ("--fold", "bf16"),
             f"export master out {VLLM} --rounding plain --calibration m.safetensors": ("--calibration", "--fold"),
         },
@@ -161,12 +167,22 @@ FOLD_CASES = [
         "fold-of-a-folded-master",
         {
             f"export folded out {VLLM} --fold equalize": ("--fold equalize", "folded already", "leave out --fold"),
-            f"export folded out {VLLM} --fold rotate --source src": ("--fold rotate", "folded already (equalize)"),
             f"export folded out {VLLM} --fold equalize --source src": ("folded already",),
-            f"export rotated out {VLLM} --fold equalize": ("folded already (rotate)",),
+            f"export rotated out {VLLM} --fold equalize": ("folded already (rotate)", "leave out --fold"),
         },
         quantized("equalize", "folded"),
-        quantized("rotate", "rotated"),
+        quantized("equalize", "rotated"),
+        rotated,
+    ),
+    folding(
+        "master-of-a-fold-that-went",
+        {
+            f"export rotated out {VLLM} --source src": ("--source", "--fold rotate", "quantize again"),
+            f"export rotated out {VLLM} --source src {GPTQ}": ("--source", "--fold rotate", "quantize again"),
+        },
+        quantized("equalize", "rotated"),
+        rotated,
+        moments("rotated"),
     ),
     folding(
         "folded-master-with-moments-of-the-original",

@@ -28,13 +28,11 @@ T5: dict[str, Any] = {
 
 HEADS_OF_4 = language_model_config() | {"num_attention_heads": 8, "num_key_value_heads": 8}
 TINY = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "bos_token_id": 500, "eos_token_id": 501}
-GPT2 = Family(
-    "GPT2LMHeadModel", "GPT2Config", {**TINY, "num_attention_heads": 2, "max_position_embeddings": 16}, (), ()
-)
+GPT2 = Family("GPT2LMHeadModel", "GPT2Config", {**TINY, "num_attention_heads": 2, "max_position_embeddings": 16}, ())
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DENSE = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "first_k_dense_replace": 1}
-DEEPSEEK = Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**TINY, **LATENT, **DENSE}, (), ())
-MAMBA = Family("MambaForCausalLM", "MambaConfig", {**TINY, "state_size": 4}, (), ())
+DEEPSEEK = Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**TINY, **LATENT, **DENSE}, ())
+MAMBA = Family("MambaForCausalLM", "MambaConfig", {**TINY, "state_size": 4}, ())
 
 
 def generating(name: str, *fragments: str, command: str = GENERATE, **changed: Any) -> Case:

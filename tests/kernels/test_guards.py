@@ -65,7 +65,7 @@ def encode_superblocks(blocks: int, stride: int = 9000) -> None:
 def decode_superblocks(blocks: int, stride: int) -> None:
     values, rows = np.zeros(blocks * 128 * 4, dtype=np.uint8), np.zeros((1, stride), dtype=np.uint8)
     cut = trellis.Superblocks(1, blocks, stride)
-    trellis.decode(rows, values, "F32", cut=cut, signed=False, rotate=True, tables=decode_tables())
+    trellis.decode(rows, values, "F32", cut=cut, signed=False, tables=decode_tables())
 
 
 def encode_with_levels(levels: list[float]) -> None:

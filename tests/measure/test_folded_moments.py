@@ -18,7 +18,6 @@ from pqweights.exports.compensation import Compensation
 from pqweights.folding import fold as folds
 from pqweights.folding.fold import Fold
 from pqweights.folding.inputs import mean_squares
-from pqweights.folding.kinds import make_fold
 from pqweights.planning.moments_file import Moments
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -40,7 +39,7 @@ def moments(model: Path) -> Moments:
 
 def folded_with(model: Path, moments: Moments, work: Path) -> Fold:
     checkpoint = open_local(model)
-    fold = make_fold("equalize", checkpoint, plain=kept(checkpoint), moments=moments)
+    fold = Fold(checkpoint, plain=kept(checkpoint), moments=moments)
     work.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folds, "SMALLEST_GAIN", -1.0)
@@ -128,7 +127,7 @@ def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
     for rounding in ("plain", "gptq"):
         run_command({**work, "rounding": rounding}, tmp_path / rounding)
     checkpoint = open_local(model)
-    fold = make_fold("equalize", checkpoint, plain=kept(checkpoint), moments=moments)
+    fold = Fold(checkpoint, plain=kept(checkpoint), moments=moments)
     (tmp_path / "work").mkdir()
     fold.measure(tmp_path / "work", fetched=tmp_path, threads=1, progress=lambda *_: None)
     values, errors = folded_values(fold), {"plain": 0.0, "gptq": 0.0}

@@ -24,7 +24,7 @@ WORDS = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0,
 
 
 def llama(folder: Path, **settings: Any) -> Path:
-    return build(Family("LlamaForCausalLM", "LlamaConfig", TEXT | settings, ATTENTION, ATTENTION), folder)
+    return build(Family("LlamaForCausalLM", "LlamaConfig", TEXT | settings, ATTENTION), folder)
 
 
 @pytest.fixture(scope="module")

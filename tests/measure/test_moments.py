@@ -44,20 +44,17 @@ SMALL = {
         "LlamaConfig",
         {**families.TEXT, **families.ROPE, **NARROW, "num_key_value_heads": 1},
         (),
-        (),
     ),
     "mixtral": families.Family(
         "MixtralForCausalLM",
         "MixtralConfig",
         {**families.TEXT, **families.ROPE, **NARROW, "num_key_value_heads": 1, "num_local_experts": 3},
         (),
-        (),
     ),
     "gpt_oss": families.Family(
         "GptOssForCausalLM",
         "GptOssConfig",
         {**families.TEXT, **NARROW, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2},
-        (),
         (),
     ),
 }

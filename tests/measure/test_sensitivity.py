@@ -53,7 +53,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers; 128 does not divide the rows of its down projections."""
     narrow = {"hidden_size": 128, "intermediate_size": 190, "num_attention_heads": 2, "num_key_value_heads": 1}
-    family = families.Family("LlamaForCausalLM", "LlamaConfig", {**families.TEXT, **families.ROPE, **narrow}, (), ())
+    family = families.Family("LlamaForCausalLM", "LlamaConfig", {**families.TEXT, **families.ROPE, **narrow}, ())
     return families.build(family, tmp_path_factory.mktemp("narrow") / "model")
 
 

@@ -53,7 +53,7 @@ def _one_thread() -> Iterator[None]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     narrow = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = {**families.TEXT, **families.ROPE, **narrow, "num_key_value_heads": 1}
-    family = families.Family("LlamaForCausalLM", "LlamaConfig", settings, (), ())
+    family = families.Family("LlamaForCausalLM", "LlamaConfig", settings, ())
 
     def with_outliers(model: Any) -> None:
         sizes = torch.exp(1.3 * torch.from_numpy(gaussian(128, seed=5)))

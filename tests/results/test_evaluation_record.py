@@ -48,7 +48,7 @@ LLAMA = {
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """source, its master q3 and the master's BF16 export bf16; text.txt."""
     folder = tmp_path_factory.mktemp("records")
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION, ATTENTION), folder / "source")
+    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION), folder / "source")
     quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
     export(folder / "q3", folder / "bf16", "bf16", threads=2)
     (folder / "text.txt").write_text(TEXT)

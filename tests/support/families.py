@@ -63,7 +63,6 @@ class Family:
     model, config: names of its classes in transformers
     settings: arguments of the config
     linear: the last names of the layers that vllm-int4 takes, single experts included
-    rotated: the last names of the layers that it rotates, which lie outside of `experts`
     float32: ends of the names of the tensors that are kept in that dtype
     sees: whether it is loaded as a model of images and text
     """
@@ -72,35 +71,30 @@ class Family:
     config: str
     settings: dict[str, Any]
     linear: tuple[str, ...]
-    rotated: tuple[str, ...]
     float32: tuple[str, ...] = ()
     sees: bool = False
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, **ROPE}, ATTENTION + MLP, ATTENTION + MLP),
+    "llama": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, **ROPE}, ATTENTION + MLP),
     "llama-tied": Family(
         "LlamaForCausalLM",
         "LlamaConfig",
         {**TEXT, **ROPE, "tie_word_embeddings": True},
         ATTENTION + MLP,
-        ATTENTION + MLP,
     ),
     # Rows of 192 weights take groups of 64; those of o and down groups of 128. Not loaded with dequantize=True, for
     # which transformers has one size.
-    "llama-uneven": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "hidden_size": 192}, ATTENTION + MLP, ()),
+    "llama-uneven": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "hidden_size": 192}, ATTENTION + MLP),
     # As Qwen2, whose q, k and v have biases; here o, too.
-    "llama-biased": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "attention_bias": True}, ATTENTION + MLP, MLP),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, **ROPE}, ATTENTION + MLP, ATTENTION + MLP),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, **ROPE, **EXPERTS}, ATTENTION + MLP, ATTENTION
-    ),
+    "llama-biased": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "attention_bias": True}, ATTENTION + MLP),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, **ROPE}, ATTENTION + MLP),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, **ROPE, **EXPERTS}, ATTENTION + MLP),
     "mixtral": Family(
         "MixtralForCausalLM",
         "MixtralConfig",
         {**TEXT, **ROPE, "intermediate_size": 128, "num_local_experts": 4},
         (*ATTENTION, "w1", "w2", "w3"),
-        ATTENTION,
     ),
     # Fused experts [E, in, out], and a bias on every layer.
     "gpt_oss": Family(
@@ -108,14 +102,12 @@ FAMILIES = {
         "GptOssConfig",
         {**TEXT, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
         ATTENTION,
-        (),
         ("mlp.router.bias",),
     ),
     "qwen3_5": Family(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5Config",
         {"text_config": {**TEXT, **HYBRID}, "vision_config": VISION},
-        ATTENTION + MLP + DELTA_NET,
         ATTENTION + MLP + DELTA_NET,
         ("linear_attn.A_log", "linear_attn.norm.weight"),
     ),
@@ -124,14 +116,12 @@ FAMILIES = {
         "Qwen3_5MoeConfig",
         {"text_config": {**TEXT, **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 128}, "vision_config": VISION},
         ATTENTION + MLP + DELTA_NET,
-        ATTENTION + MLP + DELTA_NET,
         ("linear_attn.A_log", "linear_attn.norm.weight"),
     ),
     "qwen3_vl": Family(
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLConfig",
         {"text_config": {**TEXT, "tie_word_embeddings": False}, "vision_config": VISION, "tie_word_embeddings": False},
-        ATTENTION + MLP,
         ATTENTION + MLP,
         sees=True,
     ),
@@ -148,7 +138,6 @@ FAMILIES = {
             "bos_token_id": 501,
             "eos_token_id": 501,
         },
-        (),
         (),
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -13,8 +14,7 @@ from helpers import Tensor, as_float32, bf16, f16, f32, read_all, safetensors_by
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.folding.fold import EQUALIZE, Fold
-from pqweights.folding.kinds import make_fold
+from pqweights.folding.fold import Fold
 from pqweights.planning.plan import KEEP
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import Quantize
@@ -53,13 +53,23 @@ def kept(checkpoint: Checkpoint, recipe: str = "q5") -> list[str]:
     return [tensor.name for tensor in planned if tensor.action == KEEP]
 
 
-def measured(folder: Path, work: Path, *, kind: str = EQUALIZE, threads: int = 2) -> Fold:
+def measured(folder: Path, work: Path, *, threads: int = 2) -> Fold:
     """The fold of a checkpoint, with its factors."""
     checkpoint = open_local(folder)
-    fold = make_fold(kind, checkpoint, plain=kept(checkpoint))
+    fold = Fold(checkpoint, plain=kept(checkpoint))
     work.mkdir(parents=True, exist_ok=True)
     fold.measure(work, fetched=work, threads=threads, progress=lambda *_: None)
     return fold
+
+
+def say_rotated(master: Path) -> None:
+    """Make the manifest of a folded master say what earlier versions did of one that they made with --fold rotate."""
+    manifest = json.loads((master / "pqweights.json").read_bytes())
+    manifest["fold"] = {"kind": "rotate", "block": WIDTH, "factors_sha256": manifest["fold"]["factors_sha256"]}
+    for tensor in manifest["tensors"]:
+        if "folded" in tensor:
+            tensor["folded"] = ["residual stream"]
+    (master / "pqweights.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def columns_of(fold: Fold) -> dict[str, Floats]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import families
 import numpy as np
 from families import FAMILIES
-from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, read_all, sylvester, write_checkpoint
+from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, read_all, write_checkpoint
 
 from pqweights.rewrite.manifest import read_manifest
 
 LINEAR_FAMILIES = [name for name, family in FAMILIES.items() if family.linear]
-ROTATED_FAMILIES = [name for name, family in FAMILIES.items() if family.rotated]
 
 
 def quantization(folder: Path) -> dict[str, Any]:
@@ -52,12 +50,6 @@ def from_compressed_tensors(tensors: Mapping[str, Tensor], name: str, bits: int 
 def as_loaded(weights: Array) -> Array:
     """Round to BF16, as transformers does while it loads: experts, or all weights with dequantize=True."""
     return as_float32(bf16(weights))
-
-
-def unrotated(weights: Array) -> Array:
-    """Rotate each block of 128 weights back by H / sqrt(128), in float64, rounded once."""
-    turned = weights.astype(np.float64).reshape(len(weights), -1, 128) @ (sylvester() / math.sqrt(128))
-    return turned.reshape(weights.shape).astype(np.float32)
 
 
 def untiled(words: Array) -> Array:
@@ -101,7 +93,7 @@ def from_torchao(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...
     return from_nibbles(qdata, *(as_float32(tensors[f"{stem}_{part}"]) for part in ("scale", "zero_point")))
 
 
-def expected_layers(base: Path, name: str, kinds: tuple[str, ...], experts: bool = True) -> set[str]:
+def expected_layers(base: Path, name: str, kinds: tuple[str, ...]) -> set[str]:
     """The weights of the text model's linear layers whose last name component is in `kinds`."""
     return {
         tensor
@@ -110,7 +102,6 @@ def expected_layers(base: Path, name: str, kinds: tuple[str, ...], experts: bool
         and tensor.endswith(".weight")
         and values.ndim == 2
         and ".visual." not in tensor
-        and (experts or ".experts." not in tensor)
     }
 
 
@@ -145,7 +136,7 @@ KINDS = {
     "tile": {"target": "torchao-int4"},
     "nibbles": {"target": "torchao-int4", "packing": "plain", "qparams": "minmax"},
     "vllm": {"target": "vllm-int4", "qparams": "minmax"},
-    "rotated": {"target": "vllm-int4", "basis": "rotated", "original": True},
+    "original": {"target": "vllm-int4", "original": True},
 }
 
 

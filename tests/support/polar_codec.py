@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.protocol import (
-    Basis,
     Bytes,
     Measures,
     Part,
@@ -155,10 +154,8 @@ class PolarCoder:
             observed=LargestRadius(float(radii.max(initial=0.0))),
         )
 
-    def decode(
-        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
-    ) -> None:
-        assert basis is Basis.PLAIN and isinstance(state, OctaveState)
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
+        assert isinstance(state, OctaveState)
         values[:] = from_float32(self._decoded(parts, state).reshape(-1), dtype)
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
@@ -166,9 +163,6 @@ class PolarCoder:
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         return decode_torch_on_cpu(self, parts, state)
-
-    def bases(self, state: State) -> frozenset[Basis]:
-        return frozenset([Basis.PLAIN])
 
     def _decoded(self, parts: Sequence[Bytes], state: OctaveState) -> Floats:
         codes = parts[0].astype(np.float64)

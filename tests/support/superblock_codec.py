@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.protocol import (
-    Basis,
     Bytes,
     DamagedBlock,
     Doubles,
@@ -224,10 +223,7 @@ class SuperblockCoder:
         squares: Doubles = (error**2).sum(axis=(1, 2))
         return squares
 
-    def decode(
-        self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State, basis: Basis = Basis.PLAIN
-    ) -> None:
-        assert basis is Basis.PLAIN
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         used = sum(self.code_bytes) + self.groups + 1
         wrong = np.flatnonzero(parts[0][:, used:].any(axis=1))
         if len(wrong):
@@ -239,9 +235,6 @@ class SuperblockCoder:
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         return decode_torch_on_cpu(self, parts, state)
-
-    def bases(self, state: State) -> frozenset[Basis]:
-        return frozenset([Basis.PLAIN])
 
     def _scales(self, x: Floats, clip: float) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The unit of every superblock, and the scale of every group in that unit."""
