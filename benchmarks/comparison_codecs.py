@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pqweights.codecs import CODECS, lloyd_max
 from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
-from pqweights.codecs.protocol import Basis, Bytes, Codec, Doubles, Floats, State
+from pqweights.codecs.protocol import Bytes, Codec, Doubles, Floats, State
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarCodec, ScalarCoder
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
