@@ -208,9 +208,9 @@ def command(
         from pqweights.exporting import MasterFolder, export
         from pqweights.exports import get_target
         from pqweights.exports.options import ExportOptions, pairs
-        from pqweights.rewrite.places import result_place
+        from pqweights.store import open_store
 
-        place = result_place(out)
+        place = open_store(out)
         asked = ExportOptions(
             dtype=dtype,
             bits=bits,

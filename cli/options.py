@@ -71,10 +71,11 @@ def _setting(text: str) -> tuple[str, float]:
 def run_continues(source: str, out: str) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
     from pqweights.errors import PqweightsError
-    from pqweights.rewrite.places import result_place
+    from pqweights.rewrite.statement import is_under_way
+    from pqweights.store import open_store
 
     try:
-        under_way = result_place(out).is_under_way()
+        under_way = is_under_way(open_store(out))
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
     return under_way or _is_fetched(source)

@@ -18,7 +18,7 @@ from .report_fit import curve_lines, fit_lines
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.quantizing import QuantizeOptions
-    from pqweights.rewrite.places import ResultPlace
+    from pqweights.store import Store
 
 PlotOption = Annotated[
     Path | None,
@@ -126,7 +126,7 @@ class PlanRequest:
     recipe: Recipe
     options: QuantizeOptions
     threads: int
-    out: ResultPlace | None = None
+    out: Store | None = None
     summary: bool | None = None
     plot: Path | None = None
     json: bool = False

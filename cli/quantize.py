@@ -71,9 +71,9 @@ def command(
     with output.errors(kept=None if dry_run else lambda: options.run_continues(source, out), quiet=quiet):
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.quantizing import QuantizeOptions, quantize
-        from pqweights.rewrite.places import result_place
+        from pqweights.store import open_store
 
-        place = result_place(out)
+        place = open_store(out)
         changes = RecipeOptions(
             codec=codec,
             bits=bits,

@@ -9,8 +9,8 @@ from pathlib import Path
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.choice import RecipeOptions, choose_recipe
 from pqweights.planning.recipe import Recipe
-from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.task import usable_cores
+from pqweights.store import Store, open_store
 from pqweights.units import parse_size
 
 MOST_THREADS = 256
@@ -28,12 +28,12 @@ def local(name: str, value: str | os.PathLike[str]) -> Path:
     return Path(value)
 
 
-def place(name: str, value: str | os.PathLike[str]) -> ResultPlace:
+def place(name: str, value: str | os.PathLike[str]) -> Store:
     """Return the place of a result: a local folder, or an address in object storage.
 
-    Raises OptionError, see result_place.
+    Raises OptionError, see open_store.
     """
-    return result_place(value if isinstance(value, str) else local(name, value))
+    return open_store(value if isinstance(value, str) else local(name, value))
 
 
 def chosen_recipe(

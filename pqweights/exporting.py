@@ -20,9 +20,9 @@ from pqweights.remote.storage import RemoteStorage
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
-from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
+from pqweights.store import Store, open_store
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MasterFolder:
 
 def export(
     master: MasterFolder,
-    out: str | Path | ResultPlace,
+    out: str | Path | Store,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
@@ -66,10 +66,10 @@ def export(
     """
     to = get_target(target)
     settings = to.settings(options)
-    place = result_place(out)
+    store = open_store(out)
     for where in (_location(master.folder), master.original):
         if where is not None:
-            place.check_apart(where)
+            store.check_apart(where)
     _check_not_an_export(master.folder)
     checkpoint = master.open()
     if not checkpoint.is_master:
@@ -93,7 +93,7 @@ def export(
         source=_location(master.folder),
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
-        out=place,
+        out=store,
         lineage=lineage,
     )
     return rewrite(task, run)

@@ -45,10 +45,10 @@ from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
-from pqweights.rewrite.places import ResultPlace, result_place
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Transform
+from pqweights.store import Store, open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class QuantizeOptions:
 
 def quantize(
     source: str | Path,
-    out: str | Path | ResultPlace,
+    out: str | Path | Store,
     recipe: Recipe,
     *,
     options: QuantizeOptions = QuantizeOptions(),
@@ -96,9 +96,9 @@ def quantize(
 
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
-    place = result_place(out)
+    store = open_store(out)
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
-    if isinstance(checkpoint.storage, HubStorage) and str(Path(source)) == str(place):
+    if isinstance(checkpoint.storage, HubStorage) and str(Path(source)) == str(store):
         raise OutputError(
             f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
             "folder in its place; choose another folder"
@@ -108,7 +108,7 @@ def quantize(
         source=None if checkpoint.storage.origin else address_of(source) or Path(local_path(source)),
         transform=transform,
         plan=plan,
-        out=place,
+        out=store,
         lineage=Lineage(model_facts(checkpoint.storage)),
     )
     report = rewrite(task, run)

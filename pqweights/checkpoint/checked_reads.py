@@ -24,7 +24,7 @@ from pqweights.locks import ProcessLock
 MOST_OPEN_PIECES = 32
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all damage"
 
-Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # as `map` does
+MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # as `map` does
 
 
 class Reads(Protocol):
@@ -81,7 +81,7 @@ class CheckedReads:
             if hasher.is_whole:
                 self._compare(tensor, hasher.hexdigest())
 
-    def finish(self, parts: Iterable[StoredTensor] | None = None, *, run: Run = map) -> None:
+    def finish(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:
         """Check those of some tensors of which something was read, reading the rest.
 
         parts: the tensors; by default all
@@ -96,7 +96,7 @@ class CheckedReads:
             elif problem := self._checked.get(tensor.name):
                 raise MasterError(problem)
 
-    def check(self, parts: Iterable[StoredTensor], *, run: Run = map) -> None:
+    def check(self, parts: Iterable[StoredTensor], *, run: MapFunction = map) -> None:
         """Check tensors that are used without being read through here, once. The arguments are those of `finish`."""
         for tensor in parts:
             if tensor.byte_count:
@@ -121,7 +121,7 @@ class CheckedReads:
                 self._begun[tensor.name] = PieceHasher(tensor.byte_count, MOST_OPEN_PIECES)
             return self._begun[tensor.name]
 
-    def _whole(self, tensor: StoredTensor, hasher: PieceHasher, run: Run) -> str:
+    def _whole(self, tensor: StoredTensor, hasher: PieceHasher, run: MapFunction) -> str:
         """Return the hash of a tensor, of which everything is read that has not been read.
 
         SHA-256 needs the bytes in their order, so of manifests of version 1 all are.

@@ -22,7 +22,7 @@ class FileUse:
     together: int
 
 
-def file_uses(tensors: Sequence[LogicalTensor], places: range | None = None) -> dict[str, FileUse]:
+def file_uses(tensors: Sequence[LogicalTensor], places: Sequence[int] | None = None) -> dict[str, FileUse]:
     """Return when each file is needed, by file, in the order in which they are needed.
 
     places: which of the tensors are read; by default all

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
-from pqweights.checkpoint.checked_reads import CheckedReads
+from pqweights.checkpoint.checked_reads import CheckedReads, MapFunction
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.interrupted import check_not_interrupted
@@ -66,13 +66,15 @@ class Checkpoint:
     left_out_tensors: dict[str, str] = field(default_factory=dict)
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
-    def finish_checks(self, parts: Iterable[StoredTensor] | None = None) -> None:
+    def finish_checks(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:
         """Check those stored tensors of which something was read and not everything; by default among all of them.
+
+        run: as `map`; may use several threads
 
         Until then, what was read may be damaged. Raises MasterError if it is.
         """
         if self.checked is not None:
-            self.checked.finish(parts)
+            self.checked.finish(parts, run=run)
 
     @property
     def weight_file_bytes(self) -> int:

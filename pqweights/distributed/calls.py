@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pqweights import __version__
-from pqweights.distributed.worker import Surroundings, python_version
+from pqweights.distributed.worker import NodeNeeds, python_version
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
 
 
-def greeting(asked: Surroundings) -> tuple[str, str, str, bytes]:
+def greeting(asked: NodeNeeds) -> tuple[str, str, str, bytes]:
     """Return what `remote_call` compares before anything else; plain data, which any node can read."""
     return python_version(), __version__, SAME_BYTES_SINCE, pickle.dumps(asked)
 

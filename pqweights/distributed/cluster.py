@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.distributed.calls import greeting, remote_call
-from pqweights.distributed.worker import Surroundings
+from pqweights.distributed.worker import NodeNeeds
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError
 from pqweights.installing import pip_install
 from pqweights.notices import slow_step
@@ -226,7 +226,7 @@ def nodes_of(ray: ModuleType) -> list[Node]:
     ]
 
 
-def check_nodes(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> None:
+def check_nodes(ray: ModuleType, asked: Mapping[Node, NodeNeeds]) -> None:
     """Have nodes look around; those that are lost meanwhile are left out.
 
     asked: what each is asked for
@@ -242,10 +242,10 @@ def check_nodes(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> None:
         raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}")
 
 
-def _looked(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> dict[Node, BaseException]:
+def _looked(ray: ModuleType, asked: Mapping[Node, NodeNeeds]) -> dict[Node, BaseException]:
     """Have nodes look around once, and return those whose process ended before it answered. See check_nodes."""
     errors, crashed = ray.exceptions, {}
-    called = {_call(ray, node, surroundings): node for node, surroundings in asked.items()}
+    called = {_call(ray, node, needs): node for node, needs in asked.items()}
     done, late = ray.wait(list(called), num_returns=len(called), timeout=LOOK_SECONDS)
     for reference in late:
         raise ClusterError(
@@ -270,11 +270,11 @@ def _looked(ray: ModuleType, asked: Mapping[Node, Surroundings]) -> dict[Node, B
 
 def tidy_nodes(ray: ModuleType, pickled_place: bytes) -> None:
     """Have every node remove what processes that are gone left in its scratch folder, as far as it can be reached."""
-    called = [_call(ray, node, Surroundings(files=()), "tidy_scratch", pickled_place) for node in nodes_of(ray)]
+    called = [_call(ray, node, NodeNeeds(files=()), "tidy_scratch", pickled_place) for node in nodes_of(ray)]
     ray.wait(called, num_returns=len(called), timeout=LOOK_SECONDS)
 
 
-def _call(ray: ModuleType, node: Node, asked: Surroundings, function: str | None = None, common: bytes = b"") -> Any:
+def _call(ray: ModuleType, node: Node, asked: NodeNeeds, function: str | None = None, common: bytes = b"") -> Any:
     """Call a node beside its tasks, and return Ray's reference to what it returns."""
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
     call = ray.remote(num_cpus=0, max_retries=0)(remote_call())

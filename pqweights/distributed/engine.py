@@ -1,28 +1,36 @@
-"""The engine that has the nodes of a Ray cluster write the shards of a run: connecting, and checks of every node."""
+"""The engine that has the nodes of a Ray cluster make or check the shards of a result, one task for each."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 from pqweights.checkpoint.disk_room import check_room
-from pqweights.checkpoint.storage import LocalStorage
-from pqweights.distributed.cluster import check_nodes, connected, nodes_of, tidy_nodes
-from pqweights.distributed.parts import memory_of
-from pqweights.distributed.rewriting import DistributedRewrite
-from pqweights.distributed.running import TaskKind
-from pqweights.distributed.verifying import check_on_ray
-from pqweights.distributed.worker import Surroundings
+from pqweights.checkpoint.storage import LocalStorage, Storage
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.distributed.cluster import Node, check_nodes, connected, nodes_of, tidy_nodes
+from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
+from pqweights.distributed.worker import NodeNeeds, ShardResult, ShardWork
 from pqweights.errors import ClusterError
+from pqweights.planning.plan import ShardPlan
 from pqweights.results.shard_checks import Progress as ShardProgress
-from pqweights.results.shard_checks import ShardChecks, ShardFindings
-from pqweights.rewrite.places import ResultWorkspace
-from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.task import RewriteTask, RunOptions, usable_cores
+from pqweights.results.shard_checks import ShardChecks, ShardFindings, joined
+from pqweights.rewrite.finished_shards import ShardMark
+from pqweights.rewrite.needs import (
+    MEMORY_FLOOR_BYTES,
+    MEMORY_PER_THREAD_BYTES,
+    fetched_bytes_of,
+    resource_needs,
+    result_need,
+    room_for_shards,
+)
+from pqweights.rewrite.run import Run
+from pqweights.rewrite.task import Engine, RewriteTask, RunOptions, usable_cores
 
 # More threads than this wait for each other; several tasks then share a node.
 MOST_THREADS = 8
@@ -66,7 +74,7 @@ def on_ray(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayEngine:
+class RayEngine(Engine):
     """An Engine of tasks on a cluster.
 
     ray: the library, connected
@@ -78,9 +86,9 @@ class RayEngine:
     threads: int
     tell: Callable[[str], None]
 
-    def check(self, task: RewriteTask, workspace: ResultWorkspace, fetched_bytes: int) -> None:
+    def check(self, task: RewriteTask, run: Run) -> None:
         """Find out whether all nodes can do their part, see Engine."""
-        kind, nodes = self._kind(task, workspace), nodes_of(self.ray)
+        kind, nodes = self._kind(task, run), nodes_of(self.ray)
         small = [node for node in nodes if not kind.room_on(node)]
         needs = f"{kind.threads} cores and {kind.memory_bytes} bytes of memory"
         for node in small:
@@ -91,47 +99,101 @@ class RayEngine:
         if len(small) == len(nodes):
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer --threads")
         used = [node for node in nodes if node not in small]
+        fetched = fetched_bytes_of(task)
         disk_needs = task.fetch_needs
-        if task.out.shared_folder is not None:
-            fetched_at_once = fetched_bytes * sum(map(kind.room_on, used))
-            disk_needs.append(task.out.disk_need(task.plan, task.run_inputs, fetched_at_once))
+        if not task.out.is_elsewhere:
+            tasks_at_once = sum(map(kind.room_on, used))
+            disk_needs.append(result_need(task, run, fetched_bytes=fetched * tasks_at_once))
         check_room(disk_needs)
-        room = (task.out.shard_room(task.plan) or 0) + fetched_bytes
-        check_nodes(self.ray, {node: replace(kind.asked, room=room * kind.room_on(node)) for node in used})
+        check_nodes(self.ray, {node: self._asked_of(node, task, kind, fetched) for node in used})
 
-    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-        """Write all tensors, see Engine."""
-        kind = self._kind(task, workspace)
-        records = DistributedRewrite(self.ray, task, workspace, run, kind).records()
-        if task.out.scratch_folder is not None:
+    def _asked_of(self, node: Node, task: RewriteTask, kind: TaskKind, fetched_bytes: int) -> NodeNeeds:
+        room = fetched_bytes + (room_for_shards(task.plan) if task.out.is_elsewhere else 0)
+        return replace(kind.asked, room=room * kind.room_on(node))
+
+    def make(
+        self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+    ) -> dict[str, ShardMark]:
+        """Make shards, see Engine."""
+        marks: dict[str, ShardMark] = {}
+        checkpoint = task.checkpoint
+
+        def take(given: ClusterTask, result: ShardResult) -> None:
+            marks[task.plan.shards[given.number].file] = result.mark
+            checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
+            checkpoint.storage.bytes_read += result.bytes_read
+
+        sizes = {shard.file: sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards}
+        left = {shard.file for shard in shards}
+        tasks = [
+            ClusterTask(number, sizes[shard.file], number)
+            for number, shard in enumerate(task.plan.shards)
+            if shard.file in left
+        ]
+        before = sum(size for file, size in sizes.items() if file not in left)
+        if tasks:
+            ClusterTasks(self.ray, self._kind(task, run), options.progress, done_before=before).run(tasks, take)
+        if task.out.is_elsewhere:
             tidy_nodes(self.ray, pickle.dumps(task.out))
-        return records
+        return marks
 
-    def _kind(self, task: RewriteTask, workspace: ResultWorkspace) -> TaskKind:
-        """Return what the parts of a task have in common."""
-        pickled = pickle.dumps(task)
+    def _kind(self, task: RewriteTask, run: Run) -> TaskKind:
+        """Return what the tasks that make shards have in common."""
+        pickled = pickle.dumps(ShardWork(task=task, shards=run.shards, threads=self.threads))
+        storages = [checkpoint.storage for checkpoint in task.checkpoints]
+        needs = resource_needs(
+            task.plan,
+            self.threads,
+            fold=task.transform.fold,
+            storages=storages,
+            is_elsewhere=task.out.is_elsewhere,
+        )
+        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in task.checkpoints]
         return TaskKind(
-            function="run_part",
+            function="run_shard",
             common=pickled,
-            asked=Surroundings(
-                files=_local_files(task),
-                shared=workspace.shown_to_parts(),
-                scratch=task.out.scratch_folder,
+            asked=NodeNeeds(
+                files=[file for storage, names in read for file in _local_files(storage, names)],
+                shared=None if task.out.is_elsewhere else _witness(run),
+                scratch=task.out.work.parent if task.out.is_elsewhere else None,
             ),
             threads=self.threads,
-            memory_bytes=memory_of(task, self.threads, len(pickled)),
+            # A worker has the pickled task twice, and the task itself.
+            memory_bytes=needs.peak_memory_bytes + task.transform.memory_bytes + 3 * len(pickled),
         )
 
     def run_checks(self, checks: ShardChecks, threads: int, progress: ShardProgress) -> ShardFindings:
-        """Check the files of a result, see RunChecks. How many threads a task has, this engine knows."""
-        return check_on_ray(self.ray, checks, self.threads, progress)
+        """Check the files of a result, see RunChecks. How many threads a task has, this engine knows.
+
+        Raises ClusterError if the cluster cannot do it, StorageError if the files cannot be read.
+        """
+        storage, pickled = checks.storage, pickle.dumps((checks, self.threads))
+        there = [shard.file for shard in checks.shards if shard.file in storage.files()]
+        per_task = MEMORY_FLOOR_BYTES + self.threads * MEMORY_PER_THREAD_BYTES + storage.memory_bytes
+        kind = TaskKind(
+            function="run_checks",
+            common=pickled,
+            asked=NodeNeeds(files=_local_files(storage, there)),
+            threads=self.threads,
+            memory_bytes=per_task + 3 * len(pickled),
+        )
+        check_nodes(self.ray, dict.fromkeys(nodes_of(self.ray), kind.asked))
+        findings: dict[int, ShardFindings] = {}
+        tasks = [ClusterTask(n, shard.file_bytes, shard.file) for n, shard in enumerate(checks.shards)]
+        ClusterTasks(self.ray, kind, progress).run(tasks, lambda task, result: findings.update({task.number: result}))
+        return joined([findings[number] for number in sorted(findings)])
 
 
-def _local_files(task: RewriteTask) -> list[tuple[Path, int]]:
-    """Return the local files that a task reads, each with its size."""
-    found = []
-    for checkpoint in task.checkpoints:
-        storage = checkpoint.storage
-        if isinstance(storage, LocalStorage):
-            found += [(storage.root / name, storage.files()[name].byte_count) for name in checkpoint.weight_files]
-    return found
+def _witness(run: Run) -> Path:
+    """Make a file in the work folder of a run, which nodes that share the folder see."""
+    path = run.store.work / f"seen-{secrets.token_hex(4)}"
+    with disk_errors(path):
+        path.touch()
+    return path
+
+
+def _local_files(storage: Storage, names: Sequence[str]) -> list[tuple[Path, int]]:
+    """Return those of the files that lie on this machine, each with its size."""
+    if not isinstance(storage, LocalStorage):
+        return []
+    return [(storage.root / name, storage.files()[name].byte_count) for name in names]

@@ -14,15 +14,11 @@ from typing import Any
 from pqweights.distributed.calls import greeting, remote_call
 from pqweights.distributed.cluster import Node, first_line, nodes_of
 from pqweights.distributed.progress import AttemptState, Board
-from pqweights.distributed.worker import Surroundings, TaskFailure
+from pqweights.distributed.worker import NodeNeeds, TaskFailure
 from pqweights.errors import ClusterError, MasterError, SourceError
-from pqweights.rewrite.file_lock import LockedError
 
 # A task that ends its process this often, on nodes that live on, is not tried again.
 MOST_CRASHES = 5
-# How often a task is given again that finds the files of a lost one locked: file servers keep the locks of a machine
-# that is gone for minutes.
-MOST_LOCKED = 15
 POLL_SECONDS = 0.25
 # How long the cluster may have no node that can take a task.
 NODELESS_SECONDS = 60.0
@@ -46,7 +42,7 @@ class TaskKind:
 
     function: str
     common: bytes
-    asked: Surroundings
+    asked: NodeNeeds
     threads: int
     memory_bytes: int
 
@@ -83,7 +79,6 @@ class ClusterTasks:
         self._under_way: dict[Any, tuple[int, ClusterTask]] = {}  # attempts: serial number and task, by Ray's reference
         self._serial = 0
         self._crashes: Counter[int] = Counter()
-        self._locked: Counter[int] = Counter()
         self._states: Mapping[int, AttemptState] = {}
         self._had_node = time.monotonic()
         self._done_bytes, self._done_tasks, self._total_bytes = done_before, 0, done_before
@@ -143,10 +138,6 @@ class ClusterTasks:
         if isinstance(outcome, str):
             raise ClusterError(f"node {self._name(node)}: {outcome}")
         if isinstance(outcome, TaskFailure):
-            if isinstance(outcome.error, LockedError) and self._locked[task.number] < MOST_LOCKED:
-                self._locked[task.number] += 1
-                self._give(task)
-                return
             # What is wrong with the source is so on every node.
             about_source = isinstance(outcome.error, SourceError | MasterError)
             raise outcome.error if about_source else type(outcome.error)(f"node {self._name(node)}: {outcome.error}")

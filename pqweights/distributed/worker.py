@@ -6,6 +6,7 @@ import contextlib
 import functools
 import pickle
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.disk_room import free_bytes
-from pqweights.checkpoint.file_uses import file_uses
-from pqweights.distributed.parts import CheckOrder, PartOrder, PartResult
 from pqweights.errors import ClusterError, PqweightsError
-from pqweights.results.shard_checks import ShardChecks, ShardFindings
-from pqweights.rewrite.places import ResultPlace
-from pqweights.rewrite.stream import Stream
-from pqweights.rewrite.task import RewriteTask, RunOptions
+from pqweights.results.shard_checks import ShardFindings
+from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
+from pqweights.rewrite.shard import SourceFiles, Workers, make_shard
+from pqweights.rewrite.task import RewriteTask
 from pqweights.rewrite.transform import Preparation
+from pqweights.store import Store
 
 # A task says how far it is at most this often.
 REPORT_SECONDS = 0.5
@@ -45,7 +45,7 @@ class Throttled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class NodeNeeds:
     """What a node is asked for.
 
     files: files that it must be able to read, each with its size
@@ -58,6 +58,27 @@ class Surroundings:
     shared: Path | None = None
     scratch: Path | None = None
     room: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork:
+    """What the tasks that make shards of a run have in common.
+
+    shards: the finished shards of the run, to which a task adds one
+    threads: how many threads compute
+    """
+
+    task: RewriteTask
+    shards: FinishedShards
+    threads: int
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """A shard that a task has made. bytes_read: from all checkpoints, meanwhile."""
+
+    mark: ShardMark
+    bytes_read: int
 
 
 @dataclass(frozen=True)
@@ -76,9 +97,9 @@ def python_version() -> str:
 def problem_here(pickled: bytes) -> str | None:
     """Say what keeps this node from doing parts of a run, and what to do; None if nothing does.
 
-    pickled: the Surroundings
+    pickled: the NodeNeeds
     """
-    asked: Surroundings = pickle.loads(pickled)
+    asked: NodeNeeds = pickle.loads(pickled)
     if asked.shared is not None and not _appears(asked.shared):
         return (
             f"does not see what the driver writes into {asked.shared.parent.parent}; choose a folder that all nodes "
@@ -116,34 +137,35 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def run_part(pickled: bytes, order: PartOrder, report: Throttled) -> PartResult | TaskFailure:
-    """Write the shards of a part, continuing what another process left of it.
+def run_shard(pickled: bytes, number: int, report: Throttled) -> ShardResult | TaskFailure:
+    """Make a shard of a plan.
 
-    pickled: the RewriteTask
+    pickled: the ShardWork
     """
     with _failures() as failures:
-        return _written(_common(pickled), order, report)
+        return _made(_common(pickled), number, report)
     return failures[0]
 
 
-def run_checks(pickled: bytes, order: CheckOrder, report: Throttled) -> ShardFindings | TaskFailure:
-    """Check some files of a result.
+def run_checks(pickled: bytes, file: str, report: Throttled) -> ShardFindings | TaskFailure:
+    """Check a file of a result.
 
-    pickled: the ShardChecks
+    pickled: the ShardChecks, and the number of threads
     """
     with _failures() as failures:
-        checks: ShardChecks = _common(pickled)
-        return checks.part(order.files).run(order.threads, report)
+        checks, threads = _common(pickled)
+        findings: ShardFindings = checks.part([file]).run(threads, report)
+        return findings
     return failures[0]
 
 
 def tidy_scratch(pickled: bytes, said: None, report: Throttled) -> None:
     """Remove what processes that are gone left in the scratch folder of this node.
 
-    pickled: the place of the result
+    pickled: the store of the result
     """
-    place: ResultPlace = pickle.loads(pickled)
-    place.tidy_scratch()
+    store: Store = pickle.loads(pickled)
+    store.tidy(lambda: True)
 
 
 @contextlib.contextmanager
@@ -167,21 +189,25 @@ def _common(pickled: bytes) -> Any:
     return pickle.loads(pickled)
 
 
-def _written(task: RewriteTask, order: PartOrder, report: Throttled) -> PartResult:
-    shards = task.plan.shards[order.part.shards.start : order.part.shards.stop]
-    run = RunOptions(threads=order.threads, progress=report)
-    read_before = task.bytes_read
-    with task.out.open_part(order.inputs) as workspace:
-        task.checkpoint.restore_fingerprints(workspace.fingerprints())
-        task.transform.prepare(
-            Preparation(folder=workspace.folder, fetched=workspace.fetched, threads=order.threads, progress=report)
-        )
-        records = Stream(task, workspace, run, shards).run()
-        task.finish_checks()
-        places = range(shards[0].tensors.start, shards[-1].tensors.stop)
-        if task.checkpoint.storage.origin is None:  # those of fetched files are known, as far as they were needed
-            for file, use in file_uses(task.checkpoint.tensors).items():
-                if use.last in places:
-                    task.checkpoint.file_fingerprint(file)
-            task.checkpoint.storage.check_read()
-    return PartResult(records, task.checkpoint.known_fingerprints, task.bytes_read - read_before)
+def _made(work: ShardWork, number: int, report: Throttled) -> ShardResult:
+    task, shard = work.task, work.task.plan.shards[number]
+    read_before, folder = task.bytes_read, task.out.work
+    if task.out.is_elsewhere:
+        folder.mkdir(parents=True, exist_ok=True)
+    path = work.shards.new_path(shard.file)
+    workers = Workers(work.threads)
+    # A folder of its own: other tasks on this node may fetch the same files.
+    with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
+        try:
+            task.transform.prepare(
+                Preparation(folder=folder, fetched=Path(fetched), threads=work.threads, progress=report)
+            )
+            files = SourceFiles(task, list(shard.tensors))
+            with task.checkpoint.storage.fetching(Path(fetched), files.needed):
+                mark = make_shard(task, shard, path, workers, files, report)
+            task.finish_checks()
+            work.shards.add(shard.file, path, mark, lambda: False)
+        finally:
+            path.unlink(missing_ok=True)
+            workers.close()
+    return ShardResult(mark, task.bytes_read - read_before)

@@ -20,7 +20,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.planning.totals import Totals
 from pqweights.quantizing import QuantizeOptions, plan_quantize
 from pqweights.rewrite.needs import ResourceNeeds, resource_needs
-from pqweights.rewrite.places import ResultPlace
+from pqweights.store import Store
 from pqweights.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 
 # How an entry of plan --json begins.
@@ -131,7 +131,7 @@ def report_plan(
     recipe: Recipe,
     options: QuantizeOptions,
     threads: int,
-    out: ResultPlace | None = None,
+    out: Store | None = None,
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 
@@ -142,8 +142,8 @@ def report_plan(
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     fold = transform.fold
-    room = None if out is None else out.shard_room(plan)
-    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], shard_room=room)
+    is_elsewhere = out is not None and out.is_elsewhere
+    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], is_elsewhere=is_elsewhere)
     return PlanReport(
         plan=plan,
         fit=transform.fit,

@@ -7,7 +7,7 @@ from typing import Any
 
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.rewrite.listed_files import files_of_result, problems_of_sizes
+from pqweights.rewrite.listed_files import problems_of_sizes
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.task import RewriteTask
 
@@ -83,7 +83,7 @@ def _other_recipe(found: Any, asked: Mapping[str, Any]) -> str:
 
 def _what_is_wrong(task: RewriteTask, found: Manifest) -> str:
     """Say why a result of the right identity does not count as finished."""
-    problems = problems_of_sizes(task.out.sizes(files_of_result(found)).get, found)
+    problems = problems_of_sizes(task.out.sizes().get, found)
     if problems:
         return problems[0]
     expected = {*task.plan.companions, *task.small_files}

@@ -11,8 +11,6 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from pqweights.checkpoint.disk_room import check_room
-from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
@@ -27,12 +25,16 @@ from pqweights.errors import (
 )
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.differences import difference
+from pqweights.rewrite.finished_shards import records_of
+from pqweights.rewrite.local_engine import LocalEngine
 from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
-from pqweights.rewrite.places import ResultPlace, ResultWorkspace
-from pqweights.rewrite.records import FileRecord, TensorRecord
-from pqweights.rewrite.stream import Stream
+from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.run import Run, check_output, open_run
+from pqweights.rewrite.statement import is_under_way
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation, Transform
+from pqweights.store import Store
+from pqweights.store.protocol import FileRecord
 from pqweights.strict_json import json_pieces
 
 
@@ -60,29 +62,26 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     )
 
 
-def rewrite(task: RewriteTask, run: RunOptions) -> RewriteReport:
-    """Fulfil the plan of a task in its output folder, continuing what an interrupted run of the same task left there.
+def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
+    """Fulfil the plan of a task in its store, continuing what an interrupted run of the same task left there.
 
     Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
     """
     if task.source is not None:
         task.out.check_apart(task.source)
-    if not run.overwrite and (done := _finished_result(task)):
+    if not options.overwrite and (done := _finished_result(task)):
         for planned, record in done.pairs:
             task.transform.accept(planned, record)
-        task.out.tidy()
+        task.out.tidy(lambda: is_under_way(task.out))
         return _report(task, done.records, already_done=True, resumed=len(done.records))
-    task.out.check_output(run.overwrite, lambda: difference(task, _manifest_in(task.out)))
-    if run.engine is None:
-        check_room([task.out.disk_need(task.plan, task.run_inputs, _most_fetched(task)), *task.fetch_needs])
-    with task.out.open_workspace(task.run_inputs, run.overwrite) as workspace:
-        resumed = len(workspace.records)
-        task.checkpoint.restore_fingerprints(workspace.fingerprints())
-        with _leaving_what_is_finished(workspace):
-            records = _stream_tensors(task, workspace, run)
+    check_output(task.out, options.overwrite, lambda: difference(task, _manifest_in(task.out)))
+    with open_run(task.out, task.statement, overwrite=options.overwrite) as run:
+        resumed = sum(len(mark.records) for mark in run.marks.values())
+        with _leaving_what_is_finished(run):
+            records = _make_shards(task, run, options)
             task.check_sources()
-            workspace.publish({shard.file: shard.file_bytes for shard in task.plan.shards})
-            _finish(task, records, workspace)
+            run.publish()
+            _finish(task, records, run)
     return _report(task, records, already_done=False, resumed=resumed)
 
 
@@ -100,9 +99,10 @@ def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_don
 
 def _finished_result(task: RewriteTask) -> Manifest | None:
     """Return the manifest in the output folder if the folder already holds the finished result of this task."""
-    if MANIFEST_FILE not in task.out.sizes([MANIFEST_FILE]) or task.out.is_under_way():
+    if MANIFEST_FILE not in task.out.names() or is_under_way(task.out):
         return None
-    if max(each.storage.newest(each.weight_files) for each in task.checkpoints) > task.out.manifest_time():
+    newest = max(checkpoint.storage.newest(checkpoint.weight_files) for checkpoint in task.checkpoints)
+    if newest > task.out.modified(MANIFEST_FILE):
         return None  # the source may have changed since, in bytes that its fingerprint does not cover
     found = _manifest_in(task.out)
     if found.identity.decisive != task.identity.decisive or not _all_files_exist(task, found):
@@ -117,64 +117,54 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     return found if digests == stated and task.small_files.keys() <= found.files.keys() else None
 
 
-def _manifest_in(place: ResultPlace) -> Manifest:
-    """Read the manifest of a place that has one. Raises MasterError."""
-    data = place.read(MANIFEST_FILE)
+def _manifest_in(store: Store) -> Manifest:
+    """Read the manifest of a store that has one. Raises MasterError."""
+    data = store.read(MANIFEST_FILE)
     if data is None:
-        raise MasterError(f"{place}: {MANIFEST_FILE} was removed while it was read; run the same command again")
+        raise MasterError(f"{store}: {MANIFEST_FILE} was removed while it was read; run the same command again")
     return parse_manifest(data)
 
 
 def _all_files_exist(task: RewriteTask, found: Manifest) -> bool:
     """Whether all files of a result exist, and its shards have the sizes of the plan."""
     shards = {shard.file: shard.file_bytes for shard in task.plan.shards}
-    sizes = task.out.sizes([*shards, *found.files])
+    sizes = task.out.sizes()
     return all(sizes.get(name) == size for name, size in shards.items()) and found.files.keys() <= sizes.keys()
 
 
-def _most_fetched(task: RewriteTask) -> int:
-    """The most bytes of fetched files of the source that are held at once until they are released."""
-    storage = task.checkpoint.storage
-    if not storage.frees:
-        return 0
-    return most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
-
-
-def _stream_tensors(task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-    """Write all tensors into staged shards.
+def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[TensorRecord, ...]:
+    """Make the shards that are not finished, and return the records of all tensors.
 
     Content that no run can use is found again by every run over the same files, so a run that began here removes what
     it wrote. One that continues another leaves that, and a read that failed leaves what was finished before.
     """
-    continues = bool(workspace.records)
-    if run.engine is not None:
-        try:
-            run.engine.check(task, workspace, _most_fetched(task))
-        except (ClusterError, OutputError):
-            if not continues:
-                workspace.discard()
-            raise
+    engine = options.engine or LocalEngine()
+    plans = {planned.name: planned for planned in task.plan.tensors}
+    marks = dict(run.marks)
     try:
-        for planned in task.plan.tensors:
-            if planned.name in workspace.records:
-                task.transform.accept(planned, workspace.records[planned.name].record)
+        engine.check(task, run)
+        for mark in marks.values():
+            task.checkpoint.restore_fingerprints(dict(mark.fingerprints))
+            for record in mark.records:
+                task.transform.accept(plans[record.name], record)
         preparation = Preparation(
-            folder=workspace.folder, fetched=workspace.fetched, threads=run.threads, progress=run.progress
+            folder=task.out.work, fetched=run.fetched, threads=options.threads, progress=options.progress
         )
         task.transform.prepare(preparation)
-        engine = run.engine
-        records = Stream(task, workspace, run).run() if engine is None else engine.stream(task, workspace, run)
+        marks |= engine.make(task, run, [shard for shard in task.plan.shards if shard.file not in marks], options)
         task.finish_checks()
-        return records
-    except (SourceError, MasterError) as error:
-        may_pass = isinstance(error, SourceReadError | SourceChangedError)
-        if not (workspace.holds_work() if may_pass else continues):
-            workspace.discard()
+    except (SourceError, MasterError, ClusterError, OutputError) as error:
+        may_pass = not isinstance(error, SourceError | MasterError) or isinstance(
+            error, SourceReadError | SourceChangedError
+        )
+        if not (run.holds_work() if may_pass else run.marks):
+            run.discard()
         raise
+    return records_of((shard.file for shard in task.plan.shards), marks)
 
 
 @contextlib.contextmanager
-def _leaving_what_is_finished(workspace: ResultWorkspace) -> Iterator[None]:
+def _leaving_what_is_finished(run: Run) -> Iterator[None]:
     """Say what to do if the source changed after tensors were finished.
 
     They were all made of the files that the journal states: what has changed is checked before each is recorded. So
@@ -183,7 +173,7 @@ def _leaving_what_is_finished(workspace: ResultWorkspace) -> Iterator[None]:
     try:
         yield
     except SourceChangedError as error:
-        if not workspace.folder.exists():
+        if not is_under_way(run.store):
             raise
         raise SourceChangedError(
             f"{error}, with --overwrite for the files as they are now: what is finished was made of the former ones, "
@@ -191,11 +181,11 @@ def _leaving_what_is_finished(workspace: ResultWorkspace) -> Iterator[None]:
         ) from None
 
 
-def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: ResultWorkspace) -> None:
+def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> None:
     """Write the small files, then the manifest, which marks the folder as finished."""
     storage = task.checkpoint.storage
-    with storage.fetching(workspace.fetched, dict.fromkeys(task.plan.companions, 1)):
-        files = _write_small_files(task, records, workspace)
+    with storage.fetching(run.fetched, dict.fromkeys(task.plan.companions, 1)):
+        files = _write_small_files(task, records, run)
         fingerprint = task.checkpoint.fingerprint()
         task.check_sources()  # after everything was read, and before anything states what it was
     fold = task.transform.fold
@@ -207,15 +197,13 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], workspace: Res
         factors=None if fold is None else fold.digest(),
         version=version_of(task.identity),
     )
-    workspace.complete(manifest.to_pieces())
+    run.complete(manifest.to_pieces())
 
 
-def _write_small_files(
-    task: RewriteTask, records: Sequence[TensorRecord], workspace: ResultWorkspace
-) -> dict[str, FileRecord]:
+def _write_small_files(task: RewriteTask, records: Sequence[TensorRecord], run: Run) -> dict[str, FileRecord]:
     """Write the files without tensors, and return what the manifest states about each."""
     contents = {**_small_files(task, records), **{name: [content()] for name, content in task.small_files.items()}}
-    return {name: workspace.write(name, pieces) for name, pieces in contents.items()}
+    return {name: run.store.write(name, pieces) for name, pieces in contents.items()}
 
 
 def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:

@@ -10,7 +10,7 @@ from pqweights.checkpoint import scales
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import find_non_finite
-from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, Measures, PassResult, State
+from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, Measures, Part, PassResult, State
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.dtypes import item_bytes, to_float32
 from pqweights.errors import SourceError
@@ -82,11 +82,12 @@ class EncodeJob:
         values = self._read(start, count)
         if chunk == 0 and self._weight.awq is not None:
             sink.write(awq_name(self._planned.name), 0, self._weight.awq)
-        parts = self._parts(block_count(count, self._coder.block_size))
+        first_block = start // self._coder.block_size
+        blocks = block_count(count, self._coder.block_size)
+        parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._coder.parts)
         measures = encode_chunk(self._coder, values, count, dtype=self._dtype, state=self._state, parts=parts)
         if measures.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
-        first_block = start // self._coder.block_size
         for part, data in zip(self._coder.parts, parts, strict=True):
             sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
         return measures
@@ -103,12 +104,11 @@ class EncodeJob:
                 scales.multiply(numbers, self._factors, start=start, shape=self._planned.shape)
         return values
 
-    def _parts(self, blocks: int) -> tuple[Bytes, ...]:
-        """Return memory for the parts of some blocks: [blocks, bytes per block] each."""
-        return tuple(
-            scratch(f"encoded{part.suffix}", blocks * part.bytes_per_block).reshape(blocks, part.bytes_per_block)
-            for part in self._coder.parts
-        )
+    def _memory(self, part: Part, sink: Sink, first_block: int, blocks: int) -> Bytes:
+        """Return memory for a part of some blocks: [blocks, bytes per block]."""
+        offset, byte_count = first_block * part.bytes_per_block, blocks * part.bytes_per_block
+        memory = sink.memory(f"encoded{part.suffix}", self._planned.name + part.suffix, offset, byte_count)
+        return memory.reshape(blocks, part.bytes_per_block)
 
     def _refuse_non_finite(self, start: int, count: int) -> None:
         """Raise SourceError with the place of the first element of a chunk that is not finite."""

@@ -74,20 +74,10 @@ class RunIdentity:
 
     def digest(self) -> str:
         """Return the sha256 over all that is decisive."""
-        return _digest(self.decisive)
-
-    def former_digest(self) -> str:
-        """Return what versions up to 0.2.0 wrote in its place, over the prose as well: their journals may go on."""
-        return _digest(self)
-
-
-def _digest(identity: RunIdentity) -> str:
-    # In JSON, tensors and origin are the lists of their fields.
-    stated = dict(vars(identity))
-    stated["version"] = stated.pop("same_bytes_since")
-    if not identity.container:  # it came later than journals that may still be continued
-        del stated["container"]
-    return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+        # In JSON, tensors and origin are the lists of their fields.
+        stated = dict(vars(self.decisive))
+        stated["version"] = stated.pop("same_bytes_since")
+        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 
 def _without_prose(account: dict[str, Any]) -> dict[str, Any]:

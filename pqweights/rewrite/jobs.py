@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
 from pqweights.dtypes import DTYPE_BITS
-from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.records import TensorRecord
 
@@ -25,6 +24,13 @@ COPY_MARGIN = 1 << 12
 
 class Sink(Protocol):
     """Where a job's output goes."""
+
+    def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> npt.NDArray[np.uint8]:
+        """Return memory from which `write` of the same place makes no copy, contents undefined.
+
+        It is valid until the thread asks for the same purpose again.
+        """
+        ...
 
     def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
@@ -77,11 +83,11 @@ class CopyJob:
         start = chunk * self._chunk_weights
         count = min(self._chunk_weights, self._weights - start)
         bits = DTYPE_BITS[self._spec.dtype]
-        byte_count = count * bits // 8
+        offset, byte_count = start * bits // 8, count * bits // 8
         # A few more bytes than needed, in which encoded tensors can decode whole blocks.
-        buffer = scratch("copied", byte_count + COPY_MARGIN)
+        buffer = sink.memory("copied", self._spec.name, offset, byte_count + COPY_MARGIN)
         self._tensor.read(start, count, self._spec.dtype, buffer)
-        sink.write(self._spec.name, start * bits // 8, buffer[:byte_count])
+        sink.write(self._spec.name, offset, buffer[:byte_count])
 
     def collect(self, result: None) -> None:
         """Do nothing: a copy has no errors."""

@@ -34,7 +34,8 @@ from pqweights.planning.plan import (
 )
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import damaged, parse_tensor
-from pqweights.rewrite.records import FileRecord, TensorRecord, error_totals
+from pqweights.rewrite.records import TensorRecord, error_totals
+from pqweights.store.protocol import FileRecord
 from pqweights.strict_json import Fields, json_pieces, parse_json
 
 # Results in safetensors have the second version, those in another container the third, and those that state since which

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pqweights.checkpoint.disk_room import DiskNeed
+from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.storage import Storage
 from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
 from pqweights.remote.s3 import upload_bytes_held
+
+if TYPE_CHECKING:
+    from pqweights.rewrite.run import Run
+    from pqweights.rewrite.task import RewriteTask
 
 # The interpreter and the libraries: 70 to 77 MB were measured with one thread, its chunk included.
 MEMORY_FLOOR_BYTES = 120_000_000
 # A thread's input chunk in float32 with its temporaries, the workspace of its codec, and its share of the results that
 # wait to be collected.
 MEMORY_PER_THREAD_BYTES = 32_000_000
-# Of a result in object storage: the shard that is written, and those that are finished and wait, or are on their way.
-MOST_LOCAL_SHARDS = 3
+# Of a result in object storage: the shard that is made, and the one that is sent.
+MOST_LOCAL_SHARDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +54,26 @@ def resource_needs(
     *,
     fold: Fold | None = None,
     storages: Sequence[Storage] = (),
-    shard_room: int | None = None,
+    is_elsewhere: bool = False,
 ) -> ResourceNeeds:
     """Return what fulfilling a plan takes.
 
     threads: how many threads compute
     fold: the fold of the tensors that are read
     storages: where the files that are read lie
-    shard_room: see ResultPlace.shard_room
+    is_elsewhere: see Store
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
     held = 0 if fold is None else fold.memory_bytes
     held += sum(storage.memory_bytes for storage in storages)
-    held += 0 if shard_room is None else upload_bytes_held()
+    held += upload_bytes_held() if is_elsewhere else 0
     held += threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
     beside = 0 if fold is None else fold.disk_bytes
     json_files = 1024 * len(plan.tensors) + 65536
     result = plan.output_bytes + plan.companion_bytes + json_files
     return ResourceNeeds(
-        peak_disk_bytes=result + beside if shard_room is None else result,
-        scratch_bytes=None if shard_room is None else shard_room + beside,
+        peak_disk_bytes=result if is_elsewhere else result + beside,
+        scratch_bytes=room_for_shards(plan) + beside if is_elsewhere else None,
         peak_memory_bytes=MEMORY_FLOOR_BYTES + held,
     )
 
@@ -73,3 +81,34 @@ def resource_needs(
 def room_for_shards(plan: Plan) -> int:
     """Return how much local disk space a result in object storage takes while it is made: its largest shards."""
     return sum(sorted((shard.file_bytes for shard in plan.shards), reverse=True)[:MOST_LOCAL_SHARDS])
+
+
+def result_need(task: RewriteTask, run: Run, *, fetched_bytes: int | None = None) -> DiskNeed:
+    """Return what a result takes on a disk of this machine, beside an older one.
+
+    fetched_bytes: see fetched_bytes_of, by default of one process
+    """
+    fetched = fetched_bytes_of(task) if fetched_bytes is None else fetched_bytes
+    present = _bytes_in(run.fetched)
+    if run.store.is_elsewhere:
+        needed = room_for_shards(task.plan) + fetched
+        what = f"{run.store.work}: the shards of the result need {needed} bytes of disk space while they are made"
+        remedy = "set PQWEIGHTS_SCRATCH to a folder on another disk"
+    else:
+        needed = task.plan.output_bytes + task.plan.companion_bytes + fetched
+        present += sum(shard.file_bytes for shard in task.plan.shards if shard.file in run.marks)
+        what = f"{run.store}: the result needs {needed} bytes of disk space"
+        remedy = "choose a folder on another disk"
+    return DiskNeed(folder=run.store.work, byte_count=needed, present=present, what=what, remedy=remedy)
+
+
+def fetched_bytes_of(task: RewriteTask) -> int:
+    """Return the most bytes of fetched files of the source that one process holds at once until they are released."""
+    storage = task.checkpoint.storage
+    if not storage.frees:
+        return 0
+    return most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir()) if folder.is_dir() else 0

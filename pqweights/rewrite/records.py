@@ -38,14 +38,6 @@ class TensorRecord:
     rounding: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and sha256 of a file without tensors."""
-
-    bytes: int
-    sha256: str
-
-
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
     """Return the squared error over the sum of squares of all quantized tensors; None if there are none."""
     return mean_error(records, "relative_mse")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,17 +12,19 @@ from typing import Any, Protocol
 from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
 from pqweights.planning.possible import PossibleExport
 from pqweights.planning.totals import Totals
 from pqweights.remote.addresses import Address
+from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.rewrite.journal import RunInputs
 from pqweights.rewrite.listed_files import UNCHECKED
-from pqweights.rewrite.places import ResultPlace, ResultWorkspace
 from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
+from pqweights.rewrite.run import Run
+from pqweights.rewrite.statement import RunStatement
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
+from pqweights.store import Store
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
@@ -51,7 +53,7 @@ class RewriteTask:
     source: Path | Address | None
     transform: Transform
     plan: Plan
-    out: ResultPlace
+    out: Store
     lineage: Lineage
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class RewriteTask:
         )
 
     @functools.cached_property
-    def run_inputs(self) -> RunInputs:
+    def statement(self) -> RunStatement:
         """The files that a run reads and writes, for its journal."""
         plan, checkpoint = self.plan, self.checkpoint
         written = [*plan.companions, *self.small_files]
@@ -91,7 +93,7 @@ class RewriteTask:
         also_read = self.transform.also_reads.items()
         files |= {option: (other.storage, list(other.weight_files)) for option, other in also_read}
         shards = {shard.file: shard.file_bytes for shard in plan.shards}
-        return RunInputs.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
+        return RunStatement.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
 
     @functools.cached_property
     def small_files(self) -> SmallFiles:
@@ -102,6 +104,10 @@ class RewriteTask:
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Everything that is read: the checkpoint, then what the transform reads besides."""
         return (self.checkpoint, *self.transform.also_reads.values())
+
+    def source_bytes(self, place: int) -> int:
+        """Return how many bytes of the source a tensor of the plan is made of."""
+        return sum(part.byte_count for part in self.checkpoint.tensors[place].parts)
 
     def finish_checks(self) -> None:
         """Check what was read in part of everything that is checked. Raises MasterError if something is damaged."""
@@ -148,19 +154,16 @@ class RunOptions:
 
 
 class Engine(Protocol):
-    """Writes the tensors of a task elsewhere, as on the nodes of a cluster."""
+    """Makes the shards of a run, here or on the nodes of a cluster."""
 
-    def check(self, task: RewriteTask, workspace: ResultWorkspace, fetched_bytes: int) -> None:
-        """Find out whether the task can be done there.
-
-        fetched_bytes: the most bytes of files of the source that are fetched and held at once, in each place
-
-        Raises ClusterError if it cannot, OutputError if there is no room.
-        """
+    def check(self, task: RewriteTask, run: Run) -> None:
+        """Find out whether the task can be done. Raises ClusterError if it cannot, OutputError if there is no room."""
         ...
 
-    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-        """Write all tensors into staged shards, and return their records in the order of the plan."""
+    def make(
+        self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+    ) -> dict[str, ShardMark]:
+        """Make shards of the plan, and return their marks by name."""
         ...
 
 

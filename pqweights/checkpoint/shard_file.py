@@ -1,0 +1,142 @@
+"""A shard while it is written: in any order, from any thread, around the page cache.
+
+The page cache would copy every byte once more, and evict what others keep there, for files that are flushed to the disk
+in the end. Direct access asks for whole pages of memory at whole pages of the file, so each thread makes its output in
+memory that lies as its place in the file does: all pages but the first and the last then go to the disk from there.
+The safetensors library can only write tensors that are all in memory, so shards are written here, and the tests read
+them back with the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.errors import OutputError
+from pqweights.kernels.workers import scratch
+
+PAGE_BYTES = 4096
+# Fewer whole pages are left to the system, as norms and biases are.
+DIRECT_BYTES = 1 << 16
+# Without direct access: a flush begins when this many bytes have been written since the last one.
+FLUSH_BYTES = 1 << 27
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def memory_for(purpose: str, offset: int, byte_count: int) -> Bytes:
+    """Return memory of this thread from which bytes for `offset` in a file are written without a copy.
+
+    Its contents are undefined; it is valid until the thread asks for the same purpose again.
+    """
+    memory = scratch(purpose, byte_count + PAGE_BYTES)
+    start = (offset - memory.ctypes.data) % PAGE_BYTES
+    return memory[start : start + byte_count]
+
+
+class ShardFile:
+    """One output file while it is being filled."""
+
+    def __init__(self, path: Path, header: bytes, file_bytes: int, *, shown: Path) -> None:
+        """Create the file with its header and its full size.
+
+        shown: what messages call it
+        """
+        self._shown = shown
+        self._lock = threading.Lock()
+        self._unflushed_bytes = 0
+        self._descriptor = self._direct = -1
+        with disk_errors(shown):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            _allocate(self._descriptor, file_bytes)
+        if hasattr(os, "O_DIRECT"):  # macOS has none
+            with contextlib.suppress(OSError):  # nor have some file systems
+                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._takes_direct = self._direct >= 0
+        self.write(0, np.frombuffer(header, dtype=np.uint8))
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write data at `offset`; the caller may change it afterwards."""
+        first = -offset % PAGE_BYTES
+        pages = max(0, len(data) - first) // PAGE_BYTES * PAGE_BYTES
+        with disk_errors(self._shown):
+            if not self._takes_direct or pages < DIRECT_BYTES:
+                self._write_cached(offset, data)
+                return
+            if (data.ctypes.data - offset) % PAGE_BYTES:
+                memory = memory_for("written", offset, len(data))
+                memory[:] = data
+                data = memory
+            if not self._write_direct(offset + first, data[first : first + pages]):
+                self._write_cached(offset, data)
+                return
+            self._write_cached(offset, data[:first])
+            self._write_cached(offset + first + pages, data[first + pages :])
+
+    def _write_direct(self, offset: int, pages: Bytes) -> bool:
+        """Write whole pages around the page cache; return whether the file system can."""
+        done = 0
+        while done < len(pages):
+            try:
+                done += os.pwrite(self._direct, pages[done:].data, offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # the file system wants larger pages, or cannot after all
+                    raise
+                self._takes_direct = False
+                return False
+        return True
+
+    def _write_cached(self, offset: int, data: Bytes) -> None:
+        view = data.data
+        while view:
+            count = os.pwrite(self._descriptor, view, offset)
+            offset, view = offset + count, view[count:]
+        with self._lock:
+            self._unflushed_bytes += len(data)
+            is_much = self._unflushed_bytes >= FLUSH_BYTES
+            if is_much:
+                self._unflushed_bytes = 0
+        if is_much:
+            self._sync()
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            with disk_errors(self._shown):
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            raise OutputError(
+                f"{self._shown.name}: cannot be flushed to the disk ({error.strerror}); check the disk and run the "
+                "same command again"
+            ) from None
+
+    def finish(self) -> None:
+        """Flush the file to the disk, and close it."""
+        self._sync()
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._direct = -1
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve the blocks of a file, so that a full disk shows now; if the file system cannot, only set the size."""
+    os.ftruncate(descriptor, size)
+    if size and hasattr(os, "posix_fallocate"):  # macOS has none
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise

@@ -1,0 +1,168 @@
+"""A run that is under way in a store: who may write, what an interrupted run left, and what may be replaced.
+
+Everything unfinished lies in the work folder: the lock, the journal, the finished shards with their marks, and what was
+fetched. When all shards are finished they get their final names, so an older result stays until the new one is
+complete; the manifest comes last, then the work folder goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pqweights.checkpoint.names import (
+    CARD_FILE,
+    EVALUATION_FILE,
+    FACTORS_FILE,
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+)
+from pqweights.errors import OutputError, PqweightsError, StorageError
+from pqweights.notices import slow_step
+from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
+from pqweights.rewrite.listed_files import files_of_result
+from pqweights.rewrite.manifest import parse_manifest
+from pqweights.rewrite.statement import JOURNAL, Journal, RunStatement, is_under_way, read_journal
+from pqweights.store import Store
+from pqweights.store.protocol import CheckLock, FileRecord
+
+FETCHED_FOLDER = "fetched"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has the lock of its store.
+
+    statement: what it states in its journal
+    shards: its finished shards in the store
+    marks: those that were finished when it began
+    replaces: the files of earlier runs that it removes or replaces
+    """
+
+    statement: RunStatement
+    shards: FinishedShards
+    marks: dict[str, ShardMark]
+    replaces: Sequence[str]
+    check_lock: CheckLock
+
+    @property
+    def store(self) -> Store:
+        """Where the result is written."""
+        return self.shards.store
+
+    @property
+    def fetched(self) -> Path:
+        """Where fetched files of the source lie."""
+        return self.store.work / FETCHED_FOLDER
+
+    def publish(self) -> None:
+        """Give all shards their final names, and remove what they replace; a killed call can be repeated."""
+        self.check_lock()
+        with slow_step("moving the shards to their names"):
+            self.shards.publish(self.statement.shards)
+            self.store.remove(name for name in self.replaces if name not in self.statement.outputs)
+
+    def complete(self, manifest: Iterable[bytes]) -> FileRecord:
+        """Write the manifest, which marks the result as finished, and remove all else that the run left."""
+        self.check_lock()
+        record = self.store.write(MANIFEST_FILE, manifest)
+        self._end()
+        return record
+
+    def holds_work(self) -> bool:
+        """Whether a run that continues this one would find a finished shard, or factors of a fold."""
+        factors = self.store.work / FACTORS_FILE
+        return bool(self.shards.marks(self.statement.shards)) or (factors.exists() and factors.stat().st_size > 0)
+
+    def discard(self) -> None:
+        """Remove what this run has written, because its source is unusable; an older result stays."""
+        with contextlib.suppress(StorageError, OutputError):  # why the run ends is more important
+            self.check_lock()
+            self._end()
+
+    def _end(self) -> None:
+        """Remove the journal, without which there is nothing to continue, then what else the run left."""
+        self.store.remove([JOURNAL])
+        self.store.clear_work()
+
+
+@contextlib.contextmanager
+def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Iterator[Run]:
+    """Lock a store, and continue what the same run left there, or start.
+
+    Raises OutputError if the store cannot be taken, SourceChangedError if the source is not what it was, MasterError if
+    the manifest of the result to be replaced is damaged.
+    """
+    check_output(store, overwrite)
+    journal = read_journal(store)
+    if journal is not None:
+        journal.is_continued_by(statement, store, overwrite=overwrite)  # before anything is locked or replaced
+    with store.lock() as check_lock:
+        try:
+            check_output(store, overwrite)  # again: the run that held the lock may have finished in between
+            journal = read_journal(store)
+            replaces = _replaced_files(store, journal)
+            _refuse_foreign(store, statement.outputs, replaces)
+        except PqweightsError:
+            if not is_under_way(store):
+                store.clear_work()
+            raise
+        continues = journal is not None and journal.is_continued_by(statement, store, overwrite=overwrite)
+        store.write(JOURNAL, [statement.line(replaces)])
+        kept = (statement.key, FETCHED_FOLDER, FACTORS_FILE) if continues else ()
+        store.clear_work(keep=(JOURNAL_FILE, *kept))
+        shards = FinishedShards(store, statement.key)
+        marks = shards.marks(statement.shards) if continues else {}
+        _remove_partial_shards(store.work / statement.key)
+        yield Run(statement=statement, shards=shards, marks=marks, replaces=replaces, check_lock=check_lock)
+
+
+def check_output(
+    store: Store, overwrite: bool, difference: Callable[[], str] = lambda: "holds a result by now"
+) -> None:
+    """Raise OutputError if a store holds something else. Nothing is created or changed.
+
+    difference: says how the result there differs from the one that is asked for
+    """
+    names = store.names()
+    if not names or is_under_way(store):
+        return
+    if MANIFEST_FILE in names:
+        if not overwrite:
+            raise OutputError(f"{store}: {difference()}; pass --overwrite to replace it, or choose another folder")
+        return
+    others = sorted(names - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
+    if others:
+        raise OutputError(f"{store}: expected an empty or new folder, found {others[0]!r} in it; choose another folder")
+
+
+def _replaced_files(store: Store, journal: Journal | None) -> list[str]:
+    """Return the files that an unfinished run and an earlier result left, as journal and manifest list them.
+
+    Raises MasterError if the manifest is damaged.
+    """
+    names = [] if journal is None else journal.files
+    manifest = store.read(MANIFEST_FILE)
+    if manifest is not None:
+        names += files_of_result(parse_manifest(manifest))
+    return list(dict.fromkeys(names))
+
+
+def _refuse_foreign(store: Store, outputs: Collection[str], ours: Collection[str]) -> None:
+    """Raise OutputError if a file that no run of ours wrote has the name of an output."""
+    store.check_names(outputs)
+    there = store.names() | store.sizes().keys()
+    for name in outputs:
+        if name in there and name not in ours:
+            raise OutputError(
+                f"{store}: {name!r} exists, and pqweights did not write it; move it away, or choose another folder"
+            )
+
+
+def _remove_partial_shards(folder: Path) -> None:
+    """Remove what processes that are gone left of shards; one that goes on will find that it is to end."""
+    for path in folder.glob("*.partial"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,268 @@
+"""One shard of a plan: its tensors through a pool of threads, chunk by chunk, into a file.
+
+A bounded number of chunks is under way at a time, so memory grows neither with the checkpoint nor with its largest
+tensor. A thread reads, computes, hashes and writes its chunk. Errors are added up and tensors finished in the order of
+the plan, so nothing depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.digests import PieceHasher
+from pqweights.checkpoint.file_uses import FileUse, file_uses
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.shard_file import DIRECT_BYTES, ShardFile, memory_for
+from pqweights.planning.plan import ShardPlan
+from pqweights.rewrite.finished_shards import ShardMark
+from pqweights.rewrite.jobs import Job
+from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.task import Progress, RewriteTask
+
+# Beside the threads that compute: those that wait for the disk meanwhile.
+WAITING_THREADS = 2
+# Progress is told at most this often.
+PROGRESS_SECONDS = 0.1
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Workers:
+    """The threads that make chunks: a given number computes at a time, while some more wait for the disk."""
+
+    def __init__(self, threads: int) -> None:
+        """Start them. threads: how many compute."""
+        self.most_chunks = 2 * threads + WAITING_THREADS  # under way at a time
+        self.pool = ThreadPoolExecutor(threads + WAITING_THREADS, "pqweights")
+        self._turns = threading.Semaphore(threads)
+        self._thread = threading.local()
+
+    def submit(self, job: Job, chunk: int, sink: Sink) -> Future[Any]:
+        """Have a chunk made."""
+        return self.pool.submit(self._run, job, chunk, sink)
+
+    def _run(self, job: Job, chunk: int, sink: Sink) -> Any:
+        self._thread.computes = True
+        with self._turns:
+            return job.run(chunk, sink)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let another thread compute while this one waits, if it is one of these."""
+        computes = getattr(self._thread, "computes", False)
+        if computes:
+            self._turns.release()
+        try:
+            yield
+        finally:
+            if computes:
+                self._turns.acquire()
+
+    def close(self) -> None:
+        """End the threads; chunks that none has begun are dropped."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Sink:
+    """Where one pass over one tensor writes: the places of its stored tensors in a shard."""
+
+    def __init__(self, file: ShardFile, stored: tuple[StoredTensor, ...], workers: Workers) -> None:
+        self._file, self._stored, self._workers = file, stored, workers
+        self._places = {tensor.name: (tensor.offset, PieceHasher(tensor.byte_count)) for tensor in stored}
+
+    def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
+        """Return memory of this thread from which `write` of the same place makes no copy, see shard_file.py."""
+        return memory_for(purpose, self._places[stored_name][0] + offset, byte_count)
+
+    def write(self, stored_name: str, offset: int, data: Bytes) -> None:
+        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
+
+        Each byte is written once. The caller may change `data` afterwards.
+        """
+        start, hasher = self._places[stored_name]
+        assert offset + len(data) <= hasher.byte_count, stored_name
+        hasher.add(offset, data)
+        if len(data) < DIRECT_BYTES:
+            self._file.write(start + offset, data)
+            return
+        with self._workers.waiting():
+            self._file.write(start + offset, data)
+
+    def again(self) -> Sink:
+        """Return the sink of another pass over the tensor."""
+        return Sink(self._file, self._stored, self._workers)
+
+    def digests(self) -> dict[str, str]:
+        """Return the hash of each stored tensor, all of which must have been written."""
+        return {name: hasher.hexdigest() for name, (_, hasher) in self._places.items()}
+
+
+class SourceFiles:
+    """When fetched files of a source are begun and let go of, while tensors are read in the order of the plan."""
+
+    def __init__(self, task: RewriteTask, places: list[int]) -> None:
+        """Look ahead.
+
+        places: which tensors of the plan are made
+        """
+        self._checkpoint = task.checkpoint
+        storage = task.checkpoint.storage
+        is_fetched = storage.origin is not None
+        self._uses: dict[str, FileUse] = file_uses(task.checkpoint.tensors, places) if is_fetched else {}
+        self._first_uses = {use.first for use in self._uses.values()} if storage.frees else set()
+        self._last_uses: dict[int, list[str]] = {}
+        for file, use in self._uses.items():
+            self._last_uses.setdefault(use.last, []).append(file)
+
+    @property
+    def needed(self) -> dict[str, int]:
+        """How many files are needed together when each file is first read, in the order of reading."""
+        return {file: use.together for file, use in self._uses.items()}
+
+    def needs_room(self, place: int) -> bool:
+        """Whether a file is first read for a tensor, which may have to wait until earlier ones are let go of."""
+        return place in self._first_uses
+
+    def release(self, place: int) -> dict[str, str]:
+        """Let go of the files that no tensor after this one reads, and return their fingerprints.
+
+        Raises MasterError if what was read of them is damaged.
+        """
+        files = self._last_uses.pop(place, [])
+        if not files:
+            return {}
+        self._checkpoint.finish_checks(part for part in self._checkpoint.stored if part.file in files)
+        fingerprints = {file: self._checkpoint.file_fingerprint(file) for file in files}
+        for file in files:
+            self._checkpoint.storage.release(file)
+        return fingerprints
+
+
+class _TensorUnderWay:
+    """A tensor of which chunks are made. place: which of the plan."""
+
+    def __init__(self, place: int, job: Job, sink: Sink) -> None:
+        self.place, self.job, self.sink = place, job, sink
+        self.collected = 0
+
+    def collect(self, result: Any) -> float:
+        """Take what a chunk returned, and return which share of the tensor is done."""
+        self.job.collect(result)
+        self.collected += 1
+        return self.collected / self.job.chunks
+
+
+def make_shard(
+    task: RewriteTask, shard: ShardPlan, path: Path, workers: Workers, files: SourceFiles, progress: Progress
+) -> ShardMark:
+    """Make a shard of a plan as a new file, and return what is known of it once it is on the disk.
+
+    path: the file
+    progress: called with the source bytes done of the shard, the source bytes of the shard, and the name of a tensor
+
+    Raises SourceError if the source cannot deliver the tensors or is not what it was, StrictError if the transform
+    does not accept the result, OutputError for a disk error.
+    """
+    return _ShardUnderWay(task, shard, path, workers, files, progress).mark()
+
+
+class _ShardUnderWay:
+    """See make_shard, whose parameters these are."""
+
+    def __init__(
+        self, task: RewriteTask, shard: ShardPlan, path: Path, workers: Workers, files: SourceFiles, progress: Progress
+    ) -> None:
+        self._task, self._shard, self._workers, self._files, self._progress = task, shard, workers, files, progress
+        assert shard.header.content is not None
+        self._file = ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file))
+        self._under_way: deque[tuple[_TensorUnderWay, Future[Any] | None]] = deque()  # the oldest first
+        self._records: list[TensorRecord] = []
+        self._fingerprints: dict[str, str] = {}
+        self._told = time.monotonic()
+        self._done_bytes = 0
+        self._total_bytes = sum(task.source_bytes(place) for place in shard.tensors)
+
+    def mark(self) -> ShardMark:
+        """Make the shard."""
+        try:
+            for offset, count in self._shard.gaps:
+                self._file.write(offset, np.zeros(count, dtype=np.uint8))
+            stored = {tensor.name: tensor for tensor in self._shard.stored}
+            for place in self._shard.tensors:
+                self._begin(place, tuple(stored[spec.name] for spec in self._task.plan.tensors[place].stored))
+            self._collect(most_left=0)
+            self._file.finish()
+            self._check_sources()
+        finally:
+            begun = [future for _, future in self._under_way if future is not None and not future.cancel()]
+            wait(begun)  # no thread writes to the file after it is closed
+            self._file.close()
+        return ShardMark(records=tuple(self._records), fingerprints=self._fingerprints)
+
+    def _begin(self, place: int, stored: tuple[StoredTensor, ...]) -> None:
+        """Give the chunks of a tensor to the threads, as earlier ones are finished."""
+        if self._files.needs_room(place):
+            self._collect(most_left=0)
+        task = self._task
+        job = task.transform.job(task.plan.tensors[place], task.checkpoint.tensors[place])
+        tensor = _TensorUnderWay(place, job, Sink(self._file, stored, self._workers))
+        for chunk in range(job.chunks):
+            self._under_way.append((tensor, self._workers.submit(job, chunk, tensor.sink)))
+            self._collect(most_left=self._workers.most_chunks)
+        self._under_way.append((tensor, None))  # the end of the tensor
+
+    def _collect(self, most_left: int) -> None:
+        """Wait for the oldest chunks, until no more than some are under way."""
+        while len(self._under_way) > most_left:
+            tensor, future = self._under_way[0]
+            if future is None:
+                self._finish(tensor)
+            else:
+                self._tell(tensor.place, tensor.collect(future.result()))
+            self._under_way.popleft()
+
+    def _finish(self, tensor: _TensorUnderWay) -> None:
+        """Finish a tensor, after as many further passes as its job asks for."""
+        sink = tensor.sink
+        outcome = tensor.job.finish(sink)
+        while not isinstance(outcome, TensorRecord):
+            job, sink = outcome, sink.again()
+            for begin in range(0, job.chunks, self._workers.most_chunks):
+                chunks = range(begin, min(begin + self._workers.most_chunks, job.chunks))
+                for future in [self._workers.submit(job, chunk, sink) for chunk in chunks]:
+                    job.collect(future.result())
+            outcome = job.finish(sink)
+        place, transform = tensor.place, self._task.transform
+        record = replace(outcome, digests=sink.digests(), folded=transform.folded(outcome.name))
+        transform.accept(self._task.plan.tensors[place], record)
+        self._records.append(record)
+        self._done_bytes += self._task.source_bytes(place)
+        self._tell(place, 0.0)
+        self._fingerprints |= self._files.release(place)
+
+    def _tell(self, place: int, share: float) -> None:
+        """Tell progress: the tensors that are finished, and a share of the one at a place."""
+        now = time.monotonic()
+        if now - self._told >= PROGRESS_SECONDS or self._done_bytes == self._total_bytes:
+            self._told = now
+            done = self._done_bytes + round(self._task.source_bytes(place) * share)
+            self._progress(done, self._total_bytes, self._task.plan.tensors[place].name)
+
+    def _check_sources(self) -> None:
+        """Check what the tensors were made of, of which nothing may be stated before."""
+        task = self._task
+        parts = {part.name: part for place in self._shard.tensors for part in task.checkpoint.tensors[place].parts}
+        task.checkpoint.finish_checks(parts.values(), run=self._workers.pool.map)
+        for checkpoint in task.checkpoints:
+            checkpoint.storage.check_read()
