@@ -97,20 +97,24 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
     the manifest of the result to be replaced is damaged.
     """
     check_output(store, overwrite)
-    journal = read_journal(store)
-    if journal is not None:
-        journal.is_continued_by(statement, store, overwrite=overwrite)  # before anything is locked or replaced
-    with store.lock() as check_lock:
+    journal: Journal | None = None
+    replaces: list[str] = []
+    continues = False
+
+    def may_take() -> None:
+        nonlocal journal, replaces, continues
+        journal = read_journal(store)
         try:
             check_output(store, overwrite)  # again: the run that held the lock may have finished in between
-            journal = read_journal(store)
+            continues = journal is not None and journal.is_continued_by(statement, store, overwrite=overwrite)
             replaces = _replaced_files(store, journal)
             _refuse_foreign(store, statement.outputs, replaces)
         except PqweightsError:
-            if not is_under_way(store):
+            if journal is None:
                 store.clear_work()
             raise
-        continues = journal is not None and journal.is_continued_by(statement, store, overwrite=overwrite)
+
+    with store.lock(may_take) as check_lock:
         store.write(JOURNAL, [statement.line(replaces)])
         kept = (statement.key, FETCHED_FOLDER, FACTORS_FILE) if continues else ()
         store.clear_work(keep=(JOURNAL_FILE, *kept))

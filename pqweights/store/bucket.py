@@ -107,10 +107,11 @@ class BucketStore:
         self.folder.remove(name for name in names if is_inside(name))
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[CheckLock]:
+    def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
         """See Store."""
         make_scratch(self.work)
         with locked(self.work, self):
+            may_take()
             owner = secrets.token_hex(8).encode()
             self.folder.write(OWNER_FILE, owner)
 

@@ -93,10 +93,12 @@ class LocalStore:
         return path.read_bytes() if path.is_file() else None
 
     def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
-        """See Store."""
+        """See Store. It is durable afterwards."""
+        path = self.path / name
         refuse_linked_folders(self.path, [name])
-        digest = write_whole(self.work, self.path / name, pieces)
-        return FileRecord((self.path / name).stat().st_size, digest)
+        digest = write_whole(self.work, path, pieces)
+        sync_folder(path.parent)
+        return FileRecord(path.stat().st_size, digest)
 
     def put(self, name: str, path: Path, stop: Stop) -> None:
         """See Store. Only the name changes, which is durable afterwards."""
@@ -128,9 +130,10 @@ class LocalStore:
             sync_folder(self.path)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[CheckLock]:
+    def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
         """See Store. No other machine takes it over."""
         with locked(self.work, self):
+            may_take()
             yield lambda: None
 
     def clear_work(self, keep: Collection[str] = ()) -> None:

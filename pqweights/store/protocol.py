@@ -86,8 +86,11 @@ class Store(Protocol):
         """Remove files, and folders that this leaves empty; those that are not there are no problem."""
         ...
 
-    def lock(self) -> contextlib.AbstractContextManager[CheckLock]:
+    def lock(self, may_take: Callable[[], None]) -> contextlib.AbstractContextManager[CheckLock]:
         """Make the work folder, and hold its lock. Raises OutputError if another process of this machine holds it.
+
+        may_take: called when no other process of this machine can change the store, before one elsewhere is ended;
+            raises if this one is not to have the lock
 
         A process on another machine that takes the lock of a store elsewhere ends this one at its next check.
         """

@@ -12,11 +12,11 @@ import pytest
 from cards import change_manifest
 from commands import done, invoke, refused
 from helpers import folder_bytes, small_checkpoint
+from pqweights.rewrite.output_files import remove_files
 
 from pqweights.checkpoint.links import leads_outside
 from pqweights.checkpoint.names import is_inside
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.rewrite.output_files import remove_files
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
 LEADS = "a link that leads out of the folder"

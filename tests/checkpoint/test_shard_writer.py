@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pqweights.checkpoint.shard_writer import Disk, ShardWriter
 
 from pqweights.checkpoint import shard_writer
-from pqweights.checkpoint.shard_writer import Disk, ShardWriter
 from pqweights.errors import OutputError
 
 HEADER = b"h" * 24

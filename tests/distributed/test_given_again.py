@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pqweights.rewrite.file_lock import LockedError
 
 from pqweights.distributed import running
 from pqweights.distributed.cluster import Node
@@ -15,7 +16,6 @@ from pqweights.distributed.progress import AttemptState, Board
 from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
 from pqweights.distributed.worker import Surroundings, TaskFailure
 from pqweights.errors import ClusterError, OutputError
-from pqweights.rewrite.file_lock import LockedError
 
 KIND = TaskKind(function="run_part", common=b"", asked=Surroundings(files=()), threads=2, memory_bytes=1000)
 TASK = ClusterTask(3, 100, None)

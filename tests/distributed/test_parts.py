@@ -20,19 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_storage import objects, put
 from parts_here import TasksHere, use_parts_here
+from pqweights.distributed.parts import grouped
+from pqweights.distributed.rewriting import DistributedRewrite
+from pqweights.rewrite.file_lock import take_lock
+from pqweights.rewrite.part_files import PART_LOCK, part_prefix
+from pqweights.rewrite.staging import ShardUploads, Staging
+from pqweights.rewrite.workspace import Workspace
 from random_moments import write_random_moments
 
 import pqweights
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.distributed import engine
-from pqweights.distributed.parts import grouped
-from pqweights.distributed.rewriting import DistributedRewrite
 from pqweights.errors import OutputError, SourceChangedError, StrictError
 from pqweights.rewrite import part_files, parts
-from pqweights.rewrite.file_lock import take_lock
-from pqweights.rewrite.part_files import PART_LOCK, part_prefix
-from pqweights.rewrite.staging import ShardUploads, Staging
-from pqweights.rewrite.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
+from pqweights.rewrite.places import result_place
+from pqweights.rewrite.workspace import Workspace
 from ray_cluster import Faulty, RayCluster, wait_until
 
 import pqweights
@@ -27,9 +29,7 @@ from pqweights.errors import ClusterError, MissingDependencyError, OptionError, 
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize
 from pqweights.rewrite.driver import rewrite
-from pqweights.rewrite.places import result_place
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
-from pqweights.rewrite.workspace import Workspace
 
 pytest.importorskip("ray")
 LAYERS, SHARD = 8, 45_000  # a shard for each layer

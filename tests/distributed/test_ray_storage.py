@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
+from pqweights.rewrite.places import result_place
 from ray_cluster import Faulty, RayCluster
 from remote_server import SECRETS, ObjectServer
 
@@ -16,7 +17,6 @@ from pqweights.errors import StorageError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize
 from pqweights.rewrite.driver import rewrite
-from pqweights.rewrite.places import result_place
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
 
 pytest.importorskip("ray")

@@ -29,6 +29,7 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
+from pqweights.rewrite.workspace import Workspace
 from pqweights_cli.main import app
 from typer.testing import CliRunner
 
@@ -37,7 +38,6 @@ from pqweights.installing import pip_install
 from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.workspace import Workspace
 
 mx: Any = pytest.importorskip("mlx.core")
 mlx_lm: Any = pytest.importorskip("mlx_lm")

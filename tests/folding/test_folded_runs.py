@@ -12,6 +12,7 @@ import pytest
 from calls import plan_quantize
 from folding_models import HEAD, KEY_HEADS, LAYERS, WIDE, WIDTH, gains, llama, llama_tensors
 from helpers import SMALL_BLOCK, SMALL_CHUNK, bf16, folder_bytes, killed_runs, run_command, safetensors_bytes
+from pqweights.rewrite.workspace import Workspace
 from rewriting import Killed
 
 from pqweights.checkpoint import shard_writer
@@ -22,7 +23,6 @@ from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs, stream
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.needs import resource_needs
-from pqweights.rewrite.workspace import Workspace
 
 LINKS = 4 * LAYERS + 1
 

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import SMALL_BLOCK, SMALL_CHUNK, folder_bytes, run_command, small_checkpoint
+from helpers import SMALL_CHUNK, folder_bytes, run_command, small_checkpoint
 from rewriting import command
 
-from pqweights.checkpoint import shard_writer
-from pqweights.rewrite import jobs, stream
+from pqweights.checkpoint import shard_file
+from pqweights.rewrite import jobs, shard
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _several_chunks() -> Iterator[None]:
-    """Give tiny tensors several chunks and files several blocks, as in the killed runs."""
+    """Give tiny tensors several chunks, written directly, as in the killed runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "CHUNK_WEIGHTS", SMALL_CHUNK)
-        patch.setattr(shard_writer, "BLOCK_BYTES", SMALL_BLOCK)
-        patch.setattr(stream, "SAVE_SECONDS", 0.0)
+        patch.setattr(shard_file, "DIRECT_BYTES", shard_file.PAGE_BYTES)
+        patch.setattr(shard, "PROGRESS_SECONDS", 0.0)
         yield
 
 

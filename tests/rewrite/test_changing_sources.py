@@ -14,7 +14,7 @@ from calls import quantize
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
 from memory_storage import put
-from rewriting import Killed, command, interrupt, journaled, watched
+from rewriting import Killed, command, finished, interrupt, watched
 
 from pqweights.checkpoint import file_reader
 from pqweights.checkpoint.file_state import FileState
@@ -22,7 +22,8 @@ from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import Quantize
-from pqweights.rewrite.workspace import Workspace
+from pqweights.rewrite.finished_shards import FinishedShards
+from pqweights.store.local import LocalStore
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -91,14 +92,14 @@ def test_source_that_changes_during_a_run_ends_it(
 
 def test_last_moment_is_checked(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file changes when all tensors are written, and only small files are left."""
-    write, out = Workspace.write, tmp_path / "out"
+    write, out = LocalStore.write, tmp_path / "out"
 
-    def changing(self: Workspace, name: str, pieces: Any) -> Any:
+    def changing(self: LocalStore, name: str, pieces: Any) -> Any:
         if name == "config.json":
             in_place(own_source / FIRST)
         return write(self, name, pieces)
 
-    monkeypatch.setattr(Workspace, "write", changing)
+    monkeypatch.setattr(LocalStore, "write", changing)
     with pytest.raises(SourceChangedError, match=FIRST):
         run_command(command(own_source), out)
     assert not (out / "pqweights.json").exists()
@@ -110,7 +111,7 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     former, out = tmp_path / "former", tmp_path / "out"
     shutil.copytree(own_source, former)
     with pytest.raises(SourceChangedError):
-        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=8)), out)
+        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=20)), out)
     with pytest.raises(SourceChangedError, match=rf"{LAST}: the source changed since .*--overwrite"):
         run_command(command(own_source), out)
     shutil.copytree(own_source, tmp_path / "changed")
@@ -242,9 +243,9 @@ def test_run_continues_after_a_read_that_failed(
         failing_reads(patch, good=reads * 2 // 3)
         with pytest.raises(SourceReadError, match="its disk or file server fails; run the same command again"):
             run_command(command(source), out, threads=1)
-    finished = journaled(out)
+    known = finished(out)
     report, begun = watched(monkeypatch, command(source), out)
-    assert finished and report.resumed == len(finished) and not begun & finished
+    assert known and report.resumed == len(known) and not begun & known
     assert folder_bytes(out) == undisturbed
 
 
@@ -274,7 +275,7 @@ def test_bad_weight_leaves_the_tensors_of_earlier_runs(
         patch.setattr(Quantize, "job", bad)
         with pytest.raises(SourceError, match="NaN"):
             run_command(command(source), out)
-    assert run_command(command(source), out).resumed == 4
+    assert run_command(command(source), out).resumed == 5
     assert folder_bytes(out) == undisturbed
 
 
@@ -299,7 +300,7 @@ def test_kill_leaves_only_tensors_of_the_listed_files(
 
     def changed_and_killed() -> None:
         in_place(own_source / LAST)
-        monkeypatch.setattr(Workspace, "sync_records", lambda self: (_ for _ in ()).throw(Killed))
+        monkeypatch.setattr(FinishedShards, "add", lambda *given: (_ for _ in ()).throw(Killed))
 
     with pytest.raises((SourceChangedError, Killed)):
         run_command(command(own_source, progress=once(changed_and_killed)), out)

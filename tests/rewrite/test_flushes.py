@@ -74,12 +74,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def check(disk: Disk, out: Path) -> None:
     """Check that files were flushed, then renamed, then their folder flushed; and what must wait for what."""
-    events, work = disk.events, out / ".pqweights"
+    events = disk.events
     renamed = [path for kind, path in events if kind == "rename" and path.parent == out]
     assert {path.name for path in renamed} == {path.name for path in out.iterdir() if path.is_file()}
     assert not [path for path in disk.unflushed if path.parent == out]
     shards = [at for at, (kind, path) in enumerate(events) if kind == "rename" and path.suffix == ".safetensors"]
-    manifest, journal = events.index(("rename", out / "pqweights.json")), events.index(("remove", work / JOURNAL_FILE))
+    manifest, journal = events.index(("rename", out / "pqweights.json")), events.index(("remove", Path(JOURNAL_FILE)))
     for at in shards:
         folder = events[at][1].parent
         assert ("flush", folder) in events[at:manifest], f"the manifest does not wait for {events[at][1]}"

@@ -19,22 +19,22 @@ from pqweights.errors import OutputError
 
 @pytest.fixture
 def holder(source: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in another process that has finished two tensors into tmp_path/out and waits."""
+    """A run in another process that has finished two shards into tmp_path/out and waits."""
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
         from helpers import run_command, small_chunks
         from pathlib import Path
-        from pqweights.rewrite.workspace import Workspace
+        from pqweights.rewrite.finished_shards import FinishedShards
         small_chunks()
-        record, seen = Workspace.record, []
-        def stand_still(self, finished):
+        add, seen = FinishedShards.add, []
+        def stand_still(self, shard, *given):
             if len(seen) == 2:
                 print("holding", flush=True)
                 sys.stdin.read()
-            seen.append(finished)
-            record(self, finished)
-        Workspace.record = stand_still
+            seen.append(shard)
+            add(self, shard, *given)
+        FinishedShards.add = stand_still
         run_command({"quantize": sys.argv[2], "max_shard_bytes": int(sys.argv[3])}, Path(sys.argv[4]))
     """
     arguments = [str(Path(helpers.__file__).parent), str(source), str(SHARD_BYTES), str(tmp_path / "out")]
@@ -79,5 +79,5 @@ def test_lock_of_a_killed_run_does_not_block(
     holder.kill()
     holder.wait()
     assert (tmp_path / "out/.pqweights/lock").exists()
-    assert run_command(command(source), tmp_path / "out").resumed == 2
+    assert run_command(command(source), tmp_path / "out").resumed == 5
     assert folder_bytes(tmp_path / "out") == undisturbed

@@ -15,6 +15,11 @@ import pytest
 from commands import answer, done, refused
 from helpers import folder_bytes, run_command
 from memory_storage import Kill, Operation, each_operation, objects, put, run_into, visible
+from pqweights.rewrite.parts import PartInputs
+from pqweights.rewrite.places import LocalPlace, ResultWorkspace, result_place
+from pqweights.rewrite.remote_place import RemotePlace
+from pqweights.rewrite.remote_workspace import RemoteWorkspace, open_remote_part
+from pqweights.rewrite.stream import Stream
 from rewriting import SHARD_BYTES, Killed, command
 
 import pqweights
@@ -22,12 +27,7 @@ from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
 from pqweights.rewrite import staging
-from pqweights.rewrite.parts import PartInputs
-from pqweights.rewrite.places import LocalPlace, ResultWorkspace, result_place
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.remote_place import RemotePlace
-from pqweights.rewrite.remote_workspace import RemoteWorkspace, open_remote_part
-from pqweights.rewrite.stream import Stream
 from pqweights.rewrite.task import RewriteTask, RunOptions
 
 OUT = "memory://results/model"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from helpers import folder_bytes
 from memory_storage import Kill, Operation, each_operation, objects, put, run_into, staged_tensors, visible
+from pqweights.rewrite.places import result_place
+from pqweights.rewrite.remote_workspace import RemoteWorkspace
 from rewriting import TENSORS, Killed, command, watched
 
 from pqweights.errors import OutputError, SourceChangedError, StorageError
 from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite import staging
-from pqweights.rewrite.places import result_place
-from pqweights.rewrite.remote_workspace import RemoteWorkspace
 
 OUT = "memory://resumed/model"
 SECOND_SHARD = "model-00002-of-00004.safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import KILL_FUNCTIONS, folder_bytes, killed_runs, run_command
-from rewriting import SHARD_BYTES, TENSORS, Killed, check_final_names, command, interrupt, journaled, watched
+from rewriting import SHARD_BYTES, TENSORS, Killed, check_final_names, command, finished, interrupt, marks, watched
 
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError
 
@@ -23,12 +23,15 @@ def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in KILL_FUNCTIONS}
     for name in KILL_FUNCTIONS:
         step = 4 if name == "pwrite" else 1
-        moments = ("before", "half", "after") if name in ("write", "pwrite") else ("before", "after")
+        moments = ("before", "half", "after") if name == "pwrite" else ("before", "after")
         for number in range(1, counts[name] + 1, step):
             for when in moments:
                 out = folder / f"{name}-{number}-{when}"
                 points[name].append({"out": str(out), "function": name, "number": number, "when": when})
     killed_runs(command(source), [point for group in points.values() for point in group])
+    for group in points.values():
+        for point in group:
+            point["finished_shards"] = len(marks(Path(point["out"])))
     return points
 
 
@@ -46,121 +49,84 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(
         out = Path(point["out"])
         where = f"{point['when']} call {point['number']}"
         check_final_names(out, undisturbed)
-        finished = journaled(out)
+        known = finished(out)
         try:
             report, begun = watched(monkeypatch, command(source), out)
         except PqweightsError as error:
             failures.append(f"{where}: refused: {error}")
             continue
         assert folder_bytes(out) == undisturbed, where
-        assert report.resumed == (TENSORS if report.already_done else len(finished)), where
-        assert not begun & finished, where
+        assert report.resumed == (TENSORS if report.already_done else len(known)), where
+        assert not begun & known, where
     assert not failures, "\n".join(failures)
 
 
 def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
     """The sweep above reaches each state that matters; it would test nothing if the driver changed its calls."""
-    states = [Path(point["out"]) for group in kill_points.values() for point in group]
+    states = [point["finished_shards"] for group in kill_points.values() for point in group]
     assert len(states) > 100
-    assert len(kill_points["write"]) == 3 * TENSORS
-    shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice: complete, then published
-    renames = sum(not name.endswith("/") for name in undisturbed) + shards + 1  # and the journal's
+    assert set(states) == {0, 1, 2, 3, 4}
+    shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice, beside a mark
+    renames = sum(not name.endswith("/") for name in undisturbed) + 2 * shards + 1  # and the journal
     assert len(kill_points["replace"]) == 2 * renames
 
 
 def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Each run is killed at its third journal entry."""
+    """Each run is killed when it has renamed the journal, a shard and its mark."""
     out = tmp_path / "out"
-    for round_ in range(3):
-        killed_runs(command(source), [{"out": str(out), "function": "write", "number": 3, "when": "after"}])
-        assert len(journaled(out)) == 3 * (round_ + 1)
+    for shards in (1, 2, 3):
+        killed_runs(command(source), [{"out": str(out), "function": "replace", "number": 3, "when": "after"}])
+        assert len(marks(out)) == shards
         check_final_names(out, undisturbed)
     report = run_command(command(source), out)
     assert report.resumed == 9
     assert folder_bytes(out) == undisturbed
 
 
-def test_resumed_run_reads_only_unfinished_tensors(
+def test_resumed_run_reads_only_unfinished_shards(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run_command(command(source), tmp_path / "whole").source_bytes_read
     out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out, tensors=8)
-    finished = journaled(out)
+    interrupt(monkeypatch, command(source), out, shards=3)
+    known = finished(out)
     report, begun = watched(monkeypatch, command(source), out)
-    assert begun == {tensor.name for tensor in report.plan.tensors} - finished
+    assert begun == {tensor.name for tensor in report.plan.tensors} - known
     read = {
         tensor.name: tensor.weights * {"BF16": 2, "F32": 4, "I64": 8}[tensor.dtype] for tensor in report.plan.tensors
     }
     # The constant tensor and the tiny one are read in two passes; both were finished.
     passes = {"model.layers.0.mlp.up_proj.weight": 2, "model.layers.0.mlp.down_proj.weight": 2}
-    assert passes.keys() <= finished
-    assert whole - report.source_bytes_read == sum(read[name] * passes.get(name, 1) for name in finished)
+    assert passes.keys() <= known
+    assert whole - report.source_bytes_read == sum(read[name] * passes.get(name, 1) for name in known)
 
 
-def test_cut_journal_line_is_dropped(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(monkeypatch, command(source), tmp_path / "cut", tensors=5)
-    whole = (tmp_path / "cut/.pqweights/journal.jsonl").read_bytes()
-    last_line = whole.rindex(b"\n", 0, -1) + 1
-    for end in (last_line + 1, (last_line + len(whole)) // 2, len(whole) - 2, len(whole) - 1):
-        out = tmp_path / f"cut-{end}"
-        shutil.copytree(tmp_path / "cut", out)
-        os.truncate(out / ".pqweights/journal.jsonl", end)
-        report = run_command(command(source), out)
-        assert report.resumed == 4
-        assert folder_bytes(out) == undisturbed
-
-
-def test_journal_line_after_a_cut_one_is_whole(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line that is appended after a cut line was dropped must not be joined to its rest."""
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out, tensors=4)
-    journal = out / ".pqweights/journal.jsonl"
-    os.truncate(journal, journal.stat().st_size - 5)
-    interrupt(monkeypatch, command(source), out, tensors=2)
-    assert len(journaled(out)) == 3 + 2
-    assert run_command(command(source), out).resumed == 5
-    assert folder_bytes(out) == undisturbed
-
-
-@pytest.mark.parametrize("damage", ["flip", "zeros", "short", "missing"])
-def test_journaled_tensor_that_the_disk_lost_is_redone(
+@pytest.mark.parametrize("damage", ["cut", "empty", "of another form", "missing"])
+def test_shard_without_a_whole_mark_is_made_again(
     damage: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power loss may keep the journal and lose pages of the partial shard."""
     out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out, tensors=8)
-    finished = journaled(out)
-    in_partial = {"model.layers.0.mlp.down_proj.weight", "model.layers.0.mamba.A_log", "model.layers.0.position_ids"}
-    assert in_partial <= finished
-    partial = out / ".pqweights/model-00003-of-00004.safetensors.partial"
-    data = bytearray(partial.read_bytes())
-    if damage == "flip":
-        data[-1] ^= 1  # in the codes, which come last
-    elif damage == "zeros":
-        data = bytearray(len(data))
-    elif damage == "short":
-        data = data[: len(data) // 2]
-    partial.write_bytes(data)
+    interrupt(monkeypatch, command(source), out)
+    mark = marks(out)[1]
+    content = mark.read_bytes()
+    mark.write_bytes({"cut": content[:-9], "empty": b"", "of another form": b'{"tensors": [[]]}'}.get(damage, b""))
     if damage == "missing":
-        partial.unlink()
-    _, begun = watched(monkeypatch, command(source), out)
+        mark.unlink()
+    assert run_command(command(source), out).resumed == 3
     assert folder_bytes(out) == undisturbed
-    # Nothing is redone of complete shards, and of this one only what was damaged.
-    assert begun & finished == ({"model.layers.0.mlp.down_proj.weight"} if damage == "flip" else in_partial)
 
 
-def test_finished_shard_that_the_disk_lost_is_redone(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damage", ["short", "missing"])
+def test_finished_shard_that_the_disk_lost_is_made_again(
+    damage: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out, tensors=9)
-    (out / ".pqweights/model-00002-of-00004.safetensors").unlink()
-    run_command(command(source), out)
+    interrupt(monkeypatch, command(source), out, shards=3)
+    shard = marks(out)[1].with_suffix("")
+    os.truncate(shard, 1000)
+    if damage == "missing":
+        shard.unlink()
+    assert run_command(command(source), out).resumed == 7
     assert folder_bytes(out) == undisturbed
 
 
@@ -170,7 +136,7 @@ def test_run_resumes_with_another_thread_count(
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source), out)
     report = run_command(command(source), out, threads=5)
-    assert report.resumed == 4
+    assert report.resumed == 5
     assert folder_bytes(out) == undisturbed
 
 
@@ -184,7 +150,7 @@ def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.rewrite.workspace.Workspace.write", killed)
+        patch.setattr("pqweights.rewrite.driver._finish", killed)
         with pytest.raises(Killed):
             run_command(command(source), out)
     assert len(list(out.glob("*.safetensors"))) == 4
@@ -249,7 +215,7 @@ def test_new_companion_is_copied(own_source: Path, tmp_path: Path, monkeypatch: 
     out = tmp_path / "out"
     interrupt(monkeypatch, command(own_source), out)
     (own_source / "vocab.txt").write_text("a")
-    assert run_command(command(own_source), out).resumed == 4
+    assert run_command(command(own_source), out).resumed == 5
     run_command(command(own_source), tmp_path / "fresh")
     assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
 
@@ -267,7 +233,7 @@ def test_interrupted_run_of_another_command_is_refused(
     other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    interrupt(monkeypatch, command(source, **other), out)
+    interrupt(monkeypatch, command(source, **other), out, shards=1)
     before = folder_bytes(out)
     with pytest.raises(OutputError, match="interrupted run"):
         run_command(command(source), out)
@@ -282,7 +248,7 @@ def test_progress_of_a_resumed_run_begins_with_its_own_tensors(
     out = tmp_path / "out"
     shown: list[tuple[int, int, str]] = []
     interrupt(monkeypatch, command(source), out)
-    known = journaled(out)
+    known = finished(out)
     run_command(command(source, progress=lambda *call: shown.append(call)), out)
     assert known and not known & {name for _, _, name in shown}
     assert shown[0][0] > 0 and shown[-1][0] == shown[-1][1]
@@ -292,7 +258,7 @@ def test_interrupted_run_of_another_kind_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(command(source), tmp_path / "master")
-    interrupt(monkeypatch, {"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "out")
+    interrupt(monkeypatch, {"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "out", shards=0)
     with pytest.raises(OutputError, match="holds an interrupted run of pqweights export --target bf16; repeat that"):
         run_command(command(source), tmp_path / "out")
 
@@ -302,7 +268,7 @@ def test_overwrite_resumes_its_own_interrupted_run(
 ) -> None:
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source, overwrite=True), out)
-    assert run_command(command(source, overwrite=True), out).resumed == 4
+    assert run_command(command(source, overwrite=True), out).resumed == 5
     assert folder_bytes(out) == undisturbed
 
 
@@ -311,7 +277,7 @@ def test_run_with_random_kills_resumes(source: Path, undisturbed: dict[str, byte
     chance = random.Random(5)
     out = tmp_path / "out"
     for _ in range(6):
-        function, when = chance.choice(["write", "pwrite", "fsync"]), chance.choice(["before", "after"])
+        function, when = chance.choice(["replace", "pwrite", "fsync"]), chance.choice(["before", "after"])
         point = {"out": str(out), "function": function, "number": chance.randint(1, 2), "when": when, "may_end": True}
         killed_runs(command(source), [point])
         check_final_names(out, undisturbed)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import math
-import mmap
 import os
 import signal
 import subprocess
@@ -24,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from shared import skip_flushes
 
-from pqweights.checkpoint import shard_writer
+from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.exports import torchao_int4
 from pqweights.exports.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite import jobs, stream
+from pqweights.rewrite import jobs, shard
 from pqweights.rewrite.task import RewriteReport
 
 Array = npt.NDArray[Any]
@@ -208,9 +207,8 @@ def small_checkpoint(folder: Path, config: dict[str, Any] | None = None) -> Path
 # Runs that die: `python tests/support/helpers.py JSON` forks one child per point; each child kills itself at its point.
 
 # The functions of os, and the built-in open, at whose calls a run may die.
-KILL_FUNCTIONS = ("replace", "write", "pwrite", "fsync", "unlink", "rmdir", "mkdir", "posix_fallocate", "open")
+KILL_FUNCTIONS = ("replace", "pwrite", "fsync", "unlink", "rmdir", "mkdir", "posix_fallocate", "open")
 SMALL_CHUNK = 4096
-SMALL_BLOCK = mmap.PAGESIZE
 
 
 def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[dict[str, int]]:
@@ -250,13 +248,10 @@ def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> R
 
 
 def small_chunks() -> None:
-    """Cut tensors of this process into small chunks and files into small blocks, so that tiny ones have several.
-
-    Every finished tensor is in the journal at once.
-    """
+    """Cut tensors of this process into small chunks, of which all whole pages are written around the page cache."""
     jobs.CHUNK_WEIGHTS = SMALL_CHUNK
-    shard_writer.BLOCK_BYTES = SMALL_BLOCK
-    stream.SAVE_SECONDS = 0.0
+    shard_file.DIRECT_BYTES = shard_file.PAGE_BYTES
+    shard.PROGRESS_SECONDS = 0.0
 
 
 def _intercept(name: str, act: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -332,8 +327,7 @@ def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
             text = stream.read()
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        # How many writes a run makes depends on what has come when it saves.
-        may_end = point.get("function") in (None, "pwrite") or "may_end" in point
+        may_end = "function" not in point or "may_end" in point
         assert killed or (status == 0 and may_end), (point, status)
         answers.append({} if killed else json.loads(text))
     print(json.dumps(answers))

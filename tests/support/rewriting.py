@@ -13,8 +13,8 @@ from helpers import folder_bytes, killed_runs, run_command
 
 from pqweights.errors import PqweightsError
 from pqweights.quantizing import Quantize
+from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
 from pqweights.rewrite.task import RewriteReport
-from pqweights.rewrite.workspace import Workspace
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint
 TENSORS = 10
@@ -28,27 +28,30 @@ def command(source: Path, **options: Any) -> dict[str, Any]:
     return {"quantize": str(source), "max_shard_bytes": SHARD_BYTES, **options}
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path, tensors: int = 4) -> None:
-    """Leave what a run leaves that is killed when `tensors` tensors are in the journal."""
-    done = iter(range(tensors))
-    record = Workspace.record
+def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path, shards: int = 2) -> None:
+    """Leave what a run leaves that is killed when it has finished some shards."""
+    left, add = iter(range(shards)), FinishedShards.add
 
-    def record_or_die(self: Workspace, finished: Any) -> None:
-        if next(done, None) is None:
+    def add_or_die(self: FinishedShards, *given: Any) -> None:
+        if next(left, None) is None:
             raise Killed
-        record(self, finished)
+        add(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "record", record_or_die)
+        patch.setattr(FinishedShards, "add", add_or_die)
         with pytest.raises(Killed):
             run_command(work, out)
 
 
-def journaled(out: Path) -> set[str]:
-    """The tensors that the journal calls finished."""
-    path = out / ".pqweights/journal.jsonl"
-    lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []
-    return {json.loads(line)["name"] for line in lines}
+def marks(out: Path) -> list[Path]:
+    """The marks of finished shards."""
+    return sorted((out / ".pqweights").glob("*/*.json"))
+
+
+def finished(out: Path) -> set[str]:
+    """The tensors of finished shards."""
+    parsed = [ShardMark.parse(path.read_bytes()) for path in marks(out)]
+    return {record.name for mark in parsed if mark is not None for record in mark.records}
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) -> tuple[RewriteReport, set[str]]:
