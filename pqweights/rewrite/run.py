@@ -111,7 +111,8 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
             _refuse_foreign(store, statement.outputs, replaces)
         except PqweightsError:
             if journal is None:
-                store.clear_work()
+                with contextlib.suppress(StorageError):  # why there is no run is more important
+                    store.clear_work()
             raise
 
     with store.lock(may_take) as check_lock:

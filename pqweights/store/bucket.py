@@ -123,13 +123,12 @@ class BucketStore:
 
     def clear_work(self, keep: Collection[str] = ()) -> None:
         """See Store."""
-        if not keep:
-            self.folder.remove([OWNER_FILE])
-        else:
-            keep = {*keep, LOCK_FILE}
-        below = self.folder.files(below=WORK_FOLDER)
-        self.folder.remove(name for name in below if name.split("/")[1] not in keep)
-        clear(self.work, keep)
+        kept = {*keep, LOCK_FILE} if keep else set()
+        try:
+            below = self.folder.files(below=WORK_FOLDER)
+            self.folder.remove(name for name in below if name.split("/")[1] not in kept)
+        finally:
+            clear(self.work, keep)
 
     def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
         """See Store."""

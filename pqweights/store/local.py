@@ -195,6 +195,8 @@ def _take_lock(path: Path, store: object) -> int:
 
 def clear(work: Path, keep: Collection[str]) -> None:
     """Remove everything in a locked work folder but some names; with none of them, the lock goes last, with it."""
+    if not work.exists():  # somebody has removed it
+        return
     for path in work.iterdir():
         if path.name == LOCK_FILE or path.name in keep:
             continue
@@ -203,7 +205,7 @@ def clear(work: Path, keep: Collection[str]) -> None:
         else:
             path.unlink(missing_ok=True)
     if not keep:
-        (work / LOCK_FILE).unlink()
+        (work / LOCK_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another run has just opened the lock
             work.rmdir()
 

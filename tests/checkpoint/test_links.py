@@ -12,11 +12,11 @@ import pytest
 from cards import change_manifest
 from commands import done, invoke, refused
 from helpers import folder_bytes, small_checkpoint
-from pqweights.rewrite.output_files import remove_files
 
 from pqweights.checkpoint.links import leads_outside
 from pqweights.checkpoint.names import is_inside
 from pqweights.checkpoint.storage import LocalStorage
+from pqweights.store.local import LocalStore
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
 LEADS = "a link that leads out of the folder"
@@ -251,7 +251,7 @@ def test_removal_follows_no_link_that_appears_meanwhile(
         real(path, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    remove_files(out, ["sub/license.txt"])
+    LocalStore(out).remove(["sub/license.txt"])
     assert (home / "license.txt").read_bytes() == SECRET and not (out / "old/license.txt").exists()
 
 
@@ -275,7 +275,7 @@ def test_removal_ignores_names_that_are_not_files_of_the_folder(name: str, home:
     out = tmp_path / "out"
     (out / "sub/kept").mkdir(parents=True)
     (out / "file").write_text("")
-    remove_files(out, [name])
+    LocalStore(out).remove([name])
     assert (home / "license.txt").exists() and (out / "sub/kept").is_dir() and (out / "file").exists()
     assert not is_inside("a\0b")
 
@@ -285,7 +285,7 @@ def test_removal_removes_files_and_folders_that_it_empties(tmp_path: Path) -> No
     for name in ("a", "b/c/d", "b/e", "f/g"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("")
-    remove_files(out, ["a", "b/c/d", "f/g", "missing/x"])
+    LocalStore(out).remove(["a", "b/c/d", "f/g", "missing/x"])
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) == ["b", "b/e"]
 
 

@@ -260,7 +260,9 @@ def test_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypa
         raise KeyboardInterrupt
 
     place = (
-        "pqweights.quantizing.plan_quantize" if when == "planning" else "pqweights.rewrite.workspace.Workspace.record"
+        "pqweights.quantizing.plan_quantize"
+        if when == "planning"
+        else "pqweights.rewrite.finished_shards.FinishedShards.add"
     )
     with monkeypatch.context() as patch:
         patch.setattr(place, interrupted)
@@ -417,16 +419,16 @@ def test_progress_before_anything_is_done_shows_nothing(clock: Clock, capsys: py
 
 def test_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances by a second for each tensor."""
-    from pqweights.rewrite.workspace import Workspace
+    from pqweights.quantizing import Quantize
 
-    record = Workspace.record
+    job = Quantize.job
 
-    def slow(self: Workspace, finished: Any) -> None:
+    def slow(self: Quantize, *given: Any) -> Any:
         clock.now += 1.0
-        record(self, finished)
+        return job(self, *given)
 
-    monkeypatch.setattr(Workspace, "record", slow)
-    monkeypatch.setattr("pqweights.rewrite.stream.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(Quantize, "job", slow)
+    monkeypatch.setattr("pqweights.rewrite.shard.PROGRESS_SECONDS", 0.0)
     result = invoke("quantize", source, tmp_path / "out", "--json")
     lines = result.stderr.splitlines()
     assert 1 <= len(lines) <= 3 and all(line.startswith("quantizing ") for line in lines)

@@ -200,7 +200,7 @@ def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) ->
     assert folder_bytes(tmp_path / "whole") == undisturbed
     points = [
         {"out": str(tmp_path / f"{function}-{number}-{when}"), "function": function, "number": number, "when": when}
-        for function in ("pwrite", "write", "replace")
+        for function in ("pwrite", "replace")
         for number in sorted({1, counts[function] // 3 or 1, counts[function] // 2 or 1, counts[function]})
         for when in ("before", "after")
     ]

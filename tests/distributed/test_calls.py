@@ -13,7 +13,7 @@ import pytest
 from pqweights import __version__
 from pqweights.distributed import worker
 from pqweights.distributed.calls import greeting, remote_call
-from pqweights.distributed.worker import Surroundings, TaskFailure, problem_here
+from pqweights.distributed.worker import NodeNeeds, TaskFailure, problem_here
 from pqweights.errors import ClusterError, SourceError
 
 NODE = "the node"
@@ -26,11 +26,11 @@ def _ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "APPEAR_SECONDS", 0.2)
 
 
-def called(asked: Surroundings | None = None, **changes: Any) -> str | None:
+def called(asked: NodeNeeds | None = None, **changes: Any) -> str | None:
     """Call the node for nothing but what it asks of itself."""
-    python, version, same_bytes_since, surroundings = greeting(asked or Surroundings(files=()))
+    python, version, same_bytes_since, needs = greeting(asked or NodeNeeds(files=()))
     said = {"python": python, "version": version, "same": same_bytes_since} | changes
-    node, problem = remote_call()((*said.values(), surroundings), None, b"", b"", 0, None)
+    node, problem = remote_call()((*said.values(), needs), None, b"", b"", 0, None)
     assert node == NODE
     return problem
 
@@ -45,7 +45,7 @@ def test_other_versions_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None
     remedy = "run pip install 'pqweights==0.0' there"
     assert called(version="0.0") == f"has pqweights {__version__}, the driver has 0.0; {remedy}"
     assert str(called(same="another")).startswith(f"has pqweights {__version__}, the driver has {__version__}; run pip")
-    asked = greeting(Surroundings(files=()))
+    asked = greeting(NodeNeeds(files=()))
     monkeypatch.setitem(sys.modules, "pqweights", None)
     _, problem = remote_call()(asked, None, b"", b"", 0, None)
     assert problem.startswith("has no pqweights (")
@@ -54,22 +54,22 @@ def test_other_versions_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_sent_before_versions_are_compared_needs_no_package() -> None:
     """What is pickled by reference to a package cannot be read where the package is not."""
-    assert all(type(each) in (str, bytes) for each in greeting(Surroundings(files=())))
+    assert all(type(each) in (str, bytes) for each in greeting(NodeNeeds(files=())))
     assert remote_call().__closure__ is None
 
 
 def test_folders_and_files_that_a_node_does_not_see(tmp_path: Path) -> None:
     path = tmp_path / "out" / ".pqweights" / "run-1"
     path.parent.mkdir(parents=True)
-    assert str(called(Surroundings(files=(), shared=path))).startswith(
+    assert str(called(NodeNeeds(files=(), shared=path))).startswith(
         f"does not see what the driver writes into {tmp_path / 'out'}; choose"
     )
     source = tmp_path / "model.safetensors"
     source.write_bytes(b"12345")
     for size in (4, 6):
-        assert str(called(Surroundings(files=((source, size),)))).startswith(f"does not see {source} as the driver")
-    assert called(Surroundings(files=((source, 5),), scratch=tmp_path, room=1)) is None
-    problem = str(called(Surroundings(files=(), scratch=tmp_path, room=1 << 60)))
+        assert str(called(NodeNeeds(files=((source, size),)))).startswith(f"does not see {source} as the driver")
+    assert called(NodeNeeds(files=((source, 5),), scratch=tmp_path, room=1)) is None
+    problem = str(called(NodeNeeds(files=(), scratch=tmp_path, room=1 << 60)))
     assert f"bytes free in {tmp_path}, but its parts may need {1 << 60}; free some space, set" in problem
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_appears_late_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "run-2"
     monkeypatch.setattr(worker, "APPEAR_SECONDS", 60.0)
     monkeypatch.setattr(worker.time, "sleep", lambda seconds: path.touch())
-    assert problem_here(pickle.dumps(Surroundings(files=(), shared=path))) is None
+    assert problem_here(pickle.dumps(NodeNeeds(files=(), shared=path))) is None
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_errors_of_workers_are_those_of_the_driver(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "_written", fail)
-    failure: Any = worker.run_part(pickle.dumps(None), None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(worker, "_made", fail)
+    failure: Any = worker.run_shard(pickle.dumps(None), None, None)  # type: ignore[arg-type]
     assert isinstance(failure, TaskFailure)
     assert type(failure.error) is type(shown)
     assert str(failure.error).startswith(str(shown))

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pqweights.rewrite.file_lock import LockedError
 
 from pqweights.distributed import running
 from pqweights.distributed.cluster import Node
 from pqweights.distributed.progress import AttemptState, Board
 from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
-from pqweights.distributed.worker import Surroundings, TaskFailure
-from pqweights.errors import ClusterError, OutputError
+from pqweights.distributed.worker import NodeNeeds
+from pqweights.errors import ClusterError
 
-KIND = TaskKind(function="run_part", common=b"", asked=Surroundings(files=()), threads=2, memory_bytes=1000)
+KIND = TaskKind(function="run_shard", common=b"", asked=NodeNeeds(files=()), threads=2, memory_bytes=1000)
 TASK = ClusterTask(3, 100, None)
 
 
@@ -61,13 +60,6 @@ def given_again(outcome: Any, monkeypatch: pytest.MonkeyPatch, given: list[Clust
     monkeypatch.setattr(tasks, "_give", given.append)
     for _ in range(100):
         tasks._take("task", 0, TASK, lambda task, result: None)
-
-
-def test_a_part_whose_files_are_locked_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[ClusterTask] = []
-    with pytest.raises(OutputError, match=r"^node host \(1.2.3.4, abcdefgh\): out: another run"):
-        given_again(TaskFailure(LockedError("out: another run is writing there")), monkeypatch, given)
-    assert given == [TASK] * running.MOST_LOCKED
 
 
 def test_a_task_that_ends_its_process_is_given_again_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

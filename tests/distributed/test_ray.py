@@ -15,21 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
-from pqweights.rewrite.places import result_place
-from pqweights.rewrite.workspace import Workspace
 from ray_cluster import Faulty, RayCluster, wait_until
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.distributed import cluster as clusters
 from pqweights.distributed import engine as engines
-from pqweights.distributed import parts, running
+from pqweights.distributed import running
 from pqweights.distributed.engine import on_ray
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
+from pqweights.store import open_store
 
 pytest.importorskip("ray")
 LAYERS, SHARD = 8, 45_000  # a shard for each layer
@@ -57,12 +56,6 @@ def cluster(ray_cluster: RayCluster) -> RayCluster:
     return ray_cluster
 
 
-@pytest.fixture(autouse=True)
-def parts_of_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 1)
-    monkeypatch.setattr(parts, "PARTS_PER_SLOT", 100)
-
-
 def faulty_run(source: Path, out: Path, fault: str) -> tuple[RewriteTask, Path]:
     """A task in which something happens at the fifth layer, and the marker that it makes then."""
     checkpoint, _, plan = plan_quantize(str(source), load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD))
@@ -74,7 +67,7 @@ def faulty_run(source: Path, out: Path, fault: str) -> tuple[RewriteTask, Path]:
             source=source,
             transform=transform,
             plan=plan,
-            out=result_place(out),
+            out=open_store(out),
             lineage=Lineage(),
         ),
         marker,
@@ -183,13 +176,10 @@ def test_a_command_that_is_killed_is_continued(
     """The driver and its workers die while a task hangs; a plain run goes on from what the others finished."""
     code = f"""
 from pathlib import Path
-from pqweights.distributed import parts
 from test_ray import faulty_run
 from pqweights.distributed.engine import on_ray
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import RunOptions
-parts.LEAST_PART_BYTES = 1
-parts.PARTS_PER_SLOT = 100
 task, marker = faulty_run(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), "hang")
 def progress(done, total, name):
     if "tasks: {LAYERS - 1} done" in name:
@@ -227,12 +217,12 @@ def test_a_damaged_source_is_refused_as_by_one_machine(cluster: RayCluster, tmp_
 def test_folders_that_nodes_do_not_share_are_found_before_the_work(
     source: Path, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Workspace, "shown_to_parts", lambda self: self.folder / "elsewhere")
+    monkeypatch.setattr(engines, "_witness", lambda run: run.store.work / "elsewhere")
     with pytest.raises(ClusterError, match=r"node .* does not see what the driver writes into .*out; choose"):
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address)
     monkeypatch.undo()
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(engines, "_local_files", lambda task: [(tmp_path / "elsewhere" / "model", 5)])
+    monkeypatch.setattr(engines, "_local_files", lambda storage, names: [(tmp_path / "elsewhere" / "model", 5)])
     with pytest.raises(ClusterError, match=r"node .* does not see .*elsewhere/model as the driver does"):
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address)
     assert not (tmp_path / "out").exists()

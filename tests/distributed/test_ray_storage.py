@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
-from pqweights.rewrite.places import result_place
 from ray_cluster import Faulty, RayCluster
 from remote_server import SECRETS, ObjectServer
 
 import pqweights
-from pqweights.distributed import parts
 from pqweights.distributed.engine import on_ray
 from pqweights.errors import StorageError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
+from pqweights.store import open_store
 
 pytest.importorskip("ray")
 LAYERS, SHARD = 6, 45_000  # a shard for each layer
@@ -30,8 +29,6 @@ def weight(layer: int) -> str:
 def test_a_run_between_buckets_survives_a_lost_worker(
     session_cluster: RayCluster, server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", 1)
-    monkeypatch.setattr(parts, "PARTS_PER_SLOT", 100)
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
     session_cluster.restore(0)
     session_cluster.restore(2)  # nodes have the environment of the process that starts them
@@ -47,7 +44,7 @@ def test_a_run_between_buckets_survives_a_lost_worker(
         source=None,
         transform=Faulty(recipe=recipe, tensor=weight(3), marker=marker, fault="kill"),
         plan=plan,
-        out=result_place(out),
+        out=open_store(out),
         lineage=Lineage(),
     )
     with on_ray(session_cluster.address) as engine:

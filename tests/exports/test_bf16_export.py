@@ -195,7 +195,7 @@ def test_export_is_an_ordinary_checkpoint_that_can_be_quantized(tmp_path: Path) 
 
 
 def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> None:
-    """Runs are killed at every rename, removal and journal entry, and at some writes."""
+    """Runs are killed at every rename and removal, and at some writes."""
     run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 40_000}
     run_command(work, tmp_path / "undisturbed")
@@ -204,7 +204,7 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> No
     assert folder_bytes(tmp_path / "counted") == undisturbed
     points = [
         {"out": str(tmp_path / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
-        for name, step in (("replace", 1), ("unlink", 1), ("rmdir", 1), ("write", 1), ("pwrite", 7))
+        for name, step in (("replace", 1), ("unlink", 1), ("rmdir", 1), ("pwrite", 7))
         for number in range(1, counts[name] + 1, step)
         for when in ("before", "after")
     ]

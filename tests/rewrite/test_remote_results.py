@@ -14,21 +14,16 @@ from typing import Any
 import pytest
 from commands import answer, done, refused
 from helpers import folder_bytes, run_command
-from memory_storage import Kill, Operation, each_operation, objects, put, run_into, visible
-from pqweights.rewrite.parts import PartInputs
-from pqweights.rewrite.places import LocalPlace, ResultWorkspace, result_place
-from pqweights.rewrite.remote_place import RemotePlace
-from pqweights.rewrite.remote_workspace import RemoteWorkspace, open_remote_part
-from pqweights.rewrite.stream import Stream
-from rewriting import SHARD_BYTES, Killed, command
+from memory_storage import Operation, each_operation, objects, put, run_into, visible
+from rewriting import SHARD_BYTES, command
 
 import pqweights
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
-from pqweights.rewrite import staging
-from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.task import RewriteTask, RunOptions
+from pqweights.store import open_store
+from pqweights.store.bucket import BucketStore
+from pqweights.store.local import LocalStore
 
 OUT = "memory://results/model"
 
@@ -100,17 +95,14 @@ def test_files_are_complete_when_they_are_visible(
     assert all(weights <= state for state in states if "config.json" in state)
 
 
-def test_few_shards_are_on_this_machine(
-    source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slow uploads hold the stream back."""
+def test_few_shards_are_on_this_machine(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    """Slow uploads hold the run back."""
     held = []
 
     def watch(operation: Operation, do: Callable[[], Any]) -> Any:
         held.append(sum(path.name.startswith("model-") for path in (tmp_path / "scratch").rglob("model-*")))
         return do()
 
-    monkeypatch.setattr(staging, "MOST_LOCAL_SHARDS", 2)
     work = {"quantize": str(source), "max_shard_bytes": 1000, "recipe": "q5"}
     with each_operation(watch):
         report = run(work)
@@ -205,11 +197,11 @@ def test_result_that_lost_a_shard_is_named(source: Path, run: Callable[..., Any]
         run(command(source))
 
 
-def test_scratch_folder_needs_room_for_three_shards(
+def test_scratch_folder_needs_room_for_two_shards(
     source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD_BYTES))[2]
-    room = sum(sorted(shard.file_bytes for shard in plan.shards)[-3:])
+    room = sum(sorted(shard.file_bytes for shard in plan.shards)[-2:])
     assert room < plan.output_bytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room - 1))
@@ -222,21 +214,21 @@ def test_scratch_folder_needs_room_for_three_shards(
 
 def test_result_is_not_written_to_the_hub() -> None:
     with pytest.raises(OptionError, match=r"hf://org/name: .* pqweights push"):
-        result_place("hf://org/name")
+        open_store("hf://org/name")
 
 
-def test_places_of_texts_and_paths(tmp_path: Path) -> None:
-    assert result_place(str(tmp_path)) == result_place(f"file://{tmp_path}") == LocalPlace(tmp_path)
-    assert str(result_place("s3://bucket/model/")) == "s3://bucket/model"
-    place = RemotePlace(result_place("s3://bucket/model").folder, tmp_path)
-    copy = pickle.loads(pickle.dumps(place))
-    assert (str(copy), copy.scratch) == (str(place), place.scratch)
+def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
+    assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == LocalStore(tmp_path)
+    assert str(open_store("s3://bucket/model/")) == "s3://bucket/model"
+    store = BucketStore(open_store("s3://bucket/model").folder, tmp_path)
+    copy = pickle.loads(pickle.dumps(store))
+    assert (str(copy), copy.work) == (str(store), store.work)
 
 
 def test_address_as_a_path_is_not_taken_for_a_folder() -> None:
     with pytest.raises(OptionError, match="give it as a str"):
-        result_place(Path("s3://bucket/model"))
-    assert result_place(Path("s3/bucket")) == LocalPlace(Path("s3/bucket"))
+        open_store(Path("s3://bucket/model"))
+    assert open_store(Path("s3/bucket")) == LocalStore(Path("s3/bucket"))
 
 
 @pytest.mark.parametrize("out", ["memory://results", "memory://results/source", "memory://results/source/q5"])
@@ -269,66 +261,6 @@ def test_source_and_result_in_object_storage(
     put(address, files | {weights: bytes(data)})
     with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
         quantize(address, OUT, load_recipe("q5"), options=options)
-
-
-class SeparateParts:
-    """Writes each shard as another machine would that is sent what the parts of the run have in common."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-        self.resumed: list[int] = []
-
-    def check(self, task: RewriteTask, workspace: ResultWorkspace, fetched_bytes: int) -> None:
-        """See Engine."""
-
-    def stream(self, task: RewriteTask, workspace: ResultWorkspace, run: RunOptions) -> tuple[TensorRecord, ...]:
-        """See Engine."""
-        assert isinstance(workspace, RemoteWorkspace)
-        records: list[TensorRecord] = []
-        for number, shard in enumerate(task.plan.shards):
-            sent = pickle.loads(pickle.dumps(workspace.staging))
-            known = {
-                name: workspace.records[name]
-                for name in (task.plan.tensors[place].name for place in shard.tensors)
-                if name in workspace.records
-            }
-            inputs = PartInputs(
-                number=number,
-                work="",
-                key=sent.key,
-                token=workspace.part_token(),
-                shards={shard.file: shard.file_bytes},
-                known=known,
-            )
-            with open_remote_part(sent, self.scratch / str(number), inputs) as part:
-                self.resumed.append(len(part.records))
-                records += Stream(task, part, run, [shard]).run()
-        return tuple(records)
-
-
-def test_shards_are_staged_by_other_processes(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
-) -> None:
-    engine = SeparateParts(tmp_path / "parts")
-    run(command(source, engine=engine))
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
-    assert engine.resumed == [0, 0, 0, 0]
-    assert folder_bytes(tmp_path / "parts") == {}
-
-
-def test_parts_continue_what_is_staged_and_what_they_left(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
-) -> None:
-    """The second part is killed while its shard is uploaded; the first one was complete."""
-    kill = Kill(6)  # the probe twice, the journal, shard and mark of the first, shard of the second
-    with each_operation(kill), pytest.raises(Killed):
-        run(command(source, engine=SeparateParts(tmp_path / "parts")))
-    assert kill.seen[-1][1].endswith("model-00002-of-00004.safetensors")
-    engine = SeparateParts(tmp_path / "parts")
-    assert run(command(source, engine=engine)).resumed > 0
-    assert all(count > 0 for count in engine.resumed[:2]) and engine.resumed[2:] == [0, 0]
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
-    assert folder_bytes(tmp_path / "parts") == {}
 
 
 def test_full_scratch_disk_is_named(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 from helpers import folder_bytes
 from memory_storage import Kill, Operation, each_operation, objects, put, run_into, staged_tensors, visible
-from pqweights.rewrite.places import result_place
-from pqweights.rewrite.remote_workspace import RemoteWorkspace
 from rewriting import TENSORS, Killed, command, watched
 
 from pqweights.errors import OutputError, SourceChangedError, StorageError
 from pqweights.remote.folder import RemoteFolder
-from pqweights.rewrite import staging
+from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
+from pqweights.store.bucket import BucketStore
 
 OUT = "memory://resumed/model"
 SECOND_SHARD = "model-00002-of-00004.safetensors"
@@ -97,38 +95,25 @@ def test_kills_cover_every_change(source: Path, scratch: Path, monkeypatch: pyte
     with each_operation(counted):
         run_into(command(source), OUT, scratch, monkeypatch)
     done = [(what, path.removeprefix("/resumed/model/")) for what, path in counted.seen]
-    key = next(path.split("/")[1] for _, path in done if path.endswith("safetensors.jsonl"))
-    mark = ("pipe_file", f".pqweights/{key}/{SECOND_SHARD}.jsonl")
-    upload = ("put_file", f".pqweights/{key}/{SECOND_SHARD}")
-    journal, manifest = ("rm_file", ".pqweights/journal.jsonl"), ("put_file", "pqweights.json")
-    moved, unmarked = ("cp_file", SECOND_SHARD), ("rm_file", mark[1])
-    wanted = [("pipe_file", ".pqweights/journal.jsonl"), upload, mark, moved, manifest, journal, unmarked]
-    assert [done.index(each) for each in wanted] == sorted(done.index(each) for each in wanted)
+    key = next(path.split("/")[1] for _, path in done if path.endswith("safetensors.json"))
+    shard, mark = f".pqweights/{key}/{SECOND_SHARD}", f".pqweights/{key}/{SECOND_SHARD}.json"
+    journal, wanted = ".pqweights/journal.jsonl", [("pipe_file", ".pqweights/lock")]
+    wanted += [("put_file", name) for name in (journal, shard, mark)] + [("cp_file", SECOND_SHARD)]
+    wanted += [("put_file", "pqweights.json"), ("rm_file", journal), ("rm_file", mark)]
+    assert [done.index(change) for change in wanted] == sorted(done.index(change) for change in wanted)
 
 
-def test_partial_shard_is_continued_on_the_same_machine(
-    source: Path, final: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed(command(source), scratch, monkeypatch, Kill(4))  # the first shard is finished and not staged
-    assert list(scratch.rglob("model-*"))
-    resumed, begun = continued(command(source), scratch, monkeypatch)
-    assert staged_tensors(OUT) == set()
-    assert resumed > 0 and len(begun) == TENSORS - resumed
-    assert objects(OUT) == final
-
-
-def test_shards_that_another_machine_staged_are_not_kept(
+def test_machines_in_turn_continue_each_other(
     source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two machines in turn: the first has older files of shards that the second one has finished."""
+    """The first has a shard that was not sent, the second one has sent it, the first one takes over."""
     work = command(source)
-    killed(work, tmp_path / "first", monkeypatch, Kill(4))
-    kept = {path.name for path in (tmp_path / "first").rglob("model-*")}
-    killed(work, tmp_path / "second", monkeypatch, Kill(11))
-    assert "model-00001-of-00004.safetensors" in kept and len(staged_tensors(OUT)) > 1
-    killed(work, tmp_path / "first", monkeypatch, Kill(4))  # takes over
-    assert not list((tmp_path / "first").rglob("model-00001-of-00004.safetensors*"))
-    continued(work, tmp_path / "first", monkeypatch)
+    killed(work, tmp_path / "first", monkeypatch, Kill(5))
+    killed(work, tmp_path / "second", monkeypatch, Kill(12))
+    sent = staged_tensors(OUT)
+    killed(work, tmp_path / "first", monkeypatch, Kill(5))
+    _, begun = continued(work, tmp_path / "first", monkeypatch)
+    assert sent and not sent & begun
     assert objects(OUT) == final
 
 
@@ -136,18 +121,20 @@ def test_shards_that_another_machine_staged_are_not_kept(
 def test_staged_shard_that_was_damaged_is_made_again(
     damage: str, source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed(command(source), tmp_path / "first", monkeypatch, Kill(9))
+    killed(command(source), tmp_path / "first", monkeypatch, Kill(10))
     found = objects(OUT)
     name = next(each for each in found if each.endswith(SECOND_SHARD))
-    of_shard = {json.loads(line)["name"] for line in found[name + ".jsonl"].splitlines()}
+    mark = ShardMark.parse(found[name + ".json"])
+    assert mark is not None
+    of_shard = {record.name for record in mark.records}
     if damage == "lost":
         del found[name]
     elif damage == "short":
         found[name] = found[name][:-1]
     elif damage == "mark lost":
-        del found[name + ".jsonl"]
+        del found[name + ".json"]
     else:
-        found[name + ".jsonl"] = found[name + ".jsonl"][:-1]
+        found[name + ".json"] = found[name + ".json"][:-1]
     put(OUT, found)
     _, begun = continued(command(source), tmp_path / "second", monkeypatch)
     assert of_shard and of_shard <= begun
@@ -158,7 +145,7 @@ def test_other_run_is_refused_or_replaces_it(
     source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = command(source, recipe="q4")
-    killed(other, scratch, monkeypatch, Kill(9))
+    killed(other, scratch, monkeypatch, Kill(10))
     before, kept = objects(OUT), folder_bytes(scratch)
     with pytest.raises(OutputError, match=r"^memory://resumed/model: holds an interrupted run .* pass --overwrite"):
         run_into(command(source), OUT, scratch, monkeypatch)
@@ -173,7 +160,7 @@ def test_run_that_replaces_another_is_killed_and_resumes(
     number: int, source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of the two commands then comes first."""
-    killed(command(source, recipe="q4"), scratch, monkeypatch, Kill(24))
+    killed(command(source, recipe="q4"), scratch, monkeypatch, Kill(25))
     killed(command(source, overwrite=True), scratch, monkeypatch, Kill(number))
     run_into(command(source, overwrite=True), OUT, tmp_path / "another", monkeypatch)
     assert objects(OUT) == final
@@ -192,7 +179,7 @@ def test_shard_of_an_older_result_is_not_taken_for_a_published_one(
     run_into(command(own_source), "memory://resumed/wanted", scratch, monkeypatch)
     run_into(command(source), OUT, scratch, monkeypatch)
     second = command(own_source, overwrite=True)
-    killed(second, scratch, monkeypatch, Kill(8))
+    killed(second, scratch, monkeypatch, Kill(9))
     assert staged_tensors(OUT)
     killed(command(source, recipe="q4", overwrite=True), tmp_path / "third", monkeypatch, Kill(number, after=True))
     continued(second, tmp_path / "another", monkeypatch)
@@ -200,7 +187,7 @@ def test_shard_of_an_older_result_is_not_taken_for_a_published_one(
 
 
 def test_damaged_journal_is_named(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed(command(source), scratch, monkeypatch, Kill(9))
+    killed(command(source), scratch, monkeypatch, Kill(10))
     put(OUT, objects(OUT) | {".pqweights/journal.jsonl": b'{"work"'})
     with pytest.raises(OutputError, match=r"\.pqweights/journal\.jsonl is damaged"):
         run_into(command(source), OUT, scratch, monkeypatch)
@@ -209,7 +196,7 @@ def test_damaged_journal_is_named(source: Path, scratch: Path, monkeypatch: pyte
 def test_changed_source_is_refused(
     own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed(command(own_source), scratch, monkeypatch, Kill(9))
+    killed(command(own_source), scratch, monkeypatch, Kill(10))
     with open(own_source / "tokenizer.json", "ab") as stream:
         stream.write(b" ")
     before = objects(OUT)
@@ -222,7 +209,7 @@ def test_changed_source_is_refused(
 def test_new_companion_is_copied(
     own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed(command(own_source), scratch, monkeypatch, Kill(9))
+    killed(command(own_source), scratch, monkeypatch, Kill(10))
     staged = staged_tensors(OUT)
     (own_source / "vocab.txt").write_text("a")
     (own_source / "NOTICE").unlink()
@@ -248,7 +235,7 @@ def first_call(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, act: C
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(staging.Staging, "put"), (RemoteFolder, "move"), (RemoteWorkspace, "write")]
+    ("owner", "method"), [(FinishedShards, "add"), (RemoteFolder, "move"), (BucketStore, "remove")]
 )
 def test_run_that_another_one_has_replaced_ends(
     owner: type,
@@ -285,7 +272,7 @@ def test_second_run_on_this_machine_is_refused(
             run_into(command(source), OUT, scratch, monkeypatch)
         refused.append(1)
 
-    first_call(monkeypatch, staging.Staging, "put", try_again)
+    first_call(monkeypatch, FinishedShards, "add", try_again)
     run_into(command(source), OUT, scratch, monkeypatch)
     assert refused
     assert objects(OUT) == final
@@ -321,7 +308,7 @@ def test_upload_that_fails_ends_the_run(
     staged = staged_tensors(OUT)
     assert staged
     resumed, begun = continued(command(source), scratch, monkeypatch)
-    assert resumed > len(staged) and not begun & staged
+    assert resumed == len(staged) and not begun & staged
     assert objects(OUT) == final
 
 
@@ -330,19 +317,7 @@ def test_key_of_shards_is_that_of_their_bytes(source: Path, scratch: Path, monke
     keys = set()
     for recipe in ("q4", "q5", "q4"):
         put(OUT, {})
-        killed(command(source, recipe=recipe), scratch, monkeypatch, Kill(9))
+        killed(command(source, recipe=recipe), scratch, monkeypatch, Kill(10))
         keys.add(next(name.split("/")[1] for name in objects(OUT) if name.count("/") == 2))
         shutil.rmtree(scratch)
     assert len(keys) == 2
-
-
-def test_stopped_uploads_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Closing does not wait for the shards that come after the one under way."""
-    place = result_place(OUT)
-    sent = []
-    monkeypatch.setattr(RemoteFolder, "upload", lambda self, name, path, stop: sent.append((name, stop())))
-    uploads = staging.ShardUploads(staging.Staging(place.folder, "key"), tmp_path, before_each=lambda: None)
-    uploads.close()
-    with pytest.raises(RuntimeError):
-        uploads.add("model.safetensors", [])
-    assert sent == []

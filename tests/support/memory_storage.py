@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import run_command
 from rewriting import Killed
 
+from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.task import RewriteReport
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file")
@@ -108,6 +108,6 @@ class Kill:
 
 def staged_tensors(address: str) -> set[str]:
     """The tensors of the shards that are marked as complete."""
-    marks = (data for name, data in objects(address).items() if name.startswith(".pqweights/") and "/" in name[11:])
-    lines = [line for data in marks if data.startswith(b'{"') for line in data.splitlines()]
-    return {json.loads(line)["name"] for line in lines}
+    contents = (data for name, data in objects(address).items() if name.startswith(".pqweights/") and "/" in name[11:])
+    marks = [ShardMark.parse(data) for data in contents if data.startswith(b'{"')]
+    return {record.name for mark in marks if mark is not None for record in mark.records}

@@ -1,4 +1,4 @@
-"""Parts of runs without Ray: they are pickled and run as a worker would, one after the other, in this process."""
+"""Tasks of runs without Ray: they are pickled and run as a worker would, one after the other, in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pqweights import api
-from pqweights.distributed import engine, parts, rewriting, worker
+from pqweights.distributed import engine, worker
 from pqweights.distributed.running import ClusterTask, TaskKind
 
 NODE = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "host", "NodeManagerAddress": "1.2.3.4"}
@@ -42,8 +42,8 @@ class TasksHere:
             take(task, outcome)
 
 
-def use_parts_here(patch: pytest.MonkeyPatch, ends: tuple[int, ...] = ()) -> list[int]:
-    """Have `ray=...` of the functions run parts in this process, as many as there are shards.
+def use_tasks_here(patch: pytest.MonkeyPatch, ends: tuple[int, ...] = ()) -> list[int]:
+    """Have `ray=...` of the functions run tasks in this process, one for each shard.
 
     Returns the numbers of the tasks that ran, as they run.
     """
@@ -54,9 +54,7 @@ def use_parts_here(patch: pytest.MonkeyPatch, ends: tuple[int, ...] = ()) -> lis
 
     patch.setattr(api, "engine_of", engine_of)
     patch.setattr(engine.RayEngine, "check", lambda *given: None)
-    patch.setattr(rewriting, "ClusterTasks", TasksHere)
-    patch.setattr(parts, "LEAST_PART_BYTES", 1)
-    patch.setattr(parts, "PARTS_PER_SLOT", 1000)
+    patch.setattr(engine, "ClusterTasks", TasksHere)
     patch.setattr(TasksHere, "ends", ends)
     patch.setattr(TasksHere, "ran", [])
     return TasksHere.ran

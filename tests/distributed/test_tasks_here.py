@@ -1,0 +1,254 @@
+"""Runs in tasks: pickled tasks give the bytes of plain runs, and runs in tasks and plain ones continue each other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import families
+import language_models
+import pytest
+from helpers import folder_bytes
+from memory_storage import objects, put
+from random_moments import write_random_moments
+from rewriting import Killed, finished
+from tasks_here import use_tasks_here
+
+import pqweights
+from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.distributed import engine, worker
+from pqweights.errors import OutputError, PqweightsError, SourceChangedError, StrictError
+from pqweights.rewrite.finished_shards import FinishedShards
+
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
+SHARD = 30_000
+FEW = "model.layers.*.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, its moments and its master."""
+    folder = tmp_path_factory.mktemp("parts")
+    language_models.with_tokenizer(families.build(families.FAMILIES["llama"], folder / "source"))
+    write_random_moments(folder / "source", folder / "moments.safetensors")
+    pqweights.quantize(folder / "source", folder / "master", max_shard_size=SHARD)
+    return folder
+
+
+def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]:
+    """Run plainly and in tasks, compare every byte, and return the tasks."""
+    run(tmp_path / "plain", ray=None)
+    ran = use_tasks_here(monkeypatch)
+    run(tmp_path / "tasks", ray="here")
+    assert folder_bytes(tmp_path / "tasks") == folder_bytes(tmp_path / "plain")
+    assert not (tmp_path / "tasks" / WORK_FOLDER).exists()
+    return ran
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fold": "equalize"},
+        {"fold": "equalize", "calibration": "moments.safetensors"},
+        {"target_bpw": 4.5},
+        {"recipe": "t4", "keep": FEW},
+        {"bits": 3, "set_bits": {FEW: 6}},
+    ],
+    ids=str,
+)
+def test_masters_in_tasks_have_the_bytes_of_plain_ones(
+    options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "calibration" in options:
+        options = options | {"calibration": base / options["calibration"]}
+    ran = both(
+        monkeypatch,
+        lambda out, ray: pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray=ray, **options),
+        tmp_path,
+    )
+    assert len(ran) == len(set(ran)) > 2
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("bf16", {}),
+        ("bf16", {"dtype": "source"}),
+        ("gguf", {"type": "q4_k_m"}),
+        ("gguf", {"target_size": 500_000}),
+        ("gguf", {"type": "q3_k_l", "imatrix": True, "calibration": "moments.safetensors"}),
+        ("gguf", {"type": "q3_k_m", "calibration": "moments.safetensors"}),
+        ("torchao-int4", {"group_size": 32}),
+        ("vllm-int4", {"group_size": 32}),
+        ("vllm-int4", {"group_size": 32, "rounding": "gptq", "calibration": "moments.safetensors"}),
+        ("vllm-int4", {"group_size": 32, "source": "source"}),
+        ("mlx-q4", {"group_size": 32}),
+        ("mlx-q4", {"group_size": 32, "fold": "equalize"}),
+    ],
+    ids=str,
+)
+def test_exports_in_tasks_have_the_bytes_of_plain_ones(
+    target: str, options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {name: base / options[name] for name in ("calibration", "source") if name in options}
+    ran = both(
+        monkeypatch,
+        lambda out, ray: pqweights.export(
+            base / "master", out, target, max_shard_size=SHARD, ray=ray, **{**options, **paths}
+        ),
+        tmp_path,
+    )
+    assert len(ran) == len(set(ran)) > 1
+
+
+def killed_after(monkeypatch: pytest.MonkeyPatch, shards: int, run: Any) -> None:
+    """Kill a run when it has finished some shards."""
+    left, add = iter(range(shards)), FinishedShards.add
+
+    def add_or_die(self: FinishedShards, *given: Any) -> None:
+        if next(left, None) is None:
+            raise Killed
+        add(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedShards, "add", add_or_die)
+        with pytest.raises(Killed):
+            run()
+
+
+def quantize(base: Path, out: Path, ray: str | None, **options: Any) -> Any:
+    return pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray=ray, threads=1, **options)
+
+
+@pytest.mark.parametrize("shards", range(4))
+@pytest.mark.parametrize(("first", "then"), [("here", None), (None, "here"), ("here", "here")])
+def test_runs_in_tasks_and_plain_ones_continue_each_other(
+    first: str | None, then: str | None, shards: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that a mark states is made again."""
+    use_tasks_here(monkeypatch)
+    out, made = tmp_path / "out", []
+    killed_after(monkeypatch, shards, lambda: quantize(base, out, first))
+    known = finished(out)
+    job = pqweights.quantizing.Quantize.job
+    monkeypatch.setattr(pqweights.quantizing.Quantize, "job", lambda self, p, t: made.append(p.name) or job(self, p, t))
+    assert quantize(base, out, then).resumed == len(known) >= shards
+    assert made and not known & set(made)
+    assert folder_bytes(out) == folder_bytes(base / "master")
+
+
+def test_a_task_of_a_run_that_has_ended_fails(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a driver that is gone: another run may have finished the result since."""
+    use_tasks_here(monkeypatch)
+    made, out = worker._made, tmp_path / "out"
+
+    def after_another_run(work: worker.ShardWork, number: int, report: Any) -> Any:
+        shutil.rmtree(out)
+        shutil.copytree(base / "master", out)
+        return made(work, number, report)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_made", after_another_run)
+        with pytest.raises(PqweightsError):
+            quantize(base, out, "here")
+    assert folder_bytes(out) == folder_bytes(base / "master")
+
+
+def test_what_a_strict_run_refuses_in_a_task_is_refused_as_in_a_plain_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tasks_here(monkeypatch)
+    monkeypatch.setattr("pqweights.quantizing.exceeds", lambda planned, record: planned.codec is not None)
+    messages = []
+    for ray in (None, "here"):
+        with pytest.raises(StrictError) as refused:
+            quantize(base, tmp_path / "out", ray, strict=True)
+        messages.append(str(refused.value).split(": relative error")[0].split("'")[0])
+        assert not (tmp_path / "out").exists()
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("ray", [None, "here"])
+def test_a_strict_run_refuses_what_an_earlier_one_finished_before_it_begins(
+    ray: str | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, out = use_tasks_here(monkeypatch), tmp_path / "out"
+    killed_after(monkeypatch, 3, lambda: quantize(base, out, "here"))
+    monkeypatch.setattr("pqweights.quantizing.exceeds", lambda planned, record: planned.codec is not None)
+    ran.clear()
+    made: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(pqweights.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(planned.name))
+        with pytest.raises(StrictError, match="--strict"):
+            quantize(base, out, ray, strict=True)
+    assert not ran and not made
+    assert quantize(base, out, ray).resumed > 0  # a run that is not strict continues
+    assert folder_bytes(out) == folder_bytes(base / "master")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("by_rename", [False, True])
+def test_a_source_that_changes_between_tasks_ends_the_run(
+    by_rename: bool, file: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(base / "source", tmp_path / "source")
+    shutil.copytree(base / "source", tmp_path / "former")
+    use_tasks_here(monkeypatch)
+    path, add, added = tmp_path / "source" / file, FinishedShards.add, []
+
+    def changing(self: FinishedShards, shard: str, *given: Any) -> None:
+        add(self, shard, *given)
+        added.append(shard)
+        if len(added) == 2:
+            data = path.read_bytes()
+            target = path.with_suffix(".new") if by_rename else path
+            target.write_bytes(data[:-1] + b" ")
+            target.rename(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedShards, "add", changing)
+        with pytest.raises(SourceChangedError, match=f"{file}: the source changed while .*--overwrite"):
+            quantize(tmp_path, tmp_path / "out", "here")
+    assert not (tmp_path / "out/pqweights.json").exists()
+    shutil.copy2(tmp_path / "former" / file, path)
+    report = quantize(tmp_path, tmp_path / "out", "here")
+    assert report.resumed > 0
+    assert folder_bytes(tmp_path / "out") == folder_bytes(base / "master")
+
+
+def test_tasks_continue_in_a_bucket(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = "memory://tasks/model"
+    put(out, {})
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    killed_after(monkeypatch, 2, lambda: pqweights.quantize(base / "source", out, max_shard_size=SHARD, threads=1))
+    ran = use_tasks_here(monkeypatch)
+    monkeypatch.setattr(engine, "tidy_nodes", lambda ray, store: worker.tidy_scratch(store, None, print))
+    pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray="here")
+    assert len(ran) == len(list((base / "master").glob("*.safetensors"))) - 2
+    assert objects(out) == {name: data for name, data in folder_bytes(base / "master").items() if name[-1] != "/"}
+    assert folder_bytes(tmp_path / "scratch") == {}
+
+
+def test_a_result_without_one_of_its_shards_is_not_published(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = "memory://tasks/model"
+    put(out, {})
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    publish = FinishedShards.publish
+
+    def after_a_loss(finished: FinishedShards, shards: Mapping[str, int]) -> None:
+        finished.store.remove([finished.name(next(iter(shards)))])
+        publish(finished, shards)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedShards, "publish", after_a_loss)
+        with pytest.raises(OutputError, match=r"shard .* is no longer there as this run"):
+            pqweights.quantize(base / "source", out, max_shard_size=SHARD)
+    assert "pqweights.json" not in objects(out)
+    pqweights.quantize(base / "source", out, max_shard_size=SHARD)
+    assert objects(out) == {name: data for name, data in folder_bytes(base / "master").items() if name[-1] != "/"}
