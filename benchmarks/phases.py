@@ -4,8 +4,8 @@
 
 Each command runs in a process of its own, in which the functions below are wrapped, with one thread and with all. The
 rest of the CPU seconds is start-up, scheduling, and Python between them. Wall seconds above CPU seconds are waiting:
-for the disk, for room in its queue, or for a core. Of the main thread and of the disk's there is one, whatever the
-number of threads: what they do is the serial share, beside which the times tell what Amdahl's law makes of them.
+for the disk, or for a core. Of the main thread there is one, whatever the number of threads: what it does, starting
+apart, is the serial share, beside which the times tell what Amdahl's law makes of them.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ from harness import (
     usable_cores,
 )
 
-DISK = "write to the disk"  # in a thread of its own
 # phase -> module, class (or none), functions
 PHASES = {
     "read the source": ("pqweights.checkpoint.file_reader", "FileReader", ("read_into",)),
     "encode": ("pqweights.kernels.cpu", None, ("encode",)),
     "decode": ("pqweights.kernels.cpu", None, ("decode",)),
     "hash": ("pqweights.checkpoint.digests", "PieceHasher", ("add",)),
-    "collect in blocks": ("pqweights.checkpoint.shard_writer", "ShardWriter", ("write",)),
     "sums of errors": ("pqweights.rewrite.encode_job", "EncodeJob", ("collect",)),
-    DISK: ("pqweights.checkpoint.shard_writer", "ShardWriter", ("_write_block", "save", "finish")),
+    "write to the disk": ("pqweights.checkpoint.shard_file", "ShardFile", ("write", "finish")),
 }
 
 
@@ -82,9 +80,10 @@ def profiled(arguments: list[str]) -> dict[str, Any]:
             wrap(getattr(loaded, owner) if owner else loaded, name, adder(phase))
     from pqweights_cli.main import app
 
+    started = time.thread_time()
     app(arguments, standalone_mode=False)
     seconds, times = time.perf_counter() - start, os.times()
-    main_thread = time.thread_time()
+    main_thread = time.thread_time() - started
     return {
         "seconds": seconds,
         "cpu_seconds": times.user + times.system,
@@ -118,25 +117,16 @@ def _phase_lines(rows: list[Document]) -> list[list[Cell]]:
 
 
 def _serial_table(rows: list[Document]) -> str:
-    """The CPU seconds of the threads of which there is one, and how the time falls with the number of the others."""
-    header = [
-        "command",
-        "threads",
-        "seconds",
-        "CPU",
-        "main thread",
-        "disk's thread",
-        "serial share of CPU",
-        "by Amdahl",
-    ]
+    """The CPU seconds of the main thread, and how the time falls with the number of the others."""
+    header = ["command", "threads", "seconds", "CPU", "main thread", "serial share of CPU", "by Amdahl"]
     alone = {row["command"]: row["seconds"] for row in rows if row["threads"] == 1}
     lines = []
     for row in rows:
-        threads, main = row["threads"], row["main_thread_cpu_seconds"]
-        gain = row["seconds"] / alone[row["command"]]
-        by_amdahl = None if threads == 1 else f"{(threads * gain - 1) / (threads - 1):.0%}"
-        disk = row["phases"][DISK][2]
-        cells = [f"{seconds:.2f}" for seconds in (row["seconds"], row["cpu_seconds"], main, disk)]
+        threads, main, whole = row["threads"], row["main_thread_cpu_seconds"], alone.get(row["command"])
+        by_amdahl = None
+        if threads > 1 and whole is not None:
+            by_amdahl = f"{(threads * row['seconds'] / whole - 1) / (threads - 1):.0%}"
+        cells = [f"{seconds:.2f}" for seconds in (row["seconds"], row["cpu_seconds"], main)]
         lines.append([row["command"], threads, *cells, f"{main / row['cpu_seconds']:.0%}", by_amdahl])
     return table(header, lines)
 

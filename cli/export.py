@@ -192,7 +192,7 @@ def command(
     sensitivity: SensitivityOption = None,
     imatrix: ImatrixOption = False,
     overwrite: options.OverwriteOption = False,
-    max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
+    max_shard_bytes: options.ShardOption = "2GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     ray: cluster.RayOption = None,
     revision: options.RevisionOption = None,
@@ -261,7 +261,7 @@ def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
         *report.bits_and_coverage(done.totals),
-        *integer_form_lines(done.pairs, measured="--source" in done.transform.also_reads),
+        *integer_form_lines(done.pairs, measured="--source" in done.transform.inputs.checkpoints),
         *fold_lines(done),
         *report.left_out_lines(plan),
     ]

@@ -49,7 +49,7 @@ def command(
     summary: options.SummaryOption = None,
     overwrite: options.OverwriteOption = False,
     strict: StrictOption = False,
-    max_shard_bytes: options.ShardOption = "5GB",  # type: ignore[assignment]  # typer parses it
+    max_shard_bytes: options.ShardOption = "2GB",  # type: ignore[assignment]  # typer parses it
     threads: options.ThreadsOption = None,
     ray: cluster.RayOption = None,
     awq: options.AwqOption = None,

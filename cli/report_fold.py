@@ -26,7 +26,7 @@ def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
 
 def fold_lines(done: RewriteReport) -> list[str]:
     """Return what was folded; nothing for a result without a fold."""
-    fold = done.transform.report_json().get("fold")
+    fold = done.transform.notes(done.records).document.get("fold")
     if fold is None:
         return []
     folded = {name for record in done.records for name in record.folded}

@@ -10,7 +10,6 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
 from pqweights.errors import SourceError
 from pqweights.exports import get_target
-from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.options import GPTQ, PLAIN, ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
@@ -22,6 +21,7 @@ from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.transform import EXPORT
 from pqweights.store import Store, open_store
 
 
@@ -109,7 +109,7 @@ def _location(folder: Path | Storage) -> Path | Address | None:
 def _check_not_an_export(folder: Path | Storage) -> None:
     """Raise SourceError if a folder holds an export, MasterError if its manifest is damaged."""
     manifest = find_manifest(folder)
-    if manifest is None or manifest.identity.kind != Bf16Export.kind:
+    if manifest is None or manifest.identity.kind != EXPORT:
         return
     raise SourceError(
         f"{folder}: expected a pqweights master, found an export ({manifest.made_by.get('target')}): an export is made "

@@ -23,7 +23,6 @@ from pqweights.folding.fold import Fold, check_fold
 from pqweights.hub.sources import Access, address_of, open_source
 from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
-from pqweights.planning.containers import Safetensors
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.moments_file import open_moments
@@ -47,7 +46,7 @@ from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import MASTER, Account, Inputs, Notes, Output, Preparation, measure_fold
 from pqweights.store import Store, open_store
 
 
@@ -154,7 +153,7 @@ def plan_quantize(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize(Transform):
+class Quantize:
     """The transform from a source to a master.
 
     recipe: which codec encodes which tensor
@@ -170,14 +169,24 @@ class Quantize(Transform):
     fit: Fit | None = None
     fold: Fold | None = None
 
-    kind = "master"
-
-    def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of this transform: the recipe, the scales, and how a size was fitted."""
+    @property
+    def account(self) -> Account:
+        """The recipe, the scales, and how a size was fitted."""
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
         fit = {} if self.fit is None else {"fit": self.fit.describe()}
         fold = {} if self.fold is None else {"fold": self.fold.describe()}
-        return {"recipe": self.recipe.to_json()} | awq | fit | fold
+        return Account(MASTER, {"recipe": self.recipe.to_json()} | awq | fit | fold)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The file of the scales, and the fold with that of the moments for it."""
+        scales = {} if self.awq is None else {"--awq": self.awq.file}
+        return Inputs(checkpoints=scales | ({} if self.fold is None else self.fold.also_reads), fold=self.fold)
+
+    @property
+    def output(self) -> Output:
+        """Safetensors files, and a config.json with a quantization_config of ours."""
+        return Output(config=_config)
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Decide what becomes of each tensor.
@@ -189,11 +198,6 @@ class Quantize(Transform):
         if self.awq is not None:
             self.awq.check(checkpoint, result)
         return result if self.fold is None else self.fold.noted(result)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Why a fold that was asked for changes nothing."""
-        return () if self.fold is None else self.fold.warnings
 
     def planner(self, checkpoint: Checkpoint) -> RatePlanner:
         """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
@@ -241,11 +245,9 @@ class Quantize(Transform):
             stored=stored,
         )
 
-    @property
-    def also_reads(self) -> dict[str, Checkpoint]:
-        """The file of the scales, and that of the moments for a fold."""
-        scales = {} if self.awq is None else {"--awq": self.awq.file}
-        return scales | ({} if self.fold is None else self.fold.also_reads)
+    def prepare(self, preparation: Preparation) -> None:
+        """Read what the fold depends on."""
+        measure_fold(self.fold, preparation)
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that encodes a weight or copies a tensor that is kept."""
@@ -256,27 +258,32 @@ class Quantize(Transform):
         effort = self.recipe.effort if get_codec(planned.codec).efforts else None
         return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, effort=effort))
 
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """Raise StrictError for a weight that exceeds what its codec promises, if the user asked to be strict."""
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
+        """Return the record with the vectors through which the tensor was folded.
+
+        Raises StrictError for a weight that exceeds what its codec promises, if the user asked to be strict.
+        """
         if self.strict and exceeds(planned, record):
             raise StrictError(
                 f"tensor {planned.name!r}: --strict: relative error {record.relative_mse} at {planned.bits} bits "
                 "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
                 "bits"
             )
+        return record if self.fold is None else replace(record, folded=self.fold.links_of(record.name))
 
-    def report_json(self) -> dict[str, Any]:
-        """Return how a size was fitted if there was a target, and what a fold leaves as it is."""
-        fit = {} if self.fit is None else {"fit": self.fit.to_json()}
-        return fit | ({} if self.fold is None else {"fold": self.fold.to_json()})
+    def notes(self, records: Sequence[TensorRecord]) -> Notes:
+        """Return how a size was fitted if there was a target, and what a fold leaves as it is, or why it is none."""
+        document = {} if self.fit is None else {"fit": self.fit.to_json()}
+        if self.fold is None:
+            return Notes(document=document)
+        return Notes(warnings=self.fold.warnings, document=document | {"fold": self.fold.to_json()})
 
-    def config(
-        self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
-    ) -> dict[str, Any]:
-        """Return the config.json of the master, with a quantization_config of ours."""
-        dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        quantization = quantization_config(encodings(tensors, records), [t.name for t in tensors if t.action == KEEP])
-        return guarded_config(edited_config(checkpoint.config, dtype, old_dtype=dtype), quantization)
+
+def _config(checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, Any]:
+    """Return the config.json of a master, with a quantization_config of ours."""
+    dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+    quantization = quantization_config(encodings(tensors, records), [t.name for t in tensors if t.action == KEEP])
+    return guarded_config(edited_config(checkpoint.config, dtype, old_dtype=dtype), quantization)
 
 
 def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
@@ -305,9 +312,8 @@ def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, 
             "bit width would be used with others; pass --awq-any-codec to allow that"
         )
 
-    container = Safetensors(transform.metadata)
-
     def file_bytes(tensors: Sequence[TensorPlan]) -> int:
+        container = transform.output.container(tensors, max_shard_bytes)
         return sum(shard.file_bytes for shard in container.shards(tensors, max_shard_bytes))
 
     return fit(

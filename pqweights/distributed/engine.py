@@ -144,7 +144,7 @@ class RayEngine(Engine):
         needs = resource_needs(
             task.plan,
             self.threads,
-            fold=task.transform.fold,
+            fold=task.transform.inputs.fold,
             storages=storages,
             is_elsewhere=task.out.is_elsewhere,
         )
@@ -159,7 +159,7 @@ class RayEngine(Engine):
             ),
             threads=self.threads,
             # A worker has the pickled task twice, and the task itself.
-            memory_bytes=needs.peak_memory_bytes + task.transform.memory_bytes + 3 * len(pickled),
+            memory_bytes=needs.peak_memory_bytes + task.transform.inputs.memory_bytes + 3 * len(pickled),
         )
 
     def run_checks(self, checks: ShardChecks, threads: int, progress: ShardProgress) -> ShardFindings:

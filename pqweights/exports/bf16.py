@@ -20,13 +20,13 @@ from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import EXPORT, Account, Inputs, Notes, Output, Preparation, Transform
 
 NAME = "bf16"
 
 
 @dataclass(frozen=True)
-class Bf16Export(Transform):
+class Bf16Export:
     """The transform from a master to an ordinary checkpoint.
 
     dtype: "bf16", or "source" for the dtype that each weight had in the source
@@ -37,11 +37,20 @@ class Bf16Export(Transform):
 
     dtype: str = "bf16"
 
-    kind = "export"
+    @property
+    def account(self) -> Account:
+        """The target and the dtype."""
+        return Account(EXPORT, {"target": NAME, "dtype": self.dtype})
 
-    def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of this transform: the target and the dtype."""
-        return {"target": NAME, "dtype": self.dtype}
+    @property
+    def inputs(self) -> Inputs:
+        """Nothing besides the master."""
+        return Inputs()
+
+    @property
+    def output(self) -> Output:
+        """Safetensors files, and the source's config.json with its dtype, without a quantization_config."""
+        return Output(config=self._config)
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor as it is, in the dtype that it gets."""
@@ -49,14 +58,24 @@ class Bf16Export(Transform):
         dtype = "BF16" if self.dtype == "bf16" else None
         return [plain_plan(tensor, model=model, dtype=dtype) for tensor in checkpoint.tensors]
 
+    def prepare(self, preparation: Preparation) -> None:
+        """Do nothing: a copy depends on its tensor alone."""
+
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that copies a tensor; reading a weight decodes it."""
         return CopyJob(planned, tensor)
 
-    def config(
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
+        """Return the record as it is."""
+        return record
+
+    def notes(self, records: Sequence[TensorRecord]) -> Notes:
+        """Return nothing: there is no error, and no option to speak of."""
+        return Notes()
+
+    def _config(
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any]:
-        """Return the source's config.json with its dtype, and without a quantization_config."""
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, old_dtype=model)
 

@@ -10,8 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor
@@ -25,17 +24,18 @@ from pqweights.exports.options import GPTQ, IMPORTANCE
 from pqweights.exports.weighting import WeightedJob
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import FoldedTensor
-from pqweights.planning.plan import INTEGER, Container, ShardPlan, TensorPlan, stored_bytes
+from pqweights.planning.containers import Safetensors
+from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord, master_part, mean_error
-from pqweights.rewrite.transform import Preparation, SmallFiles, Transform
+from pqweights.rewrite.transform import EXPORT, Account, Inputs, Notes, Output, Preparation, measure_fold
 
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntegerExport(Transform):
+class IntegerExport:
     """The transform of an integer target, made by original.integer_export.
 
     target: the format with its options
@@ -60,15 +60,9 @@ class IntegerExport(Transform):
     folded_master: Checkpoint | None = None
     master_factors: str | None = None
 
-    kind = "export"
-
-    def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of this transform: the target, the original, and a digest of the errors."""
-        return self._described
-
     @functools.cached_property
-    def _described(self) -> dict[str, Any]:
-        """Computed once, because a fingerprint reads a part of every tensor."""
+    def account(self) -> Account:
+        """The target, the original, and a digest of the errors; once, because a fingerprint reads every tensor."""
         fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
         rounding = {}
         if self.compensation is not None:
@@ -76,7 +70,31 @@ class IntegerExport(Transform):
             kind = IMPORTANCE if any(isinstance(rule, WeightedRule) for rule in rules) else GPTQ
             rounding = {"rounding": kind, "calibration": self.compensation.moments.sha256}
         fold = {"fold": self.fold.describe()} if self.fold else {}
-        return self.target.describe() | fingerprint | {"master_errors": _digest(self.master_errors)} | rounding | fold
+        errors = {"master_errors": _digest(self.master_errors)}
+        return Account(EXPORT, self.target.describe() | fingerprint | errors | rounding | fold)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The original and the moments, if they are read."""
+        checkpoints = {} if self.original is None else {"--source": self.original}
+        if self.compensation is not None:
+            checkpoints["--calibration"] = self.compensation.moments.file
+        if self.fold is not None:
+            checkpoints |= self.fold.also_reads
+        held = 0 if self.compensation is None else self.compensation.memory_bytes
+        return Inputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held)
+
+    @property
+    def output(self) -> Output:
+        """What the outline says."""
+        outline, made = self.outline, self.outline.small_files
+        config = outline.config
+        return Output(
+            config=None if config is None else lambda checkpoint, tensors, records: config,
+            container=outline.container or (lambda tensors, most: Safetensors(outline.metadata)),
+            small_files=(lambda shards: {}) if made is None else lambda shards: made(shards, self.compensation),
+            left_out=outline.left_out,
+        )
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor by the outline's decision."""
@@ -95,22 +113,11 @@ class IntegerExport(Transform):
             if not isinstance(tensor, EncodedTensor | OriginalTensor | PlainTensor | FoldedTensor)
         }
 
-    def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded, or those that it is made of."""
-        if self.fold is None:
-            return ()
-        names = self._sources.get(tensor, (tensor,))
-        return tuple(dict.fromkeys(link for name in names for link in self.fold.links_of(name)))
-
     def prepare(self, preparation: Preparation) -> None:
         """Measure what the fold depends on, and check that a fold that was found again is the master's."""
-        super().prepare(preparation)
+        measure_fold(self.fold, preparation)
         if self.fold is not None and self.folded_master is not None:
             self.fold.check_master(self.folded_master, self.master_factors)
-
-    def report_json(self) -> dict[str, Any]:
-        """Return what a fold leaves as it is."""
-        return {} if self.fold is None else {"fold": self.fold.to_json()}
 
     def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)
@@ -131,59 +138,6 @@ class IntegerExport(Transform):
             stored=specs,
         )
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The `__metadata__` that the runtime asks for."""
-        return self.outline.metadata
-
-    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:
-        """Return the format of the runtime's files."""
-        if self.outline.container is None:
-            return super().container(tensors, max_shard_bytes)
-        return self.outline.container(tensors, max_shard_bytes)
-
-    @property
-    def has_config(self) -> bool:
-        """Whether the runtime reads a config.json."""
-        return self.outline.config is not None
-
-    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
-        """Return what the target writes beside the weights."""
-        return {} if self.outline.small_files is None else self.outline.small_files(shards, self.compensation)
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """The tensors that the runtime does not hold, each with the reason."""
-        return self.outline.left_out
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the target has to say about the result."""
-        return (*self.outline.warnings, *(() if self.fold is None else self.fold.warnings))
-
-    def remarks(self, records: Sequence[TensorRecord]) -> tuple[str, ...]:
-        """Say that the error is for the most part the master's, if it is."""
-        total, by_master = mean_error(records, "total_mse"), master_part(records)
-        if total is None or by_master is None or by_master <= MOST_BY_MASTER * total:
-            return ()
-        return (
-            f"the error of the master is {by_master / total:.0%} of the error against the original ({by_master:.6f} of "
-            f"{total:.6f}), and no format makes that smaller: --source ORIGINAL rounds the original's weights instead, "
-            "and a master of more bits has less of it",
-        )
-
-    @property
-    def also_reads(self) -> dict[str, Checkpoint]:
-        """The original and the moments, if they are read."""
-        moments = {"--calibration": self.compensation.moments.file} if self.compensation else {}
-        of_fold = {} if self.fold is None else self.fold.also_reads
-        return ({} if self.original is None else {"--source": self.original}) | moments | of_fold
-
-    @property
-    def memory_bytes(self) -> int:
-        """The factors by which rounding is compensated, if it is."""
-        return 0 if self.compensation is None else self.compensation.memory_bytes
-
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that rounds a weight or copies another tensor."""
         decision = self.outline.decisions.get(tensor.name)
@@ -203,11 +157,27 @@ class IntegerExport(Transform):
         kind = WeightedJob if isinstance(decision.rule, WeightedRule) else CompensatedJob
         return kind(job, self.compensation, self.compensation.sources[tensor.name])
 
-    def config(
-        self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
-    ) -> dict[str, Any] | None:
-        """Return the config.json that the runtime reads."""
-        return self.outline.config
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
+        """Return the record with the vectors through which the tensor was folded, or those that it is made of."""
+        if self.fold is None:
+            return record
+        names = self._sources.get(record.name, (record.name,))
+        return replace(record, folded=tuple(dict.fromkeys(link for n in names for link in self.fold.links_of(n))))
+
+    def notes(self, records: Sequence[TensorRecord]) -> Notes:
+        """Return what the target and the fold have to say, and that the error is for the most part the master's."""
+        warnings, document = self.outline.warnings, {}
+        if self.fold is not None:
+            warnings, document = (*warnings, *self.fold.warnings), {"fold": self.fold.to_json()}
+        total, by_master = mean_error(records, "total_mse"), master_part(records)
+        if total is not None and by_master is not None and by_master > MOST_BY_MASTER * total:
+            warnings = (
+                *warnings,
+                f"the error of the master is {by_master / total:.0%} of the error against the original "
+                f"({by_master:.6f} of {total:.6f}), and no format makes that smaller: --source ORIGINAL rounds the "
+                "original's weights instead, and a master of more bits has less of it",
+            )
+        return Notes(warnings=warnings, document=document)
 
 
 def _digest(errors: Mapping[str, float]) -> str | None:

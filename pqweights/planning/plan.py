@@ -18,7 +18,7 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Coder
 from pqweights.planning.totals import Totals, total
 
-DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
 # integers.
 QUANTIZE, KEEP, DECODE, INTEGER = "quantize", "keep", "decode", "integer"

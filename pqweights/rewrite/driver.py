@@ -48,13 +48,13 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
-    files, container = checkpoint.storage.files(), transform.container(tensors, max_shard_bytes)
+    files, container = checkpoint.storage.files(), transform.output.container(tensors, max_shard_bytes)
     return Plan(
         tensors=tensors,
         shards=container.shards(tensors, max_shard_bytes),
         companions=checkpoint.companions,
         left_out=checkpoint.left_out,
-        left_out_tensors=checkpoint.left_out_tensors | transform.left_out,
+        left_out_tensors=checkpoint.left_out_tensors | dict(transform.output.left_out),
         container=container,
         source_bytes=checkpoint.weight_file_bytes,
         companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
@@ -188,7 +188,7 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> N
         files = _write_small_files(task, records, run)
         fingerprint = task.checkpoint.fingerprint()
         task.check_sources()  # after everything was read, and before anything states what it was
-    fold = task.transform.fold
+    fold = task.transform.inputs.fold
     manifest = Manifest(
         identity=task.identity,
         source_fingerprint=fingerprint,
@@ -212,9 +212,8 @@ def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str
     contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
     if plan.container.index_file is not None:
         contents[plan.container.index_file] = json_pieces(index_json(plan.shards))
-    config = task.transform.config(task.checkpoint, plan.tensors, records)
-    if config is not None:
-        contents[CONFIG_FILE] = json_pieces(config)
+    if (config := task.transform.output.config) is not None:
+        contents[CONFIG_FILE] = json_pieces(config(task.checkpoint, plan.tensors, records))
     return contents
 
 

@@ -244,9 +244,8 @@ class _ShardUnderWay:
                     job.collect(future.result())
             outcome = job.finish(sink)
         place, transform = tensor.place, self._task.transform
-        record = replace(outcome, digests=sink.digests(), folded=transform.folded(outcome.name))
-        transform.accept(self._task.plan.tensors[place], record)
-        self._records.append(record)
+        record = replace(outcome, digests=sink.digests())
+        self._records.append(transform.accept(self._task.plan.tensors[place], record))
         self._done_bytes += self._task.source_bytes(place)
         self._tell(place, 0.0)
         self._fingerprints |= self._files.release(place)

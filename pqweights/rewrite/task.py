@@ -66,8 +66,8 @@ class RewriteTask:
         """What makes another run the same as this one."""
         plan = self.plan
         return RunIdentity(
-            kind=self.transform.kind,
-            made_by=self.transform.describe(),
+            kind=self.transform.account.kind,
+            made_by=self.transform.account.made_by,
             source_bytes=plan.source_bytes,
             max_shard_bytes=plan.max_shard_bytes,
             tensors=plan.tensors,
@@ -85,12 +85,12 @@ class RewriteTask:
         plan, checkpoint = self.plan, self.checkpoint
         written = [*plan.companions, *self.small_files]
         written += [] if plan.container.index_file is None else [plan.container.index_file]
-        written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.has_config else [MANIFEST_FILE]
+        written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.output.config is not None else [MANIFEST_FILE]
         outputs = [*(shard.file for shard in plan.shards), *written]
         read = [*checkpoint.weight_files, *plan.companions]
         read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
         files = {"": (checkpoint.storage, read)}
-        also_read = self.transform.also_reads.items()
+        also_read = self.transform.inputs.checkpoints.items()
         files |= {option: (other.storage, list(other.weight_files)) for option, other in also_read}
         shards = {shard.file: shard.file_bytes for shard in plan.shards}
         return RunStatement.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
@@ -98,12 +98,12 @@ class RewriteTask:
     @functools.cached_property
     def small_files(self) -> SmallFiles:
         """What the transform writes beside the weights, the configuration and the copied files."""
-        return self.transform.small_files(self.plan.shards)
+        return self.transform.output.small_files(self.plan.shards)
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Everything that is read: the checkpoint, then what the transform reads besides."""
-        return (self.checkpoint, *self.transform.also_reads.values())
+        return (self.checkpoint, *self.transform.inputs.checkpoints.values())
 
     def source_bytes(self, place: int) -> int:
         """Return how many bytes of the source a tensor of the plan is made of."""
@@ -213,10 +213,10 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.transform.warnings, *self.transform.remarks(self.records), *unchecked)
+        return (*self.transform.notes(self.records).warnings, *unchecked)
 
     def __repr__(self) -> str:
-        return f"<RewriteReport of the {self.transform.kind}: {self.totals}>"
+        return f"<RewriteReport of the {self.transform.account.kind}: {self.totals}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of quantize --json and export --json, without the name of the output folder."""
@@ -225,7 +225,7 @@ class RewriteReport:
             "already_done": self.already_done,
             "resumed_tensors": self.resumed,
             "source_bytes_read": self.source_bytes_read,
-            **self.transform.report_json(),
+            **self.transform.notes(self.records).document,
             "totals": self.totals.to_json() | error_totals(self.plan.tensors, self.records),
             "exceeding": [tensor.name for tensor in tensors if tensor.exceeds],
             "tensors": [tensor.to_json() for tensor in tensors],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,107 +32,114 @@ class Preparation:
     progress: Callable[[int, int, str], None]
 
 
+# What manifests call the two kinds of results.
+MASTER, EXPORT = "master", "export"
+
 # Names of files, and functions that return their content once the tensors are written.
 SmallFiles = Mapping[str, Callable[[], bytes]]
 
 
-class Transform(Protocol):
-    """Turns the tensors of a checkpoint into the tensors of a result.
+@dataclass(frozen=True)
+class Account:
+    """What the manifest says of a transform.
 
-    Implementations derive from this class and inherit the defaults of what they do not need.
+    kind: what it calls the result: "master" or "export"
+    made_by: a recipe, or a target with its options. Two transforms of one kind with equal accounts turn the same plan
+        into the same bytes; see identity.py
     """
 
+    kind: str
+    made_by: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a transform reads besides the checkpoint, and holds while it works.
+
+    checkpoints: what it reads, by the option that names it
+    fold: the fold of the tensors that are read
+    memory_bytes: what it holds in memory beside a fold, whatever the number of threads
+    """
+
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    fold: Fold | None = None
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a result has besides its tensors.
+
+    container: the format of the files that hold tensors
+    config: returns the config.json of the finished result, from the checkpoint, the plans of its tensors and what was
+        measured of them; None for a result without one
+    small_files: returns files that are written beside the configuration, for the files of the plan
+    left_out: the tensors that the result cannot carry, each with the reason
+    """
+
+    config: Callable[[Checkpoint, Sequence[TensorPlan], Sequence[TensorRecord]], dict[str, Any]] | None
+    container: Callable[[Sequence[TensorPlan], int], Container] = lambda tensors, most: Safetensors(DEFAULT_METADATA)
+    small_files: Callable[[Sequence[ShardPlan]], SmallFiles] = lambda shards: {}
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What a report says of a transform besides the tensors.
+
+    warnings: what the user should know of the result before using it, a sentence each
+    document: what its JSON has besides
+    """
+
+    warnings: tuple[str, ...] = ()
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Transform(Protocol):
+    """Turns the tensors of a checkpoint into the tensors of a result."""
+
     @property
-    def kind(self) -> str:
-        """What the manifest calls the result: "master" or "export"."""
+    def account(self) -> Account:
+        """What the manifest says of it."""
         ...
 
-    def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of this transform: a recipe, or a target with its options.
+    @property
+    def inputs(self) -> Inputs:
+        """What it reads and holds."""
+        ...
 
-        Two transforms of one kind with equal accounts turn the same plan into the same bytes; see identity.py.
-        """
+    @property
+    def output(self) -> Output:
+        """What the result has besides its tensors."""
         ...
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Decide from the headers what becomes of each logical tensor, in the order of the checkpoint."""
         ...
 
+    def prepare(self, preparation: Preparation) -> None:
+        """Read what must be known before the first tensor is rewritten."""
+        ...
+
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the first pass over one tensor."""
         ...
 
-    def config(
-        self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
-    ) -> dict[str, Any] | None:
-        """Return the config.json of the finished result, or None for a result without one."""
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
+        """Return the record of a finished tensor, completed. Raise SourceError if the user asked to refuse it."""
         ...
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The `__metadata__` of the safetensors files."""
-        return DEFAULT_METADATA
+    def notes(self, records: Sequence[TensorRecord]) -> Notes:
+        """Return what a report says of it; without records, before anything was measured."""
+        ...
 
-    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:
-        """Return the format of the files that hold the planned tensors; by default safetensors."""
-        return Safetensors(self.metadata)
 
-    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
-        """Return files that are written beside those of the plan and the configuration; by default none."""
-        return {}
-
-    @property
-    def has_config(self) -> bool:
-        """Whether the result has a config.json."""
-        return True
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """The tensors that the result cannot carry, each with the reason; by default there are none."""
-        return {}
-
-    @property
-    def also_reads(self) -> dict[str, Checkpoint]:
-        """What is read besides the checkpoint itself, by the option that names it; by default nothing."""
-        return {}
-
-    @property
-    def memory_bytes(self) -> int:
-        """What it holds in memory beside a fold, whatever the number of threads; by default nothing."""
-        return 0
-
-    @property
-    def fold(self) -> Fold | None:
-        """The fold of the tensors that are read; by default none."""
-        return None
-
-    def prepare(self, preparation: Preparation) -> None:
-        """Read what must be known before the first tensor is rewritten: what a fold depends on."""
-        if self.fold is not None:
-            self.fold.measure(
-                preparation.folder,
-                fetched=preparation.fetched,
-                threads=preparation.threads,
-                progress=preparation.progress,
-            )
-
-    def folded(self, tensor: str) -> tuple[str, ...]:
-        """Return the vectors through which a tensor was folded."""
-        return () if self.fold is None else self.fold.links_of(tensor)
-
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """Raise SourceError if the user asked to refuse such a result; by default every result is accepted."""
-        return
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user should know of the result before using it, a sentence each; by default nothing."""
-        return ()
-
-    def remarks(self, records: Sequence[TensorRecord]) -> tuple[str, ...]:
-        """Return what the measured errors say to the user, a sentence each; by default nothing."""
-        return ()
-
-    def report_json(self) -> dict[str, Any]:
-        """Return what the JSON of a report says of this transform besides the tensors; by default nothing."""
-        return {}
+def measure_fold(fold: Fold | None, preparation: Preparation) -> None:
+    """Read what a fold depends on, if there is one."""
+    if fold is not None:
+        fold.measure(
+            preparation.folder,
+            fetched=preparation.fetched,
+            threads=preparation.threads,
+            progress=preparation.progress,
+        )

@@ -265,7 +265,7 @@ def test_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypa
         else "pqweights.rewrite.finished_shards.FinishedShards.add"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(place, interrupted)
+        patch.setattr(f"pqweights.{module}.{function}", interrupted)
         lines = refused("quantize", source, tmp_path / "out", code=130).splitlines()
     says = "no results were kept" if when == "planning" else "run the same command again to continue"
     assert len(lines) == 1 and lines[0].startswith(f"interrupted; {says}")

@@ -213,7 +213,7 @@ def test_plan_and_manifest_say_what_is_folded(source: Path, tmp_path: Path) -> N
     assert "foldable: gain with its readers" in reasons[f"{prefix}.input_layernorm.weight"]
     assert "outputs with self_attn.o_proj" in reasons[f"{prefix}.self_attn.v_proj.weight"]
     assert "foldable" not in reasons["model.embed_tokens.weight"]
-    fold = transform.report_json()["fold"]
+    fold = transform.notes(()).document["fold"]
     assert fold["kind"] == "equalize" and len(fold["vectors"]) == LINKS and fold["left"] == {}
     assert transform.fold is not None
     held = transform.fold.memory_bytes
