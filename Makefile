@@ -48,8 +48,8 @@ fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SENSITIVITY=heuristic]: the best 
 int4 mlx vllm bf16 gguf: $(READY) ## DIR=... OUT=...: a master into what torchao (int4), MLX, vLLM, llama.cpp or everything (bf16) loads
 	$(COMMAND) export $(DIR) $(OUT) --target $(TARGET_$@) $(ARGS)
 TARGET_int4 := torchao-int4
-TARGET_mlx := mlx-q4
-TARGET_vllm := vllm-int4
+TARGET_mlx := mlx
+TARGET_vllm := vllm
 TARGET_bf16 := bf16
 TARGET_gguf := gguf
 

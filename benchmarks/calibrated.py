@@ -45,7 +45,7 @@ from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 HERE = Path(__file__).resolve().parent
 WINDOWS, WINDOW = 64, 256  # of calibration; windows to evaluate on have this size, too
 SPARE_TOKENS = 600  # decoding and encoding again may join a few
-VLLM, TORCHAO, MLX = "vllm-int4", "torchao-int4", "mlx-q4"
+VLLM, TORCHAO, MLX = "vllm", "torchao-int4", "mlx"
 OURS, PEERS, ORIGINAL = "ours", "peers", "original"
 IN_THIS_ENVIRONMENT = ("mlx", "torchao")  # tools that the project's own environment has
 

@@ -43,8 +43,8 @@ SETTINGS = {"dtype": "BF16", "block_size": 128}
 EXPORTS = {
     "export bf16": ["bf16"],
     "torchao-int4": ["torchao-int4"],
-    "mlx-q4": ["mlx-q4"],
-    "vllm-int4": ["vllm-int4"],
+    "mlx": ["mlx"],
+    "vllm": ["vllm"],
 }
 COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
 

@@ -52,7 +52,7 @@ from pqweights.runtimes.texts import Ids, tokenize
 SOURCE = "original"
 WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
-TARGETS = ("torchao-int4", "mlx-q4", "vllm-int4")
+TARGETS = ("torchao-int4", "mlx", "vllm")
 # what the weights are taken from, and the rule for scales and offsets
 WAYS = (("q5", "minmax"), ("q5", "best"), ("q6", "best"), (SOURCE, "minmax"), (SOURCE, "best"))
 # (weights, target, source of the weights) -> the most that relative MSE may be, over that of torchao's rule on the
@@ -276,7 +276,7 @@ def write_weights(kind: str, folder: Path) -> Path:
 
 def weights_alone(kind: str, options: Any, absent: set[str]) -> list[dict[str, Any]]:
     """The errors of masters and exports of some weights, relative to that of torchao's rule on the original."""
-    targets = tuple(target for target in options.targets if target != "mlx-q4")  # mlx-lm has to know the model
+    targets = tuple(target for target in options.targets if target != "mlx")  # mlx-lm has to know the model
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         source = write_weights(kind, Path(work) / "source")
         bench = Bench(source=source, work=Path(work), targets=targets, absent=absent)

@@ -50,9 +50,7 @@ BitsOption = Annotated[
 ]
 GroupSizeOption = Annotated[
     int | None,
-    typer.Option(
-        "--group-size", "-g", help="Weights per scale of an integer target.", show_default="128, for mlx-q4 64"
-    ),
+    typer.Option("--group-size", "-g", help="Weights per scale of an integer target.", show_default="128, for mlx 64"),
 ]
 QparamsOption = Annotated[
     str | None,
@@ -111,7 +109,7 @@ ModeOption = Annotated[
     typer.Option(
         "--mode",
         metavar="MODE",
-        help="For mlx-q4: affine integers, or one of the float formats of MLX.",
+        help="For mlx: affine integers, or one of the float formats of MLX.",
         show_default="affine",
     ),
 ]

@@ -53,8 +53,8 @@ def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
         return []
     weights = sum(tensor.weights for tensor in fused)
     return [
-        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: vllm-int4 and torchao-int4 store them "
-        f"in BF16 ({size(2 * weights)}); gguf and mlx-q4 round them"
+        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: vllm and torchao-int4 store them "
+        f"in BF16 ({size(2 * weights)}); gguf and mlx round them"
     ]
 
 

@@ -216,7 +216,7 @@ def export(
 
     master: the folder of a master, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER
     out: the folder for the export, or an address: new, empty, or that of an earlier run
-    target: "bf16", "torchao-int4", "mlx-q4", "gguf" or "vllm-int4"
+    target: "bf16", "torchao-int4", "mlx", "gguf" or "vllm"
     bits, group_size, qparams: bits of the integers, weights that share a scale, and how scales are chosen
     source: the original checkpoint, from which integers are then made
     fold: "equalize" to move factors between neighbouring layers before rounding
@@ -224,7 +224,7 @@ def export(
         inputs (gguf); by default not plain with a calibration
     calibration: for the rounding and for the fold, a file that `pqweights calibrate --moments` wrote
     packing: how codes are packed (torchao-int4)
-    mode: "affine", or a float format of MLX (mlx-q4)
+    mode: "affine", or a float format of MLX (mlx)
     dtype: "bf16", or "source" for the dtypes of the source (bf16)
     type, pure: the mix or type of the tensors, such as "q4_k_m", and whether all get its type (gguf)
     set_type, recipe: types by pattern of names, and a recipe of types (gguf)

@@ -9,7 +9,7 @@ from typing import Any
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
 from pqweights.errors import SourceError
-from pqweights.exports import get_target
+from pqweights.exports import get_target, target_name
 from pqweights.exports.options import GPTQ, PLAIN, ExportOptions
 from pqweights.exports.target import ExportSource
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
@@ -111,8 +111,9 @@ def _check_not_an_export(folder: Path | Storage) -> None:
     manifest = find_manifest(folder)
     if manifest is None or manifest.identity.kind != EXPORT:
         return
+    target = target_name(manifest.made_by.get("target"))
     raise SourceError(
-        f"{folder}: expected a pqweights master, found an export ({manifest.made_by.get('target')}): an export is made "
+        f"{folder}: expected a pqweights master, found an export ({target}): an export is made "
         "from the master, not from another export; give the folder of the master"
     )
 

@@ -73,14 +73,14 @@ def main() -> None:
         totals = json.loads(run("inspect", master, "--json"))["totals"]
         run("export", master, plain, "--target", "bf16")
         run("verify", plain)
-        run("export", master, integers, "--target", "vllm-int4")
+        run("export", master, integers, "--target", "vllm")
         made = weights_of(master), weights_of(integers)
         levels = usable_levels()
         for level in levels:
             os.environ["PQWEIGHTS_LEVEL"] = level
             again = [str(Path(work) / f"{name}-{level}") for name in ("master", "int4")]
             run("quantize", source, again[0])
-            run("export", master, again[1], "--target", "vllm-int4")
+            run("export", master, again[1], "--target", "vllm")
             if (weights_of(again[0]), weights_of(again[1])) != made:
                 sys.exit(f"error: {level} makes other bytes")
     if totals["bits_per_weight"] != 5.125:

@@ -26,7 +26,7 @@ from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import MasterError, OutputError
-from pqweights.exports import EXPORTS, get_target
+from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.exports.loading import LoadableModel, read_model
 from pqweights.exports.target import ExportTarget
 from pqweights.hub.ids import is_repository_id
@@ -178,9 +178,10 @@ def _target(manifest: Manifest) -> ExportTarget[Any] | None:
     """Return the target of an export, or None for a master."""
     if manifest.kind == "master":
         return None
-    name = manifest.made_by["target"]
-    if not isinstance(name, str) or name not in EXPORTS:
-        raise MasterError(f"{MANIFEST_FILE}: target: expected {', '.join(EXPORTS)}, found {str(name)[:80]!r}")
+    stated = manifest.made_by["target"]
+    name = target_name(stated)
+    if name is None:
+        raise MasterError(f"{MANIFEST_FILE}: target: expected {', '.join(EXPORTS)}, found {str(stated)[:80]!r}")
     return get_target(name)
 
 

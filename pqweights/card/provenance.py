@@ -8,6 +8,7 @@ from pqweights.card.values import as_text
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS
+from pqweights.exports import target_name
 from pqweights.exports.options import ExportOptions
 from pqweights.hub.ids import is_repository_id
 from pqweights.markdown import code, size, table
@@ -36,7 +37,9 @@ def opening(found: Inspection, base_model: str | None) -> list[str]:
         shown = [
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
         ]
-        what = f"This is an export for the target {code(manifest.made_by['target'])}{''.join(shown)}."
+        what = (
+            f"This is an export for the target {code(target_name(manifest.made_by['target']) or '')}{''.join(shown)}."
+        )
     return [f"{what} {_origin(manifest, base_model)}", _sizes(manifest, found.totals)]
 
 

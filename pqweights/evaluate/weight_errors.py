@@ -11,7 +11,7 @@ import numpy as np
 
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.errors import SourceError
-from pqweights.exports import EXPORTS, get_target
+from pqweights.exports import get_target, target_name
 from pqweights.exports.target import MLX
 from pqweights.planning.plan import DECODE, INTEGER, QUANTIZE
 from pqweights.rewrite.manifest import read_manifest
@@ -51,8 +51,8 @@ def relative_mse(original: Path, folder: Path) -> Errors:
             f"{folder}: expected weights that only rounding changed, found folded ones, which differ from those of "
             f"{original} by factors as well; pqweights inspect {folder} shows their errors against the folded weights"
         )
-    target = str(manifest.made_by.get("target"))
-    if target in EXPORTS and get_target(target).runtime == MLX:
+    target = target_name(manifest.made_by.get("target"))
+    if target is not None and get_target(target).runtime == MLX:
         originals = _mlx_weights(original, read_config(folder) or {})
     else:
         originals = {tensor.name: functools.partial(values_of, tensor) for tensor in open_local(original).tensors}

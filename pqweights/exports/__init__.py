@@ -33,8 +33,8 @@ EXPORTS = {
         "linear layers in INT4, for PyTorch on CUDA (sm80 or newer; --packing plain also needs mslk):\n"
         'pip install transformers accelerate torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")',
     ),
-    "mlx-q4": RegisteredTarget(
-        "pqweights.exports.mlx_q4",
+    "mlx": RegisteredTarget(
+        "pqweights.exports.mlx",
         "for Apple Silicon (making it needs mlx and mlx-lm):\n"
         "pip install mlx-lm; mlx_lm.generate --model OUT --prompt ...",
     ),
@@ -43,15 +43,22 @@ EXPORTS = {
         "one file for llama.cpp, Ollama and LM Studio; --type TYPE, or --target-size SIZE:\n"
         "llama-cli -m OUT/*.gguf; ollama create NAME -f OUT/Modelfile",
     ),
-    "vllm-int4": RegisteredTarget(
-        "pqweights.exports.vllm_int4",
+    "vllm": RegisteredTarget(
+        "pqweights.exports.vllm",
         "compressed-tensors:\n"
         "vllm serve OUT, or pip install compressed-tensors; AutoModelForCausalLM.from_pretrained(OUT)",
     ),
 }
 
-# Shorter names of targets.
-ALIASES = {"torchao": "torchao-int4", "mlx": "mlx-q4", "vllm": "vllm-int4"}
+# Other names of targets. Manifests keep the first names of mlx and vllm, so that an export that was made by an earlier
+# version is still the same result.
+ALIASES = {"torchao": "torchao-int4", "mlx-q4": "mlx", "vllm-int4": "vllm"}
+
+
+def target_name(stated: object) -> str | None:
+    """Return the key in EXPORTS of a name or an alias, such as a manifest states; None for anything else."""
+    name = ALIASES.get(stated, stated) if isinstance(stated, str) else None
+    return name if name in EXPORTS else None
 
 
 def get_target(name: str) -> ExportTarget[Any]:
@@ -59,8 +66,8 @@ def get_target(name: str) -> ExportTarget[Any]:
 
     Raises OptionError for an unknown name; the message names the nearest one.
     """
-    known = ALIASES.get(name, name)
-    if known not in EXPORTS:
+    known = target_name(name)
+    if known is None:
         raise OptionError(f"--target {name}: {instead(name, [*EXPORTS, *ALIASES])}")
     target: ExportTarget[Any] = importlib.import_module(EXPORTS[known].module).TARGET
     return target

@@ -13,7 +13,7 @@ from typing import Any
 
 from pqweights.errors import ExportError
 
-TORCHAO, VLLM, MLX = "torchao-int4", "vllm-int4", "mlx-q4"
+TORCHAO, VLLM, MLX = "torchao-int4", "vllm", "mlx"
 PLAIN = "bf16"
 
 # Linear weights are stored transposed, [in, out] (transformers' Conv1D).
@@ -204,7 +204,7 @@ USED_EARLY = frozenset(
         "xlstm",
     }
 )
-# Of all these, the architectures of which mlx-q4 makes a model that mlx-lm runs.
+# Of all these, the architectures of which mlx makes a model that mlx-lm runs.
 RUN_BY_MLX = frozenset({"gpt2", "laguna", "llama4"})
 
 _TRANSPOSED = "it stores its linear weights transposed, which the format cannot hold"

@@ -1,6 +1,6 @@
 """The terms in which an integer target says which weights become integers, how, and where each number goes.
 
-The targets are torchao_int4.py, mlx_q4.py and vllm_int4.py; integer_export.py carries out what they say.
+The targets are torchao_int4.py, mlx.py and vllm.py; integer_export.py carries out what they say.
 docs/exports.md has the rules.
 """
 

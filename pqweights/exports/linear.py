@@ -104,7 +104,8 @@ def _reasons(
     size = groups.fitting(columns | of_experts if any(map(_is_expert, layer)) else columns) or groups.size
     reasons = {}
     for tensor in layer:
-        why = groups.why_not(tensor.name, tensor.shape[-1]) or rules.too_large(tensor.shape, size)
+        groups.check(tensor.name, tensor.shape[-1])
+        why = groups.why_not(tensor.shape[-1]) or rules.too_large(tensor.shape, size)
         if why is not None:
             reasons[tensor.name] = why
     return reasons, size

@@ -156,20 +156,23 @@ class GroupSize:
         """Return the largest size that divides rows of these lengths; None if there is none."""
         return next((size for size in self.tried if all(length % size == 0 for length in columns)), None)
 
-    def why_not(self, tensor: str, columns: int) -> str | None:
-        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows.
-
-        Raises ExportError if they do not, and the user asked for the size.
-        """
+    def why_not(self, columns: int) -> str | None:
+        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows."""
         if self.fitting([columns]) is not None:
             return None
-        fitting = ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0)
-        if self.asked is not None:
-            advice = "; without --group-size each layer gets one that divides its rows" if fitting else ""
-            raise ExportError(
-                f"tensor {tensor!r}: --group-size {self.size} does not divide its rows of {columns} weights; of the "
-                f"sizes that {self.target} has, these would: {fitting or 'none'}{advice}"
-            )
-        sizes = " or ".join(str(size) for size in self.tried)
-        would = fitting or "none"
+        sizes, would = " or ".join(str(size) for size in self.tried), self._dividing(columns) or "none"
         return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {would})"
+
+    def check(self, tensor: str, columns: int) -> None:
+        """Raise ExportError if the user asked for a size that does not divide the rows of a tensor."""
+        if self.asked is None or columns % self.asked == 0:
+            return
+        fitting = self._dividing(columns)
+        advice = "; without --group-size each layer gets one that divides its rows" if fitting else ""
+        raise ExportError(
+            f"tensor {tensor!r}: --group-size {self.asked} does not divide its rows of {columns} weights; of the sizes "
+            f"that {self.target} has, these would: {fitting or 'none'}{advice}"
+        )
+
+    def _dividing(self, columns: int) -> str:
+        return ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0)

@@ -10,6 +10,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
+from pqweights.exports import target_name
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, inputs_of, sources_of
 from pqweights.exports.integer_export import IntegerExport
@@ -69,7 +70,7 @@ def _names_warnings(outline: Outline, target: IntegerTarget) -> tuple[str, ...]:
     """Return a warning if nothing is known of the names that a runtime gives the layers. Raises ExportError."""
     rounded = {name for name, decision in outline.decisions.items() if isinstance(decision, Rounding)}
     plain = [t.name for t in outline.tensors if t.name.endswith(".weight") and t.name not in rounded]
-    return check_names(target.describe()["target"], outline.config, rounded=rounded, plain=plain)
+    return check_names(target_name(target.describe()["target"]) or "", outline.config, rounded=rounded, plain=plain)
 
 
 def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:

@@ -68,7 +68,7 @@ def _experts_warnings(outline: Outline) -> tuple[str, ...]:
         f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
         f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "
         f"{size_text(sum(part.byte_count for t in tensors for part in t.parts))} in the master: {reason}; the targets "
-        "gguf and mlx-q4 round the experts of the models that they know"
+        "gguf and mlx round the experts of the models that they know"
         for reason, tensors in found.items()
     )
 

@@ -24,7 +24,7 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_folder
 from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
 from pqweights.errors import MasterError, PqweightsError, StorageError
-from pqweights.exports import EXPORTS, get_target
+from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.quantizing import encodings
 from pqweights.results.evaluation_record import read_records
@@ -135,9 +135,10 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
     """Check that what the manifest says about how it was made has the keys of its kind, and of its target."""
     known = ACCOUNT_KEYS[manifest.kind]
     if manifest.kind == "export":
-        target = manifest.made_by["target"]
-        if not isinstance(target, str) or target not in EXPORTS:
-            yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(target)[:80]!r}"
+        stated = manifest.made_by["target"]
+        target = target_name(stated)
+        if target is None:
+            yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(stated)[:80]!r}"
             return
         found = get_target(target)
         known = {*known, *found.options, *found.account}

@@ -146,7 +146,7 @@ class Architecture:
     @property
     def expected(self) -> dict[str, str]:
         """What is expected of each target."""
-        return {"bf16": LOADS, "vllm-int4": self.vllm, "torchao-int4": self.torchao, "mlx-q4": self.mlx}
+        return {"bf16": LOADS, "vllm": self.vllm, "torchao-int4": self.torchao, "mlx": self.mlx}
 
 
 A = Architecture
@@ -848,7 +848,7 @@ def markdown() -> str:
     for name, about in ARCHITECTURES.items():
         refusals = (IN_SHORT[about.vllm], IN_SHORT[about.torchao], IN_SHORT.get(about.mlx, "refused by mlx-lm"))
         rows.setdefault(refusals, []).append(name)
-    lines = ["| architectures | vllm-int4 | torchao-int4 | mlx-q4 |", "|---|---|---|---|"]
+    lines = ["| architectures | vllm | torchao-int4 | mlx |", "|---|---|---|---|"]
     ordered = sorted(rows.items(), key=lambda row: ([cell != "yes" for cell in row[0]], -len(row[1])))
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in ordered]
     return "\n".join(lines) + "\n"

@@ -115,8 +115,8 @@ def _cpu_kernel() -> Iterator[None]:
     library._destroy()
 
 
-CHECKS = {"vllm-int4": check_vllm, "torchao-int4": check_torchao, "mlx-q4": check_mlx}
-OPTIONS: dict[str, dict[str, Any]] = {"mlx-q4": {"bits": 8, "group_size": 32}}
+CHECKS = {"vllm": check_vllm, "torchao-int4": check_torchao, "mlx": check_mlx}
+OPTIONS: dict[str, dict[str, Any]] = {"mlx": {"bits": 8, "group_size": 32}}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -131,7 +131,7 @@ def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: P
     check_packed(about, tmp_path / "master")
     for target, check in CHECKS.items():
         expected, out = about.expected[target], tmp_path / target
-        if target == "mlx-q4":
+        if target == "mlx":
             pytest.importorskip("mlx_lm")
         command = {"export": str(tmp_path / "master"), "target": target, **OPTIONS.get(target, {})}
         if expected == LOADS:
@@ -144,4 +144,4 @@ def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: P
             assert not out.exists()
             advised = set(str(refusal.value).partition("use --target ")[2].split(" or "))
             loading = {other for other, found in about.expected.items() if found == LOADS}
-            assert loading - {"mlx-q4"} <= advised <= loading
+            assert loading - {"mlx"} <= advised <= loading

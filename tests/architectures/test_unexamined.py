@@ -23,16 +23,16 @@ WARNING = "nobody has examined what transformers does with the layers of the mod
 BY_NAMES = [
     (name, target, about.expected[target])
     for name, about in ARCHITECTURES.items()
-    for target in ("vllm-int4", "torchao-int4")
+    for target in ("vllm", "torchao-int4")
     if about.expected[target] in (RESHAPED, RENAMED)
 ]
-LOADED = [(name, target, LOADS) for name in ("llama", "qwen3_moe") for target in ("vllm-int4", "torchao-int4")]
+LOADED = [(name, target, LOADS) for name in ("llama", "qwen3_moe") for target in ("vllm", "torchao-int4")]
 
 
 @pytest.fixture
 def _nothing_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unexamined, "EXAMINED", frozenset())
-    monkeypatch.setattr(architectures, "_REFUSALS", {"vllm-int4": (), "torchao-int4": ()})
+    monkeypatch.setattr(architectures, "_REFUSALS", {"vllm": (), "torchao-int4": ()})
 
 
 def master(name: str, folder: Path, **settings: object) -> Path:
@@ -65,14 +65,14 @@ def test_names_are_checked_in_transformers(name: str, target: str, expected: str
 def test_type_that_cannot_be_checked_is_warned_of(missing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
-    command = {"export": str(master("llama", tmp_path, model_type="llama_of_next_year")), "target": "vllm-int4"}
+    command = {"export": str(master("llama", tmp_path, model_type="llama_of_next_year")), "target": "vllm"}
     (line,) = (line for line in run_command(command, tmp_path / "out").warnings if WARNING in line)
     assert "llama_of_next_year" in line and "try it before you publish it" in line
     assert ("pip install" if missing else "cannot tell: KeyError") in line
 
 
 def test_transformers_without_these_functions_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = {"export": str(master("llama", tmp_path)), "target": "vllm-int4"}
+    command = {"export": str(master("llama", tmp_path)), "target": "vllm"}
     monkeypatch.setattr(unexamined, "EXAMINED", frozenset())
     monkeypatch.delitem(sys.modules, "pqweights.exports.renamed_layers", raising=False)
     monkeypatch.delattr("pqweights.exports.renamed_layers", raising=False)

@@ -33,7 +33,7 @@ from pqweights.rewrite.records import mean_error
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
-TARGETS = ("bf16", "torchao-int4", "mlx-q4", "vllm-int4")
+TARGETS = ("bf16", "torchao-int4", "mlx", "vllm")
 
 
 def test_front_matter_holds_the_facts_of_the_base_model(master: Path) -> None:
@@ -155,7 +155,7 @@ def test_recipe_section_lists_rules_and_calibration(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    if target == "mlx-q4":
+    if target == "mlx":
         pytest.importorskip("mlx_lm")
     folder = Path(shutil.copytree(exported(base, "llama", target), tmp_path / "export"))
     set_model(folder, BASE)
@@ -163,14 +163,14 @@ def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path
     text = card.text
     found = facts(text)
     assert (found["base_model"], found["base_model_relation"]) == ("org/base", "quantized")
-    assert found["library_name"] == ("mlx" if target == "mlx-q4" else "transformers")
-    of_target = {"bf16": "bf16", "torchao-int4": "torchao", "mlx-q4": "mlx", "vllm-int4": "vllm"}[target]
+    assert found["library_name"] == ("mlx" if target == "mlx" else "transformers")
+    of_target = {"bf16": "bf16", "torchao-int4": "torchao", "mlx": "mlx", "vllm": "vllm"}[target]
     assert of_target in found["tags"] and ("4-bit" in found["tags"]) == (target != "bf16")
     loads = {
         "bf16": 'AutoModelForCausalLM.from_pretrained("someone/out", dtype="auto")',
         "torchao-int4": 'AutoModelForCausalLM.from_pretrained("someone/out", dtype="auto", device_map="cuda")',
-        "mlx-q4": "mlx_lm.generate --model someone/out --prompt",
-        "vllm-int4": "vllm serve someone/out",
+        "mlx": "mlx_lm.generate --model someone/out --prompt",
+        "vllm": "vllm serve someone/out",
     }[target]
     assert loads in text and "import pqweights" not in text
     manifest = inspect(folder).manifest
@@ -187,7 +187,7 @@ def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path
 
 def test_card_of_a_rotated_export_of_an_earlier_version_is_refused(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    folder = Path(shutil.copytree(exported(base, "llama", "vllm-int4"), tmp_path / "export"))
+    folder = Path(shutil.copytree(exported(base, "llama", "vllm"), tmp_path / "export"))
     path = folder / "pqweights.json"
     text = path.read_text()
     assert '"basis": "plain"' in text
@@ -239,7 +239,7 @@ def test_master_on_the_hub_is_named_if_the_base_model_is_unknown(base: Path, tmp
 @pytest.mark.parametrize("by_source", [False, True])
 def test_export_names_the_awq_scales_of_its_master(by_source: bool, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    folder = Path(shutil.copytree(exported(base, "llama", "vllm-int4"), tmp_path / "export"))
+    folder = Path(shutil.copytree(exported(base, "llama", "vllm"), tmp_path / "export"))
     recipe = read_manifest(master_of(base, "llama")).made_by["recipe"]
     about = {
         "recipe": recipe,

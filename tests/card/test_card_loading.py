@@ -20,10 +20,10 @@ def run(python: str, cwd: Path) -> None:
     assert run_snippet(python, cwd, log) == 0, log.read_text()
 
 
-@pytest.mark.parametrize("kind", ["master", "bf16", "vllm-int4", "mlx-q4"])
+@pytest.mark.parametrize("kind", ["master", "bf16", "vllm", "mlx"])
 def test_load_commands_run(kind: str, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip({"vllm-int4": "compressed_tensors", "mlx-q4": "mlx_lm"}.get(kind, "torch"))
+    pytest.importorskip({"vllm": "compressed_tensors", "mlx": "mlx_lm"}.get(kind, "torch"))
     folder = master_of(base, "llama") if kind == "master" else exported(base, "llama", kind)
     found = blocks(make_card(folder, str(folder)).text, "python")
     assert len(found) == (2 if kind == "master" else 1)
@@ -52,9 +52,9 @@ def test_load_commands_of_another_architecture_run(base: Path, tmp_path: Path) -
                 'Tokenizer.from_pretrained("a/b", revision="x/y")',
             ],
         ),
-        ("vllm-int4", ["vllm serve a/b --revision x/y", 'from_pretrained("a/b", revision="x/y", dtype="auto")']),
+        ("vllm", ["vllm serve a/b --revision x/y", 'from_pretrained("a/b", revision="x/y", dtype="auto")']),
         (
-            "mlx-q4",
+            "mlx",
             [
                 'load("a/b", revision="x/y")',
                 "hf download a/b --revision x/y --local-dir b-x-y\nmlx_lm.generate --model b-x-y ",

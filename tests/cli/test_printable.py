@@ -113,7 +113,7 @@ def test_names_of_files_that_a_manifest_invents_are_escaped(master: Path) -> Non
         assert_harmless(invoke(command[0], master, *command[1:]).output)
 
 
-@pytest.mark.parametrize("target", ["bf16", "vllm-int4", "torchao-int4", "gguf"])
+@pytest.mark.parametrize("target", ["bf16", "vllm", "torchao-int4", "gguf"])
 def test_exports_show_hostile_names_with_escapes(master: Path, tmp_path: Path, target: str) -> None:
     assert_harmless(invoke("export", master, tmp_path / "out", "-t", target).output)
 

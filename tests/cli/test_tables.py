@@ -216,7 +216,7 @@ def test_plan_follows_a_real_terminal(source: Path) -> None:
 @pytest.mark.parametrize("columns", [60, 100])
 def test_export_folds_its_summary_and_warnings_between_words(columns: int, source: Path, tmp_path: Path) -> None:
     done("quantize", source, tmp_path / "master", "--bits", "3")
-    arguments = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4", "--overwrite")
+    arguments = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm", "--overwrite")
     plain = done(*arguments)
     for stream, text in (("stdout", plain.stdout), ("stderr", plain.stderr)):
         shown = on_terminal(columns, *arguments, stream=stream)

@@ -223,9 +223,9 @@ def test_output_is_identical_across_chunk_sizes_and_thread_counts(
     [
         (("--target", "bf16"), ()),
         (("--target", "torchao-int4"), ("torchao",)),
-        (("--target", "vllm-int4"), ("compressed_tensors",)),
-        (("--target", "mlx-q4"), ("mlx_lm",)),
-        (("--target", "mlx-q4", "--source"), ("mlx_lm",)),
+        (("--target", "vllm"), ("compressed_tensors",)),
+        (("--target", "mlx"), ("mlx_lm",)),
+        (("--target", "mlx", "--source"), ("mlx_lm",)),
     ],
     ids=" ".join,
 )

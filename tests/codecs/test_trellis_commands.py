@@ -223,8 +223,8 @@ def test_plan_bounds_the_memory_of_both_codecs(folder: Path) -> None:
     [
         (("torchao-int4",), ("torchao",)),
         (("torchao-int4", "--packing", "plain"), ("torchao",)),
-        (("vllm-int4",), ("compressed_tensors",)),
-        (("mlx-q4",), ("mlx_lm",)),
+        (("vllm",), ("compressed_tensors",)),
+        (("mlx",), ("mlx_lm",)),
     ],
     ids=" ".join,
 )

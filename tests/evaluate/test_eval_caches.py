@@ -168,7 +168,7 @@ def test_speed_is_that_of_models_as_they_are(work: Path) -> None:
 
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
-    export(work / "q3", tmp_path / "mlx", "mlx-q4", threads=2)
+    export(work / "q3", tmp_path / "mlx", "mlx", threads=2)
     with pytest.raises(EvaluationError, match="--kv-cache: mlx-lm has a cache of its own"):
         evaluate([tmp_path / "mlx"], TEXT, kv_caches=("none",), **SHORT)
 

@@ -39,8 +39,8 @@ EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {
     "bf16": ("bf16", {}, ("transformers",), 0.0),
     "torchao tiles": ("torchao-int4", {}, ("transformers", "torchao"), 1e-5),
     "torchao plain": ("torchao-int4", {"packing": "plain"}, ("transformers", "torchao"), 1e-5),
-    "vllm": ("vllm-int4", {}, ("transformers", "compressed_tensors"), 1e-5),
-    "mlx": ("mlx-q4", {}, ("transformers", "mlx", "mlx_lm"), 1e-4),
+    "vllm": ("vllm", {}, ("transformers", "compressed_tensors"), 1e-5),
+    "mlx": ("mlx", {}, ("transformers", "mlx", "mlx_lm"), 1e-4),
 }
 RUNTIMES = {
     "bf16": "transformers",

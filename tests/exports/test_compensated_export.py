@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 COMPENSATED = {
     "tile": {"target": "torchao-int4"},
     "nibbles": {"target": "torchao-int4", "packing": "plain"},
-    "vllm": {"target": "vllm-int4"},
+    "vllm": {"target": "vllm"},
 }
 NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
 
@@ -186,10 +186,10 @@ def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: A
         ({"rounding": "gptq"}, "--calibration FILE"),
         ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "--qparams best"),
         ({"rounding": "nearest"}, "plain, gptq"),
-        ({"target": "mlx-q4", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "--mode affine"),
+        ({"target": "mlx", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "--mode affine"),
         ({"target": "bf16", "rounding": "gptq", "calibration": path}, "does not take"),
     ):
-        asked = {"export": str(driven / "master"), "target": "vllm-int4", **options}
+        asked = {"export": str(driven / "master"), "target": "vllm", **options}
         with pytest.raises(OptionError, match=expected):
             run_command(asked, tmp_path / "out")
 
@@ -234,7 +234,7 @@ def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_pa
         transposed=lambda tensor: name == "gpt_oss" and ".experts." in tensor,
     )
     source = {t.name: values_of(t) for t in open_local(families.model(base, name)).tensors}
-    asked = {"export": str(families.master(base, name)), "target": "mlx-q4", "original": families.model(base, name)}
+    asked = {"export": str(families.master(base, name)), "target": "mlx", "original": families.model(base, name)}
     run_command(asked, tmp_path / "plain")
     report = run_command(
         {**asked, "rounding": "gptq", "calibration": tmp_path / "m.safetensors"}, tmp_path / "gptq", threads=3
@@ -258,7 +258,7 @@ def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_pa
 def test_embeddings_and_floats_are_rounded_plainly(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     write_random_moments(families.model(base, "llama"), tmp_path / "m.safetensors")
-    asked = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "rounding": "gptq"}
+    asked = {"export": str(families.master(base, "llama")), "target": "mlx", "rounding": "gptq"}
     report = run_command({**asked, "calibration": tmp_path / "m.safetensors"}, tmp_path / "out")
     accounts = {record.name: record.rounding for record in report.records if record.rounding}
     assert accounts["model.embed_tokens.weight"]["rounded_plainly"] == {"it is looked up, not multiplied by inputs": 1}

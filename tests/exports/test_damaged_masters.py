@@ -37,10 +37,10 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {}),
     ("bf16", {"dtype": "source"}),
     ("torchao-int4", GROUPS),
-    ("vllm-int4", GROUPS),
-    ("vllm-int4", {**GROUPS, "fold": "equalize"}),
-    ("vllm-int4", {**GROUPS, "rounding": "gptq", "calibration": "moments.safetensors"}),
-    ("mlx-q4", GROUPS),
+    ("vllm", GROUPS),
+    ("vllm", {**GROUPS, "fold": "equalize"}),
+    ("vllm", {**GROUPS, "rounding": "gptq", "calibration": "moments.safetensors"}),
+    ("mlx", GROUPS),
     ("gguf", {"type": "q4_k_m"}),
     ("gguf", {"target_size": 500_000}),
     ("gguf", {"type": "q3_k_m", "calibration": "moments.safetensors"}),
@@ -146,7 +146,7 @@ def test_parts_in_other_processes_check_what_they_read(
 ) -> None:
     use_parts_here(monkeypatch)
     place = flip(master, WEIGHT + "_codes")
-    for target, options in (("bf16", {}), ("mlx-q4", GROUPS), ("gguf", {"type": "q4_k_m"})):
+    for target, options in (("bf16", {}), ("mlx", GROUPS), ("gguf", {"type": "q4_k_m"})):
         with pytest.raises(MasterError, match=damaged(place)):
             export(base, master, tmp_path / target, target, ray="here", **options)
         assert find_manifest(tmp_path / target) is None
@@ -180,12 +180,12 @@ def test_a_run_that_is_continued_checks_what_is_left(
 
 
 def test_a_tensor_that_several_outputs_read_in_part_is_checked_whole(base: Path, tmp_path: Path) -> None:
-    """vllm-int4 makes single experts of a stack."""
+    """vllm makes single experts of a stack."""
     stacked = tmp_path / "stacked"
     run_command({"quantize": str(families.model(tmp_path, "gpt_oss"))}, stacked)
     names = [name for name in stored_in(stacked) if name.endswith("gate_up_proj_codes")]
     place = flip(stacked, names[0], at=-1)
-    for target, options in (("bf16", {}), ("vllm-int4", GROUPS)):
+    for target, options in (("bf16", {}), ("vllm", GROUPS)):
         with pytest.raises(MasterError, match=damaged(place)):
             export(base, stacked, tmp_path / "out", target, **options)
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 IDS = np.random.default_rng(0).integers(3, 128, 48)
 TARGETS: dict[str, dict[str, Any]] = {
     "torchao-int4": {"group_size": 64},
-    "vllm-int4": {"group_size": 64},
-    "mlx-q4": {"group_size": 64},
+    "vllm": {"group_size": 64},
+    "mlx": {"group_size": 64},
 }
 # What is exported with which options: master or folded master, --fold, --source.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,7 +122,7 @@ def export(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 def test_runtime_computes_with_the_decoded_weights_and_outliers_do_little_harm(
     target: str, way: str, folder: Path, export: Callable[..., Path]
 ) -> None:
-    if target == "mlx-q4":
+    if target == "mlx":
         pytest.importorskip("mlx_lm")
     master, options = WAYS[way]
     out = export(target, master, **options)

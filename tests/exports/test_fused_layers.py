@@ -49,7 +49,7 @@ def exported(folder: Path, modules: tuple[str, ...], kept: str, *options: object
 @pytest.mark.parametrize("layer", FUSED)
 def test_fused_layer_stays_plain_if_the_master_keeps_a_part(layer: str, tmp_path: Path) -> None:
     kept, rest = FUSED[layer]
-    warnings = exported(tmp_path, (*rest, kept, *OTHERS), kept, "-t", "vllm-int4")
+    warnings = exported(tmp_path, (*rest, kept, *OTHERS), kept, "-t", "vllm")
     assert {name.removesuffix(".weight") for name in integer_names(tmp_path / "out")} == set(OTHERS)
     tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in read_manifest(tmp_path / "out").tensors}
     assert {tensors[module].reason for module in rest} == {FUSED_WITH_KEPT}
@@ -57,7 +57,7 @@ def test_fused_layer_stays_plain_if_the_master_keeps_a_part(layer: str, tmp_path
     (said,) = [text for text in warnings if text.startswith("plain because runtimes fuse them")]
     assert f"({kept}.weight)" in said
     assert f"{len(rest)} weight" in said and f"{len(rest) * 64 * 128 * 2 / 1000:.2f} kB in BF16" in said
-    shown = done("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4")
+    shown = done("export", tmp_path / "master", tmp_path / "out", "-t", "vllm")
     assert f"WARNING: {said}\n" in shown.stderr and f", {FUSED_WITH_KEPT}: {rest[0]}" in shown.stdout
 
 
@@ -65,7 +65,7 @@ def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(tmp_path: Path) -> None:
     """As its should_ignore_layer does: of the parts of a layer, `ignore` matches all or none."""
     match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
     modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo") + tuple(f"{MLP}.{n}_proj" for n in ("gate", "up", "down"))
-    exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "vllm-int4")
+    exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "vllm")
     ignore = quantization(tmp_path / "out")["ignore"]
     ignored = {module for module in modules if any(match_name(module, expression) for expression in ignore)}
     assert ignored == {f"{ATTENTION}.{n}_proj" for n in "qkv"}
@@ -81,13 +81,13 @@ def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
 def test_inputs_of_gates_of_linear_attention_agree(tmp_path: Path) -> None:
     """vLLM's in_proj_ba: neither part is ever rounded."""
     modules = (f"{LINEAR}.in_proj_a", f"{LINEAR}.in_proj_b", f"{LINEAR}.out_proj")
-    exported(tmp_path, modules, f"{LINEAR}.in_proj_a", "-t", "vllm-int4")
+    exported(tmp_path, modules, f"{LINEAR}.in_proj_a", "-t", "vllm")
     assert integer_names(tmp_path / "out") == [f"{LINEAR}.out_proj.weight"]
 
 
 def test_nothing_is_said_of_layers_that_are_kept_whole(tmp_path: Path) -> None:
     modules = (f"{ATTENTION}.o_proj", f"{MLP}.down_proj")
-    assert exported(tmp_path, modules, f"{ATTENTION}.o_proj", "-t", "vllm-int4") == []
+    assert exported(tmp_path, modules, f"{ATTENTION}.o_proj", "-t", "vllm") == []
     assert integer_names(tmp_path / "out") == [f"{MLP}.down_proj.weight"]
 
 
@@ -102,7 +102,7 @@ def kept_expert(base: Path, folder: Path) -> Path:
 
 def test_experts_that_stay_plain_are_left_to_vllm(base: Path, tmp_path: Path) -> None:
     """transformers 5.23 drops plain experts beside packed weights, and then fails."""
-    shown = done("export", kept_expert(base, tmp_path), tmp_path / "out", "-t", "vllm-int4")
+    shown = done("export", kept_expert(base, tmp_path), tmp_path / "out", "-t", "vllm")
     rounded = [name for name in integer_names(tmp_path / "out") if ".experts." in name]
     assert rounded and all(name.startswith("model.layers.0.") for name in rounded)
     assert "single experts stay plain (model.layers.1.mlp.experts." in shown.stderr and "transformers" in shown.stderr
@@ -110,7 +110,7 @@ def test_experts_that_stay_plain_are_left_to_vllm(base: Path, tmp_path: Path) ->
 
 def test_mlx_keeps_a_stack_of_experts_plain_if_the_master_keeps_one(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
-    shown = done("export", kept_expert(base, tmp_path), tmp_path / "out", "-t", "mlx-q4")
+    shown = done("export", kept_expert(base, tmp_path), tmp_path / "out", "-t", "mlx")
     stack = "model.layers.1.mlp.switch_mlp.down_proj.weight"
     (tensor,) = [tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.name == stack]
     assert (tensor.bits, tensor.reason) == (None, FUSED_WITH_KEPT)
@@ -126,6 +126,6 @@ def test_parts_of_a_layer_share_one_group_size(tmp_path: Path) -> None:
     tensors |= {f"{ATTENTION}.o_proj.weight": bf16(gaussian(64, 128, seed=2))}
     source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama"})
     run_command({"quantize": str(source)}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": "vllm-int4"}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm"}, tmp_path / "out")
     codecs = {tensor.name.split(".")[-2]: tensor.codec for tensor in read_manifest(tmp_path / "out").tensors}
     assert codecs == {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "symmetric-g32"), "o_proj": "symmetric-g128"}

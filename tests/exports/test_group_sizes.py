@@ -41,7 +41,7 @@ def groups(folder: Path) -> dict[int, list[str]]:
 
 
 def test_one_size_for_all_has_one_group_of_all_linear_layers(tmp_path: Path) -> None:
-    done("export", master(tmp_path, 128, 256), tmp_path / "out", "-t", "vllm-int4")
+    done("export", master(tmp_path, 128, 256), tmp_path / "out", "-t", "vllm")
     assert groups(tmp_path / "out") == {128: ["Linear"]}
     assert list(quantization(tmp_path / "out")["config_groups"]) == ["group_0"]
 
@@ -60,7 +60,7 @@ def test_every_layer_is_rounded_in_vllm_int4(
     match_targets = pytest.importorskip("compressed_tensors.utils.match").match_targets
     torch = pytest.importorskip("torch")
     out = tmp_path / "out"
-    shown = done("export", master(tmp_path, hidden, intermediate), out, "-t", "vllm-int4")
+    shown = done("export", master(tmp_path, hidden, intermediate), out, "-t", "vllm")
     assert codecs(out) == expected
     for codec, count in expected.items():
         assert f"  4 bits, {codec}, best rule: {count} tensor" in shown.stdout
@@ -104,15 +104,15 @@ def test_torchao_reads_the_sizes_of_the_configuration(tmp_path: Path) -> None:
 
 def test_size_that_is_asked_for_is_exact(tmp_path: Path) -> None:
     folder = master(tmp_path, 320, 864)
-    line = refused("export", folder, tmp_path / "out", "-t", "vllm-int4", "--group-size", "64")
+    line = refused("export", folder, tmp_path / "out", "-t", "vllm", "--group-size", "64")
     assert "down_proj" in line and "rows of 864" in line and "without --group-size each layer gets one" in line
-    done("export", folder, tmp_path / "out", "-t", "vllm-int4", "--group-size", "32")
+    done("export", folder, tmp_path / "out", "-t", "vllm", "--group-size", "32")
     assert codecs(tmp_path / "out") == {"symmetric-g32": 7}
 
 
 def test_model_that_uses_weights_early_has_the_size_of_most_weights(tmp_path: Path) -> None:
     """transformers decodes its layers with dequantize, for which it has one size."""
-    done("export", master(tmp_path, 192, 128, "t5"), tmp_path / "out", "-t", "vllm-int4")
+    done("export", master(tmp_path, 192, 128, "t5"), tmp_path / "out", "-t", "vllm")
     assert quantization(tmp_path / "out")["dequantize"] is True
     assert codecs(tmp_path / "out") == {"symmetric-g64": 7}
 
@@ -126,7 +126,7 @@ def test_sizes_of_experts_come_first_in_the_configuration(tmp_path: Path) -> Non
     tensors = {name: bf16(gaussian(64, width, seed=i)) for i, (name, width) in enumerate(columns.items())}
     write_checkpoint(tmp_path / "src", tensors, config={"model_type": "deepseek_v3", "dtype": "bfloat16"})
     run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
-    done("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4")
+    done("export", tmp_path / "master", tmp_path / "out", "-t", "vllm")
     assert codecs(tmp_path / "out") == {"symmetric-g128": 6, "symmetric-g64": 3}
     about: Any = {key: quantization(tmp_path / "out")[key] for key in ("config_groups", "format", "ignore")}
     assert scheme(config_class(**about)).weights.group_size == 128
@@ -138,7 +138,7 @@ def test_mlx_rounds_rows_that_its_size_does_not_divide(tmp_path: Path) -> None:
     families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, ()), tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model"), "recipe": "q6"}, tmp_path / "master")
     out = tmp_path / "out"
-    done("export", tmp_path / "master", out, "-t", "mlx-q4")
+    done("export", tmp_path / "master", out, "-t", "mlx")
     named = json.loads((out / "config.json").read_bytes())["quantization"]
     down = f"{LAYER}.mlp.down_proj"
     assert named["group_size"] == 64
@@ -161,7 +161,7 @@ def test_experts_that_no_size_divides_leave_those_of_other_layers_their_size(tmp
     config = {"model_type": "qwen3_moe", "dtype": "bfloat16"}
     source = write_checkpoint(tmp_path / "src", tensors, config=config)
     run_command({"quantize": str(source)}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": "vllm-int4"}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm"}, tmp_path / "out")
     assert set(integer_names(tmp_path / "out")) == {name for name in tensors if name.startswith("model.layers.0")}
     assert codecs(tmp_path / "out")["symmetric-g64"] == 4
 
@@ -171,5 +171,5 @@ def test_layers_that_a_runtime_holds_plain_stay_plain(tmp_path: Path) -> None:
     tensors = {name: bf16(gaussian(64, 128, seed=i)) for i, name in enumerate(names)}
     config = {"model_type": "deepseek_v32", "dtype": "bfloat16"}
     run_command({"quantize": str(write_checkpoint(tmp_path / "src", tensors, config=config))}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": "vllm-int4"}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm"}, tmp_path / "out")
     assert set(integer_names(tmp_path / "out")) == {names[2]}

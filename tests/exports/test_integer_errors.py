@@ -57,7 +57,7 @@ def errors(folder: Path, source: Path) -> dict[str, float]:
 
 MEASURED = {
     **{name: {k: v for k, v in options.items() if k != "original"} for name, options in KINDS.items()},
-    "8 bits": {"target": "vllm-int4", "bits": 8},
+    "8 bits": {"target": "vllm", "bits": 8},
 }
 
 
@@ -134,7 +134,7 @@ def test_export_made_without_the_manifest_of_the_master_is_not_recognised(driven
     """Its errors differ from those that the same command states once the manifest is back."""
     master = shutil.copytree(driven / "master", tmp_path / "master")
     (master / "pqweights.json").rename(tmp_path / "aside.json")
-    command = {"export": str(master), "target": "vllm-int4"}
+    command = {"export": str(master), "target": "vllm"}
     run_command(command, tmp_path / "out")
     (tmp_path / "aside.json").rename(master / "pqweights.json")
     with pytest.raises(OutputError):
@@ -148,7 +148,7 @@ def test_master_with_a_damaged_manifest_is_refused(driven: Path, tmp_path: Path)
     master = shutil.copytree(driven / "master", tmp_path / "master")
     (master / "pqweights.json").write_text("{")
     with pytest.raises(MasterError):
-        run_command({"export": str(master), "target": "vllm-int4"}, tmp_path / "out")
+        run_command({"export": str(master), "target": "vllm"}, tmp_path / "out")
 
 
 def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
     rules = [{"name": f"*.{q}_proj.weight", "bits": 2} for q in "qk"]
     (tmp_path / "mixed.yaml").write_text(json.dumps({"bits": 8, "rules": rules}))
     run_command({"quantize": str(tmp_path / "src"), "recipe": str(tmp_path / "mixed.yaml")}, tmp_path / "master")
-    command = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm-int4", "--bits", "8", "--json")
+    command = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm", "--bits", "8", "--json")
     totals = json.loads(done(*command).stdout)["totals"]
     measured = json.loads(done(*command, "--source", tmp_path / "src", "--overwrite").stdout)["totals"]
     assert totals["total_mse"] == totals["master_mse"]
@@ -205,5 +205,5 @@ def test_wrong_original_is_refused(kind: str, own: Path) -> None:
     with pytest.raises(SourceError, match=message):
         run_command({**work(own, "tile"), "original": str(wrong)}, own / "out")
     assert not (own / "out").exists()
-    line = refused("export", own / "master", own / "out", "-t", "vllm-int4", "--source", wrong)
+    line = refused("export", own / "master", own / "out", "-t", "vllm", "--source", wrong)
     assert "--source" in line or kind == "nothing"

@@ -17,7 +17,7 @@ from pqweights.rewrite.manifest import read_manifest
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
 
-@pytest.mark.parametrize("target", ["torchao-int4", "vllm-int4"])
+@pytest.mark.parametrize("target", ["torchao-int4", "vllm"])
 def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path, tmp_path: Path) -> None:
     result = done("export", driven / "master", tmp_path / "out", "-t", target)
     lines = result.stdout.splitlines()
@@ -34,7 +34,7 @@ def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path
     assert reasons[f"{LAYER}.mlp.fc1.weight"].startswith("groups of 128 or 64 or 32 do not divide its rows of 130")
 
 
-@pytest.mark.parametrize("target", ["bf16", "vllm-int4"])
+@pytest.mark.parametrize("target", ["bf16", "vllm"])
 def test_summary_has_the_bits_of_inspect_and_no_records_of_pqweights(target: str, driven: Path, tmp_path: Path) -> None:
     result = done("export", driven / "master", tmp_path / "out", "-t", target)
     (bits,) = [line for line in result.stdout.splitlines() if line.startswith("bits, all overhead counted: ")]
@@ -47,7 +47,7 @@ def test_summary_has_the_bits_of_inspect_and_no_records_of_pqweights(target: str
 
 @pytest.mark.parametrize("option", ["--summary", "--no-summary"])
 def test_inspect_calls_plain_what_the_summary_calls_plain(option: str, driven: Path, tmp_path: Path) -> None:
-    done("export", driven / "master", tmp_path / "out", "-t", "vllm-int4")
+    done("export", driven / "master", tmp_path / "out", "-t", "vllm")
     words = done("inspect", tmp_path / "out", option).stdout.partition("\n\n")[0].split()
     assert "plain" in words and "decode" not in words
     found = json.loads(done("inspect", tmp_path / "out", "--json").stdout)
@@ -75,7 +75,7 @@ def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
         config={"model_type": "llama"},
     )
     run_command({"quantize": str(source)}, tmp_path / "master")
-    for target in ("torchao-int4", "vllm-int4"):
+    for target in ("torchao-int4", "vllm"):
         line = refused("export", tmp_path / "master", tmp_path / "out", "-t", target, "--group-size", "128")
         assert (
             "down_proj" in line
@@ -88,9 +88,9 @@ def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
         assert len(integer_names(out)) == 2
 
 
-@pytest.mark.parametrize("target", ["torchao-int4", "vllm-int4"])
+@pytest.mark.parametrize("target", ["torchao-int4", "vllm"])
 def test_gpt2_is_refused_because_its_weights_are_transposed(target: str, base: Path, tmp_path: Path) -> None:
     line = refused("export", families.master(base, "gpt2"), tmp_path / "out", "-t", target)
     assert target in line and "gpt2: it stores its linear weights transposed" in line
-    assert line.endswith("use --target mlx-q4 or bf16\n")
+    assert line.endswith("use --target mlx or bf16\n")
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from pqweights.codecs import get_codec
 from pqweights.exports.integers import Rounding
 from pqweights.exports.layer_patterns import patterns
 from pqweights.exports.options import ExportOptions
-from pqweights.exports.vllm_int4 import read_options
+from pqweights.exports.vllm import read_options
 from pqweights.planning.roles import classify
 
 torch = pytest.importorskip("torch")

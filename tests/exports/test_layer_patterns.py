@@ -1,4 +1,4 @@
-"""The expressions with which a vllm-int4 export names layers, matched by compressed-tensors."""
+"""The expressions with which a vllm export names layers, matched by compressed-tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_dots_of_names_match_only_dots() -> None:
 def test_ignore_list_holds_the_linear_layers_that_stay_plain(name: str, base: Path) -> None:
     """The linear layers are those that vLLM builds from the names in the checkpoint."""
     pytest.importorskip("compressed_tensors")
-    exported = families.exported(base, name, "vllm-int4", bits=4)
+    exported = families.exported(base, name, "vllm", bits=4)
     rounded = {n.removesuffix(".weight") for n in integer_names(exported)}
     layers = [
         n.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""The mlx-q4 target: its tensors match mlx_lm.convert, the tensors left out are named, and mlx-lm loads the result."""
+"""The mlx target: its tensors match mlx_lm.convert, the tensors left out are named, and mlx-lm loads the result."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def assert_same(found: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_match_mlx_lm_convert(name: str, base: Path, tmp_path: Path) -> None:
-    exported = families.exported(base, name, "mlx-q4", qparams="minmax")
+    exported = families.exported(base, name, "mlx", qparams="minmax")
     assert_same(exported, converted(name, base, tmp_path))
     assert verify(exported, threads=1).ok
 
@@ -132,7 +132,7 @@ MODES = [
 
 @pytest.mark.parametrize("options", MODES, ids=lambda options: "-".join(map(str, options.values())))
 def test_modes_and_bit_widths_match_mlx_lm_convert(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
-    command = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "qparams": "minmax", **options}
+    command = {"export": str(families.master(base, "llama")), "target": "mlx", "qparams": "minmax", **options}
     report = run_command(command, tmp_path / "out")
     assert_same(tmp_path / "out", converted("llama", base, tmp_path, **{f"q_{key}": v for key, v in options.items()}))
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
@@ -169,7 +169,7 @@ def generate(folder: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_mlx_lm_are_near_those_of_transformers(name: str, base: Path) -> None:
     """At 8 bits the logits are near those of the BF16 export, so no weight or setting is misplaced."""
-    exported = families.exported(base, name, "mlx-q4", bits=8)
+    exported = families.exported(base, name, "mlx", bits=8)
     model, _ = mlx_lm.load(str(exported))
     model.apply(lambda values: values.astype(mx.float32) if mx.issubdtype(values.dtype, mx.floating) else values)
     found = np.array(model(mx.array(families.IDS)))[0]
@@ -183,7 +183,7 @@ def test_logits_of_mlx_lm_are_near_those_of_transformers(name: str, base: Path) 
 def test_best_has_a_smaller_error_than_minmax_in_every_weight(bits: int, base: Path, tmp_path: Path) -> None:
     errors = {}
     for qparams in ("best", "minmax"):
-        command = {"export": str(families.master(base, "llama")), "target": "mlx-q4", "bits": bits, "qparams": qparams}
+        command = {"export": str(families.master(base, "llama")), "target": "mlx", "bits": bits, "qparams": qparams}
         report = run_command(command, tmp_path / qparams)
         names = [t.name for t in report.plan.tensors if t.action == "integer"]
         errors[qparams] = {name: measured(tmp_path / qparams, base, name) for name in names}
@@ -196,7 +196,7 @@ def test_best_has_a_smaller_error_than_minmax_in_every_weight(bits: int, base: P
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_5_moe"])
 def test_best_has_a_smaller_error_than_minmax_for_experts(name: str, base: Path) -> None:
     best, minmax = (
-        {r.name: r for r in read_manifest(families.exported(base, name, "mlx-q4", qparams=qparams)).records}
+        {r.name: r for r in read_manifest(families.exported(base, name, "mlx", qparams=qparams)).records}
         for qparams in ("best", "minmax")
     )
     assert best.keys() == minmax.keys()
@@ -213,18 +213,18 @@ def test_tensors_that_mlx_lm_does_not_hold_are_named(name: str, base: Path, tmp_
     master = families.master(base, name)
     seeing = {tensor for tensor in read_all(families.model(base, name)) if ".visual." in tensor}
     assert len(seeing) > 10
-    report = run_command({"export": str(master), "target": "mlx-q4"}, tmp_path / "out")
+    report = run_command({"export": str(master), "target": "mlx"}, tmp_path / "out")
     assert report.plan.left_out_tensors.keys() == seeing
     manifest = read_manifest(tmp_path / "out")
     assert manifest.identity.left_out == report.plan.left_out_tensors
     assert all("does not hold" in reason for reason in manifest.identity.left_out.values())
-    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx-q4"])
+    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx"])
     assert result.exit_code == 0, result.stderr
     assert "already holds this result" in result.stderr
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("left out: ") and " tensor" in line]
     assert line.startswith(f"left out: {len(seeing)} tensors: mlx-lm's model of type")
     assert "visual" in line
-    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx-q4", "--json"])
+    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx", "--json"])
     assert set(json.loads(result.stdout)["left_out_tensors"]) == seeing
 
 
@@ -234,7 +234,7 @@ def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_pat
     (tmp_path / "recipe.yaml").write_text(f"bits: 5\nrules: [{{{rule}, keep: true}}]\n")
     source = families.model(base, "llama")
     run_command({"quantize": str(source), "recipe": str(tmp_path / "recipe.yaml")}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": "mlx-q4"}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "master"), "target": "mlx"}, tmp_path / "out")
     name = {"name: lm_head.weight": "lm_head.weight", "role: embedding": "model.embed_tokens.weight"}.get(
         rule, "model.layers.0.self_attn.k_proj.weight"
     )
@@ -249,7 +249,7 @@ def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_pat
 
 def test_transposed_experts_are_quantized_along_their_input(base: Path) -> None:
     """gpt-oss stores experts as [E, in, out] with gate and up interleaved; mlx quantizes rows [out, in]."""
-    exported = families.exported(base, "gpt_oss", "mlx-q4", qparams="minmax")
+    exported = families.exported(base, "gpt_oss", "mlx", qparams="minmax")
     plain, found = (
         read_all(families.exported(base, "gpt_oss", "bf16")),
         mx.load(str(next(exported.glob("*.safetensors")))),
@@ -270,7 +270,7 @@ def test_float32_tensors_are_those_that_mlx_lm_keeps_in_float32(base: Path) -> N
     """A_log keeps its bytes; the norms of Qwen3.5 are stored minus one, so one is added."""
     source, found = (
         read_all(families.model(base, "qwen3_5")),
-        read_all(families.exported(base, "qwen3_5", "mlx-q4", qparams="minmax")),
+        read_all(families.exported(base, "qwen3_5", "mlx", qparams="minmax")),
     )
     a_log = "model.layers.0.linear_attn.A_log"
     assert found[f"language_model.{a_log}"][0] == "F32"
@@ -283,7 +283,7 @@ def test_float32_tensors_are_those_that_mlx_lm_keeps_in_float32(base: Path) -> N
 
 # --- the driver's guarantees ---
 
-WORK = {"target": "mlx-q4", "max_shard_bytes": 400_000}
+WORK = {"target": "mlx", "max_shard_bytes": 400_000}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
@@ -323,7 +323,7 @@ def test_errors_are_measured_with_the_original_and_predicted_without(
 ) -> None:
     """The error of stacked experts is that of all of them together."""
     name = "qwen3_moe"
-    work = {"export": str(families.master(base, name)), "target": "mlx-q4", **options}
+    work = {"export": str(families.master(base, name)), "target": "mlx", **options}
     without = run_command(work, tmp_path / "without")
     given = run_command({**work, "original": str(families.model(base, name))}, tmp_path / "with")
     exact = stacked(read_all(families.model(base, name)))
@@ -372,11 +372,9 @@ def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_total_error_of_a_kept_weight_is_known(name: str, base: Path, tmp_path: Path) -> None:
     """It is the error of rounding alone, so the summary can state an error over all weights."""
-    report = run_command({"export": str(families.master(base, name)), "target": "mlx-q4"}, tmp_path / "out")
+    report = run_command({"export": str(families.master(base, name)), "target": "mlx"}, tmp_path / "out")
     assert all(r.total_mse is not None for r in report.records if r.relative_mse is not None)
-    result = CliRunner().invoke(
-        app, ["export", str(families.master(base, name)), str(tmp_path / "out"), "-t", "mlx-q4"]
-    )
+    result = CliRunner().invoke(app, ["export", str(families.master(base, name)), str(tmp_path / "out"), "-t", "mlx"])
     assert "unknown without the master's manifest" not in result.stdout
 
 
@@ -395,7 +393,7 @@ def test_missing_package_is_named(package: str, base: Path, tmp_path: Path) -> N
         from pqweights_cli.main import main
         main()
     """
-    arguments = ["export", str(families.master(base, "llama")), str(tmp_path / "out"), "-t", "mlx-q4"]
+    arguments = ["export", str(families.master(base, "llama")), str(tmp_path / "out"), "-t", "mlx"]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False
     )
@@ -415,7 +413,7 @@ def small_llama(folder: Path, width: int = 192) -> Path:
 
 def test_summary_says_which_tensors_stay_plain_and_why(tmp_path: Path) -> None:
     master, out = small_llama(tmp_path, 144), tmp_path / "out"
-    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx-q4"])
+    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx"])
     (plain,) = [line for line in result.stdout.splitlines() if line.startswith("plain: ")]
     assert plain.startswith("plain: 1 tensor (18432 weights), groups of 64 or 32 do not divide its rows of 144 weights")
     assert plain.endswith("model.layers.0.mlp.down_proj.weight")
@@ -423,10 +421,10 @@ def test_summary_says_which_tensors_stay_plain_and_why(tmp_path: Path) -> None:
 
 def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
     master, out = small_llama(tmp_path, 144), tmp_path / "out"
-    line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "64")
+    line = refused("export", master, out, "-t", "mlx", "--group-size", "64")
     assert "down_proj" in line and "rows of 144" in line and line.endswith("would: none\n")
     assert not out.exists()
-    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx-q4"])
+    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx"])
     assert result.exit_code == 0, result.stderr
     (stays,) = [tensor for tensor in read_manifest(out).tensors if tensor.name.endswith("down_proj.weight")]
     assert stays.bits is None
@@ -434,12 +432,12 @@ def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
         "groups of 64 or 32 do not divide its rows of 144 weights (--group-size that would: none)"
     )
     generate(out)
-    line = refused("export", master, out, "-t", "mlx-q4", "--group-size", "100", code=2)
-    assert "--group-size 100: the target mlx-q4 takes 32, 64, 128" in line
+    line = refused("export", master, out, "-t", "mlx", "--group-size", "100", code=2)
+    assert "--group-size 100: the target mlx takes 32, 64, 128" in line
 
 
 def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
-    line = refused("export", small_llama(tmp_path), tmp_path / "out", "-t", "mlx-q4", "--group-size", "128")
+    line = refused("export", small_llama(tmp_path), tmp_path / "out", "-t", "mlx", "--group-size", "128")
     assert (
         "down_proj" in line
         and "rows of 192" in line
@@ -450,17 +448,17 @@ def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx-q4 in mode mxfp4 takes minmax"),
-        (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx-q4 in mode mxfp4 takes 4"),
-        (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx-q4 in mode nvfp4 takes 16"),
-        (("--bits", "7"), "--bits 7: the target mlx-q4 takes 2, 3, 4, 5, 6, 8"),
-        (("--packing", "plain"), "--packing: the target mlx-q4 does not take this option"),
-        (("--dtype", "source"), "--dtype: the target mlx-q4 does not take this option"),
+        (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx in mode mxfp4 takes minmax"),
+        (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx in mode mxfp4 takes 4"),
+        (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx in mode nvfp4 takes 16"),
+        (("--bits", "7"), "--bits 7: the target mlx takes 2, 3, 4, 5, 6, 8"),
+        (("--packing", "plain"), "--packing: the target mlx does not take this option"),
+        (("--dtype", "source"), "--dtype: the target mlx does not take this option"),
     ],
     ids=str,
 )
 def test_options_that_mlx_lacks_are_refused(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
-    arguments = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx-q4", *options)
+    arguments = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx", *options)
     assert message in refused(*arguments, code=2)
     assert not (tmp_path / "out").exists()
 
@@ -483,7 +481,7 @@ def test_model_unknown_to_mlx_lm_is_refused(
         tmp_path / "src", {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}, config=config
     )
     run_command({"quantize": str(source)}, tmp_path / "master")
-    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx-q4")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
     assert "use --target " in line and line.endswith("bf16\n")
     for fragment in fragments:
         assert fragment in line
@@ -496,9 +494,9 @@ def test_message_of_mlx_lm_is_shortened_between_names(tmp_path: Path) -> None:
     others = {f"model.layers.0.other_attention.{number}.weight": bf16(gaussian(64, 128)) for number in range(9)}
     (tmp_path / "model" / "model.safetensors").write_bytes(safetensors_bytes({**tensors, **others}))
     run_command({"quantize": str(tmp_path / "model"), "overwrite": True}, tmp_path / "master")
-    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx-q4")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
     quoted, _, advice = line.partition("; use --target ")
-    assert advice == "vllm-int4 or torchao-int4 or bf16\n"
+    assert advice == "vllm or torchao-int4 or bf16\n"
     named = quoted.partition("tensors: ")[2].removesuffix(" ...").replace(",", "").split()
     assert quoted.endswith(", ...") and 3 < len(named) < 9 and set(named) <= set(others)
 
@@ -517,7 +515,7 @@ def test_unexpected_missing_or_misshapen_weights_are_refused(change: str, base: 
         tensors[name] = bf16(gaussian(62, 128))
     (source / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     run_command({"quantize": str(source), "overwrite": True}, master)
-    line = refused("export", master, tmp_path / "out", "-t", "mlx-q4")
+    line = refused("export", master, tmp_path / "out", "-t", "mlx")
     assert "mlx-lm does not support this model ('llama')" in line
     assert ("rotary" if change == "a tensor more" else "k_proj") in line
     assert not (tmp_path / "out").exists()
@@ -529,5 +527,5 @@ def test_model_without_weights_to_round_is_refused(tmp_path: Path) -> None:
     )
     small_llama(tmp_path)
     run_command({"quantize": str(tmp_path / "model"), "recipe": str(tmp_path / "recipe.yaml")}, tmp_path / "kept")
-    with pytest.raises(ExportError, match="no weight of this model can become integers for mlx-q4"):
-        run_command({"export": str(tmp_path / "kept"), "target": "mlx-q4"}, tmp_path / "out")
+    with pytest.raises(ExportError, match="no weight of this model can become integers for mlx"):
+        run_command({"export": str(tmp_path / "kept"), "target": "mlx"}, tmp_path / "out")

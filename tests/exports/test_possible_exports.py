@@ -16,7 +16,7 @@ from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.exports import EXPORTS
 
-WITHOUT_MLX = [name for name in EXPORTS if name != "mlx-q4"]
+WITHOUT_MLX = [name for name in EXPORTS if name != "mlx"]
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -90,7 +90,7 @@ def test_refusals_that_are_known_are_shown_by_plan_and_at_the_end_of_quantize(tm
     source = wide_llama(tmp_path / "model", model_type="gpt2")
     for shown in (done("plan", source), done("quantize", source, tmp_path / "master")):
         text = " ".join(shown.stdout.split())
-        assert "can be exported to: bf16, mlx-q4 (if mlx-lm takes its configuration and tensors)" in text
+        assert "can be exported to: bf16, mlx (if mlx-lm takes its configuration and tensors)" in text
         assert "cannot be exported to torchao-int4: config.json: torchao-int4 cannot hold a model of type gpt2" in text
         assert "cannot be exported to gguf: config.json: GGUF cannot hold a model of type gpt2" in text
 
@@ -100,17 +100,17 @@ def test_layers_that_differ_are_each_looked_at(tmp_path: Path) -> None:
     tensors = {f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 100, seed=n)) for n in range(3)}
     tensors["model.layers.3.mlp.up_proj.weight"] = bf16(gaussian(64, 1024, seed=3))
     source = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"})
-    assert answers("plan", source)["vllm-int4"]["possible"] is True
+    assert answers("plan", source)["vllm"]["possible"] is True
     del tensors["model.layers.3.mlp.up_proj.weight"]
     source = write_checkpoint(tmp_path / "narrow", tensors, config={"model_type": "llama"})
-    found = answers("plan", source)["vllm-int4"]
+    found = answers("plan", source)["vllm"]
     assert found["possible"] is False and "do not divide its rows of 100 weights" in found["reason"]
 
 
 def test_weights_that_the_recipe_keeps_are_not_taken_for_integers(tmp_path: Path) -> None:
     source = wide_llama(tmp_path / "model")
     found = answers("plan", source, "--keep", "*.layers.*")
-    assert found["vllm-int4"]["possible"] is False and found["gguf"]["possible"] is True
+    assert found["vllm"]["possible"] is False and found["gguf"]["possible"] is True
 
 
 def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "mlx_lm" else real(name, *of))
     monkeypatch.setitem(sys.modules, "gguf", None)
     found = answers("plan", source)
-    assert found["gguf"]["possible"] is found["mlx-q4"]["possible"] is None
+    assert found["gguf"]["possible"] is found["mlx"]["possible"] is None
     assert found["gguf"]["reason"].startswith("the gguf target needs gguf: pip install")
-    assert found["mlx-q4"]["reason"].startswith("it needs mlx and mlx-lm: pip install")
+    assert found["mlx"]["reason"].startswith("it needs mlx and mlx-lm: pip install")
     assert "not known whether it can be exported to gguf: the gguf target needs" in " ".join(
         done("plan", source).stdout.split()
     )
@@ -129,9 +129,9 @@ def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: p
 
 def test_mlx_is_asked_for_its_types_without_an_import(tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
-    assert answers("plan", wide_llama(tmp_path / "model"))["mlx-q4"]["possible"] is True
-    assert answers("plan", wide_llama(tmp_path / "mapped", model_type="kimi_k2"))["mlx-q4"]["possible"] is True
-    found = answers("plan", wide_llama(tmp_path / "unknown", model_type="no_such_type"))["mlx-q4"]
+    assert answers("plan", wide_llama(tmp_path / "model"))["mlx"]["possible"] is True
+    assert answers("plan", wide_llama(tmp_path / "mapped", model_type="kimi_k2"))["mlx"]["possible"] is True
+    found = answers("plan", wide_llama(tmp_path / "unknown", model_type="no_such_type"))["mlx"]
     assert found["possible"] is False
     assert found["reason"].startswith("mlx-lm does not support this model ('no_such_type'); use --target ")
 

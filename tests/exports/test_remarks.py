@@ -24,7 +24,7 @@ def warned(master: Path, out: Path, *options: object) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "target", "reason"),
     [
-        ("gpt_oss", "vllm-int4", "the format stores single linear layers"),
+        ("gpt_oss", "vllm", "the format stores single linear layers"),
         ("gpt_oss", "torchao-int4", "the format stores single linear layers"),
         ("qwen3_moe", "torchao-int4", "transformers stacks experts as it loads them"),
     ],
@@ -43,13 +43,13 @@ def test_experts_that_stay_plain_are_named_with_their_bytes(
     held = sum(tensor.bytes for tensor in read_manifest(master).tensors if tensor.name in {t.name for t in plain})
     assert plain and all(tensor.stored[0].dtype == "BF16" for tensor in plain)
     assert f": {len(plain)} tensors of {weights} weights, {size_text(2 * weights)} in place of" in said
-    assert f" in place of {size_text(held)} in the master: {reason}" in said and "gguf and mlx-q4" in said
+    assert f" in place of {size_text(held)} in the master: {reason}" in said and "gguf and mlx" in said
     (near,) = [text for text in found if "bits per parameter, nearer to the 16 of BF16" in text]
     assert "the master that it is made from is smaller (" in near
 
 
 def test_experts_that_are_rounded_are_not_named(base: Path, tmp_path: Path) -> None:
-    assert warned(families.master(base, "qwen3_moe"), tmp_path / "out", "-t", "vllm-int4") == []
+    assert warned(families.master(base, "qwen3_moe"), tmp_path / "out", "-t", "vllm") == []
 
 
 @pytest.mark.parametrize(("kept_rows", "is_near"), [(90, False), (110, True)])
@@ -61,7 +61,7 @@ def test_result_that_saves_less_than_half_of_what_it_could_is_remarked(
     tensors |= {"model.embed_tokens.weight": bf16(gaussian(kept_rows, 1024, seed=1))}
     source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
     run_command({"quantize": str(source)}, tmp_path / "master")
-    found = warned(tmp_path / "master", tmp_path / "out", "-t", "vllm-int4")
+    found = warned(tmp_path / "master", tmp_path / "out", "-t", "vllm")
     assert len(found) == is_near
     bits = 8 * sum(values.nbytes for _, values in read_all(tmp_path / "out").values()) / (100 + kept_rows) / 1024
     for text in found:
@@ -88,7 +88,7 @@ def test_mlx_refusal_names_the_setting_that_mlx_lm_does_not_take(
     config = json.loads((families.model(base, "llama") / "config.json").read_bytes()) | {setting: value}
     (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     run_command({"quantize": str(source)}, tmp_path / "master")
-    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx-q4")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
     assert f"mlx-lm does not support this model ('llama'): {'it' if value is ... else 'it does not'}" in line
     assert said in line and "Error" not in line and "len()" not in line and "__init__" not in line
 
@@ -98,6 +98,6 @@ def test_plan_says_that_fused_experts_stay_plain_in_exports_of_linear_layers(bas
     stacks = [v for n, (_, v) in read_all(source).items() if ".experts." in n and v.ndim == 3 and "bias" not in n]
     weights = sum(values.size for values in stacks)
     shown = done("plan", source).stdout
-    said = f"fused experts: {len(stacks)} tensors of {weights} weights: vllm-int4 and torchao-int4 store them in BF16"
-    assert f"{said} ({size_text(2 * weights)}); gguf and mlx-q4 round them\n" in shown
+    said = f"fused experts: {len(stacks)} tensors of {weights} weights: vllm and torchao-int4 store them in BF16"
+    assert f"{said} ({size_text(2 * weights)}); gguf and mlx round them\n" in shown
     assert "fused experts" not in done("plan", families.model(base, "qwen3_moe")).stdout

@@ -1,4 +1,4 @@
-"""The vllm-int4 target: transformers and compressed-tensors compute with what was rounded."""
+"""The vllm target: transformers and compressed-tensors compute with what was rounded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_transformers_computes_with_the_integers_of_vllm_int4(name: str, bits: i
     """Its logits match those of a plain model with the decoded integers as weights."""
     pytest.importorskip("compressed_tensors")
     family = FAMILIES[name]
-    exported = families.exported(base, name, "vllm-int4", bits=bits)
+    exported = families.exported(base, name, "vllm", bits=bits)
     rounded = expected_layers(base, name, family.linear)
     assert set(integer_names(exported)) == rounded
     assert_the_rest_is_plain(base, name, exported, rounded)

@@ -1,4 +1,4 @@
-"""vLLM computes with what vllm-int4 wrote: its log probabilities are those of transformers with the decoded integers.
+"""vLLM computes with what vllm wrote: its log probabilities are those of transformers with the decoded integers.
 
 vLLM computes in BF16, transformers in float32, and integers matter much more than that. The models are random, with
 weights large enough that the predictions of one token differ.
@@ -52,7 +52,7 @@ def make(folder: Path) -> None:
         families.build(wide(name), folder / name)
         recipe = str(folder / "kept.yaml") if "kept" in name else "q8"
         run_command({"quantize": str(folder / name), "recipe": recipe}, folder / f"{name}-master")
-        run_command({"export": str(folder / f"{name}-master"), "target": "vllm-int4"}, folder / f"{name}-vllm")
+        run_command({"export": str(folder / f"{name}-master"), "target": "vllm"}, folder / f"{name}-vllm")
     folders = {name: str(folder / f"{name}-vllm") for name in NAMES}
     run_in_vllm(SCRIPT, folder / "scores.json", json.dumps({"folders": folders, "tokens": TOKENS}))
 

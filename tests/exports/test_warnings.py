@@ -55,10 +55,10 @@ def unknown_errors(folder: Path, recipe: str) -> str:
 @pytest.mark.parametrize(
     ("bits", "options", "expected"),
     [
-        (5, ("-t", "vllm-int4", "--bits", "8"), "integers of 8 bits cannot be more accurate than the 5-bit master"),
+        (5, ("-t", "vllm", "--bits", "8"), "integers of 8 bits cannot be more accurate than the 5-bit master"),
         (3, ("-t", "torchao-int4"), "integers of 4 bits cannot be more accurate than the 3-bit master"),
-        (4, ("-t", "vllm-int4"), None),
-        (8, ("-t", "vllm-int4", "--bits", "8"), None),
+        (4, ("-t", "vllm"), None),
+        (8, ("-t", "vllm", "--bits", "8"), None),
     ],
 )
 @pytest.mark.usefixtures("inflating")
@@ -78,15 +78,15 @@ def test_less_than_half_a_bit_more_is_not_remarked(tmp_path: Path) -> None:
     recipe = unknown_errors(tmp_path, 'bits: 4\nrules: [{name: "*.mlp.*", bits: 3}]')
     folder = master(tmp_path, {ATTENTION: 3 * 128, MLP: 128}, recipe)
     assert {tensor.bits for tensor in read_manifest(folder).tensors} == {3, 4}
-    assert warned(folder, tmp_path / "out", "-t", "vllm-int4") == []
+    assert warned(folder, tmp_path / "out", "-t", "vllm") == []
 
 
 @pytest.mark.parametrize(
     ("recipe", "options", "dominates"),
     [
-        ("q5", ("-t", "vllm-int4"), False),
-        ("q5", ("-t", "vllm-int4", "--bits", "8"), True),
-        ("q8", ("-t", "vllm-int4"), False),
+        ("q5", ("-t", "vllm"), False),
+        ("q5", ("-t", "vllm", "--bits", "8"), True),
+        ("q8", ("-t", "vllm"), False),
         ("q3", ("-t", "torchao-int4"), True),
         ("q5", ("-t", "torchao-int4"), False),
     ],

@@ -38,7 +38,7 @@ def test_verify_accepts_a_folded_master(folder: Path) -> None:
 
 def test_verify_accepts_exports_of_a_folded_master(folder: Path, tmp_path: Path) -> None:
     for number, options in enumerate(([], ["--source", folder / "src"])):
-        for target in ("vllm-int4", "mlx-q4", "torchao-int4"):
+        for target in ("vllm", "mlx", "torchao-int4"):
             out = tmp_path / f"{target}-{number}"
             done("export", folder / "folded", out, "--target", target, *options)
             assert json.loads(done("verify", out, "--json").stdout)["ok"]
@@ -58,7 +58,7 @@ def test_card_of_a_folded_master_is_written(folder: Path, tmp_path: Path) -> Non
     shutil.copytree(folder / "folded", tmp_path / "folded")
     done("card", tmp_path / "folded")
     assert (tmp_path / "folded" / "README.md").stat().st_size > 500
-    done("export", folder / "folded", tmp_path / "vllm", "--target", "vllm-int4")
+    done("export", folder / "folded", tmp_path / "vllm", "--target", "vllm")
     done("card", tmp_path / "vllm")
 
 
@@ -122,7 +122,7 @@ def test_original_is_refused_if_its_factors_are_not_those_of_the_master(
     shutil.copytree(folder / "folded", tmp_path / "folded")
     if not has_digest:
         remove_digest(tmp_path / "folded")
-    command = ("export", tmp_path / "folded", tmp_path / "out", "--target", "vllm-int4", "--source", folder / "src")
+    command = ("export", tmp_path / "folded", tmp_path / "out", "--target", "vllm", "--source", folder / "src")
     other = fold.Fold.factors
 
     def changed(self: fold.Fold, tensor: str) -> TensorFactors:
@@ -183,19 +183,19 @@ def test_master_of_a_fold_that_went_is_an_ordinary_one(rotated: Path, tmp_path: 
     assert json.loads(done("verify", rotated, "--json").stdout)["ok"]
     assert json.loads(done("inspect", rotated, "--json").stdout)["fold"]["kind"] == "rotate"
     assert "the residual stream was rotated (`--fold rotate`)" in done("card", rotated, "--print").stdout
-    for target in ("vllm-int4", "bf16"):
+    for target in ("vllm", "bf16"):
         done("export", rotated, tmp_path / target, "--target", target)
         assert json.loads(done("verify", tmp_path / target, "--json").stdout)["ok"]
 
 
 def test_original_is_refused_for_a_master_of_a_fold_that_went(rotated: Path, folder: Path, tmp_path: Path) -> None:
-    command = ("export", rotated, tmp_path / "out", "--target", "vllm-int4", "--source", folder / "src")
+    command = ("export", rotated, tmp_path / "out", "--target", "vllm", "--source", folder / "src")
     assert "the master was folded with --fold rotate, which this version" in refused(*command)
     assert not (tmp_path / "out").exists()
 
 
 def test_errors_of_folded_weights_are_not_compared_with_unfolded_ones(folder: Path, tmp_path: Path) -> None:
-    done("export", folder / "folded", tmp_path / "out", "--target", "vllm-int4")
+    done("export", folder / "folded", tmp_path / "out", "--target", "vllm")
     for result in (folder / "folded", tmp_path / "out"):
         with pytest.raises(SourceError, match="found folded ones"):
             relative_mse(folder / "src", result)

@@ -121,7 +121,7 @@ def test_export_is_the_same_for_any_number_of_threads_and_after_a_kill(
     run_command({"quantize": str(source)}, tmp_path / "master")
     work: dict[str, Any] = {
         "export": str(tmp_path / "master"),
-        "target": "vllm-int4",
+        "target": "vllm",
         "fold": "equalize",
         "group_size": 32,
     }

@@ -184,6 +184,6 @@ def test_a_bad_spec_is_one_line(work: Path) -> None:
 
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
-    export(work / "q4", tmp_path / "mlx", "mlx-q4", threads=2)
+    export(work / "q4", tmp_path / "mlx", "mlx", threads=2)
     with pytest.raises(GenerationError, match="--kv-cache: mlx-lm has a cache of its own"):
         reply(tmp_path / "mlx", kv_cache="none")

@@ -39,7 +39,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     babbler(folder / "babbler", template=TEMPLATE)
     for recipe in ("q4", "t4"):
         quantize(folder / "babbler", folder / recipe, load_recipe(recipe), threads=2)
-    for target in ("bf16", "torchao-int4", "mlx-q4", "vllm-int4"):
+    for target in ("bf16", "torchao-int4", "mlx", "vllm"):
         export(folder / "q4", folder / target, target, threads=2)
     return folder
 
@@ -280,7 +280,7 @@ def test_packed_and_decoded_masters_say_the_same(name, work):
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("bf16", "torch"), ("torchao-int4", "torchao"), ("mlx-q4", "mlx"), ("vllm-int4", "compressed_tensors")],
+    [("bf16", "torch"), ("torchao-int4", "torchao"), ("mlx", "mlx"), ("vllm", "compressed_tensors")],
 )
 def test_exports_run_in_their_libraries(name, package, work):
     pytest.importorskip(package)

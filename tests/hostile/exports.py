@@ -30,7 +30,7 @@ EXPORT_SRC: dict[str, Content] = {
     FILE: stored({UP: WEIGHT, DOWN: DOWN_192, NORM: VECTOR}),
     CONFIG: {"model_type": "llama"},
 }
-VLLM, MLX, GGUF = (f"export master out --target {target}" for target in ("vllm-int4", "mlx-q4", "gguf"))
+VLLM, MLX, GGUF = (f"export master out --target {target}" for target in ("vllm", "mlx", "gguf"))
 TORCHAO = "export master out --target torchao-int4 --packing plain"  # in tiles, layers as narrow as these stay plain
 
 
@@ -132,8 +132,8 @@ EXPORT_CASES = [
         "group-size-that-no-target-has",
         {
             TORCHAO + " --group-size 100": ("--group-size 100", "torchao-int4", "32, 64, 128, 256"),
-            VLLM + " --group-size 100": ("--group-size 100", "vllm-int4", "32, 64, 128"),
-            MLX + " --group-size 100": ("--group-size 100", "mlx-q4", "32, 64, 128"),
+            VLLM + " --group-size 100": ("--group-size 100", "vllm", "32, 64, 128"),
+            MLX + " --group-size 100": ("--group-size 100", "mlx", "32, 64, 128"),
             VLLM + " --group-size 0": ("--group-size 0", "32, 64, 128"),
             TORCHAO + " --group-size -128": ("--group-size -128",),
         },
@@ -149,8 +149,8 @@ EXPORT_CASES = [
         "bits-that-no-target-has",
         {
             TORCHAO + " --bits 3": ("--bits 3", "torchao-int4", "takes 4"),
-            VLLM + " --bits 3": ("--bits 3", "vllm-int4", "takes 4, 8"),
-            MLX + " --bits 7": ("--bits 7", "mlx-q4", "2, 3, 4, 5, 6, 8"),
+            VLLM + " --bits 3": ("--bits 3", "vllm", "takes 4, 8"),
+            MLX + " --bits 7": ("--bits 7", "mlx", "2, 3, 4, 5, 6, 8"),
             MLX + " --mode mxfp4 --bits 8": ("--bits 8", "mode mxfp4", "takes 4"),
             EXPORT + " --bits 4": ("--bits", "bf16"),
             VLLM + " --bits 0": ("--bits 0",),
@@ -160,9 +160,9 @@ EXPORT_CASES = [
         "option-of-another-target",
         {
             TORCHAO + " --mode affine": ("--mode", "torchao-int4"),
-            VLLM + " --packing plain": ("--packing", "vllm-int4"),
-            VLLM + " --dtype source": ("--dtype", "vllm-int4"),
-            MLX + " --packing plain": ("--packing", "mlx-q4"),
+            VLLM + " --packing plain": ("--packing", "vllm"),
+            VLLM + " --dtype source": ("--dtype", "vllm"),
+            MLX + " --packing plain": ("--packing", "mlx"),
             EXPORT + " --qparams minmax": ("--qparams", "bf16"),
             EXPORT + " --source src": ("--source", "bf16"),
         },
@@ -226,11 +226,11 @@ EXPORT_CASES = [
     exporting(
         "export-onto-an-input",
         {
-            "export master master -t vllm-int4": ("master", "must not contain each other"),
+            "export master master -t vllm": ("master", "must not contain each other"),
             "export master master/out -t torchao-int4": ("master/out", "must not contain each other"),
             "export master src -t torchao-int4 --source src": ("src", "must not contain each other"),
-            "export master src/out -t vllm-int4 --source src": ("src/out", "must not contain each other"),
-            "export master . -t vllm-int4": ("must not contain each other",),
+            "export master src/out -t vllm --source src": ("src/out", "must not contain each other"),
+            "export master . -t vllm": ("must not contain each other",),
         },
     ),
     exporting(
@@ -273,7 +273,7 @@ EXPORT_CASES = [
     ),
     exporting(
         "export-of-transposed-weights",
-        dict.fromkeys((TORCHAO, VLLM), ("config.json", "gpt2", "transposed", "mlx-q4")),
+        dict.fromkeys((TORCHAO, VLLM), ("config.json", "gpt2", "transposed", "mlx")),
         {"model_type": "gpt2"},
     ),
     exporting(
@@ -286,7 +286,7 @@ EXPORT_CASES = [
     ),
     exporting(
         "export-of-layers-that-transformers-renames",
-        {TORCHAO: ("config.json", "vit", "renames its layers", "--target vllm-int4 or bf16")},
+        {TORCHAO: ("config.json", "vit", "renames its layers", "--target vllm or bf16")},
         {"model_type": "vit"},
     ),
     exporting(
@@ -334,12 +334,12 @@ EXPORT_CASES = [
     exporting(
         "target-misspelled",
         {
-            "export master out --target mlx_q4": ("--target mlx_q4", "the nearest is 'mlx-q4'"),
-            "export master out --target int4": ("--target int4", "the nearest is 'vllm-int4'"),
+            "export master out --target mlx_q4": ("--target mlx_q4", "the nearest is 'mlx'"),
+            "export master out --target int4": ("--target int4", "the nearest is 'vllm'"),
         },
     ),
     exporting(
-        "export-of-llama-4", {VLLM: ("llama4", "fused experts", "torchao-int4 or mlx-q4")}, {"model_type": "llama4"}
+        "export-of-llama-4", {VLLM: ("llama4", "fused experts", "torchao-int4 or mlx")}, {"model_type": "llama4"}
     ),
     Case(
         "export-of-no-linear-layer",
@@ -351,13 +351,13 @@ EXPORT_CASES = [
     ),
     exporting(
         "export-without-mlx",
-        {MLX: ("mlx-q4", "No module named 'mlx'", "pip install 'mlx", "'mlx-lm>=0.32'")},
+        {MLX: ("mlx", "No module named 'mlx'", "pip install 'mlx", "'mlx-lm>=0.32'")},
         files=ABSENT,
         own_process=True,
     ),
     exporting(
         "export-of-a-model-unknown-to-mlx",
-        {MLX: ("mlx-lm", "no_such_model", "--target vllm-int4 or torchao-int4 or bf16")},
+        {MLX: ("mlx-lm", "no_such_model", "--target vllm or torchao-int4 or bf16")},
         {"model_type": "no_such_model"},
     ),
     exporting("export-of-an-unnamed-model-to-mlx", {MLX: ("mlx-lm", "model_type", "--target bf16")}, {}),

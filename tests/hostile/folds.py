@@ -11,7 +11,7 @@ from hostile.case import Case, stored
 NORM = "model.layers.1.post_attention_layernorm.weight"
 FOLD = "quantize src out --fold equalize"
 WITH_DATA = FOLD + " --calibration m.safetensors"
-VLLM = "--target vllm-int4 --group-size 32"
+VLLM = "--target vllm --group-size 32"
 GPTQ = "--rounding gptq --calibration m.safetensors"
 
 

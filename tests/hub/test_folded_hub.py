@@ -101,7 +101,7 @@ def test_folded_master_is_pushed_and_read_again(hub: LoopbackHub, tmp_path: Path
         ["quantize", str(folder), str(tmp_path / "master"), "--fold", "equalize"],
         ["push", str(tmp_path / "master"), "me/master"],
         ["verify", "me/master"],
-        ["export", "me/master", str(tmp_path / "out"), "--target", "vllm-int4", "--source", str(folder)],
+        ["export", "me/master", str(tmp_path / "out"), "--target", "vllm", "--source", str(folder)],
     ):
         done = hub_cases.run(hub, home, *arguments)
         assert done.returncode == 0, (arguments, done.stderr)

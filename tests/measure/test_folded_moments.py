@@ -103,24 +103,24 @@ def test_masters_folded_with_data_are_exported_with_the_original(model: Path, mo
     run_command({"quantize": str(model), "fold": "equalize", "calibration": file}, tmp_path / "master")
     manifest = read_manifest(tmp_path / "master")
     assert manifest.made_by["fold"]["calibration"] == moments.sha256
-    work = {"export": str(tmp_path / "master"), "target": "vllm-int4", "group_size": 32, "original": str(model)}
+    work = {"export": str(tmp_path / "master"), "target": "vllm", "group_size": 32, "original": str(model)}
     for rounding in ({}, {"rounding": "gptq"}):
         out = tmp_path / f"out-{len(rounding)}"
         run_command({**work, "calibration": moments.path, **rounding}, out)
         assert verify(out, threads=1).ok
 
 
-@pytest.mark.parametrize("target", ["vllm-int4", "mlx-q4"])
+@pytest.mark.parametrize("target", ["vllm", "mlx"])
 def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
     target: str, model: Path, moments: Moments, tmp_path: Path
 ) -> None:
     """Experts that the runtime stacks have the factors of their own matrices."""
-    if target == "mlx-q4":
+    if target == "mlx":
         pytest.importorskip("mlx_lm")
     run_command({"quantize": str(model)}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": target, "group_size": 32, "original": str(model)}
     work |= {"fold": "equalize", "calibration": moments.path}
-    if target == "mlx-q4" and "gpt_oss" in (model / "config.json").read_text():
+    if target == "mlx" and "gpt_oss" in (model / "config.json").read_text():
         with pytest.raises(ExportError, match="mlx-lm does not support this model"):  # one layer is too few for it
             run_command(work, tmp_path / "plain")
         return

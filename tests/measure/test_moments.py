@@ -149,7 +149,7 @@ def test_moments_of_a_master_are_its_own(models: dict[str, Path], tmp_path: Path
     run_command(
         {
             "export": str(tmp_path / "master"),
-            "target": "vllm-int4",
+            "target": "vllm",
             "rounding": "gptq",
             "calibration": tmp_path / "m.safetensors",
         },
@@ -199,7 +199,7 @@ def test_commands_calibrate_and_export(models: dict[str, Path], tmp_path: Path) 
     found = answer("calibrate", models["mixtral"], out, *options, "--moments", "--json")
     assert found["tokens"] > 0 and json.dumps(found["inputs"])
     done("quantize", models["mixtral"], tmp_path / "master")
-    asked = ("-t", "vllm-int4", "--rounding", "gptq", "--calibration", out)
+    asked = ("-t", "vllm", "--rounding", "gptq", "--calibration", out)
     line = done("export", tmp_path / "master", tmp_path / "out", *asked, "--source", models["mixtral"]).output
     assert "compensated rounding: " in line
     assert "relative MSE against the original: 0.0" in line

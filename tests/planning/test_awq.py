@@ -222,7 +222,7 @@ def test_killed_and_resumed_run_gives_the_same_bytes(source: Path, awq: Path, tm
     assert run_command(command, tmp_path / "whole").already_done
 
 
-@pytest.mark.parametrize("target", ["bf16", "torchao-int4", "vllm-int4"])
+@pytest.mark.parametrize("target", ["bf16", "torchao-int4", "vllm"])
 def test_exports_decode_scaled_weights(target: str, source: Path, awq: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "master")
     run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "out")

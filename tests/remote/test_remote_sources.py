@@ -148,7 +148,7 @@ def test_exported_bytes_are_those_of_a_local_master(
     done("export", master, tmp_path / "local", "--target", "bf16")
     done("export", from_master, tmp_path / "remote", "--target", "bf16")
     assert folder_bytes(tmp_path / "remote") == folder_bytes(tmp_path / "local")
-    options = ("--target", "vllm-int4", "--source")
+    options = ("--target", "vllm", "--source")
     done("export", master, tmp_path / "local4", *options, source)
     done("export", from_master, tmp_path / "remote4", *options, from_source)
     assert folder_bytes(tmp_path / "remote4") == folder_bytes(tmp_path / "local4")

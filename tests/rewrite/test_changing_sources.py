@@ -170,7 +170,7 @@ def test_every_checkpoint_of_an_export_is_checked(changed: str, own_source: Path
     master, out = tmp_path / "master", tmp_path / "out"
     run_command({"quantize": str(own_source)}, master)
     file = master / "model-00001-of-00001.safetensors" if changed == "master" else own_source / FIRST
-    work: dict[str, Any] = {"export": str(master), "target": "vllm-int4", "original": str(own_source)}
+    work: dict[str, Any] = {"export": str(master), "target": "vllm", "original": str(own_source)}
     with pytest.raises(SourceChangedError, match=file.name):
         run_command(work | {"progress": once(lambda: in_place(file))}, out)
     assert not (out / "pqweights.json").exists()

@@ -62,7 +62,7 @@ class Family:
 
     model, config: names of its classes in transformers
     settings: arguments of the config
-    linear: the last names of the layers that vllm-int4 takes, single experts included
+    linear: the last names of the layers that vllm takes, single experts included
     float32: ends of the names of the tensors that are kept in that dtype
     sees: whether it is loaded as a model of images and text
     """

@@ -135,8 +135,8 @@ ROUNDED |= {f"{LAYER}.{n}.weight" for n in ("self_attn.o_proj", "mlp.down_proj",
 KINDS = {
     "tile": {"target": "torchao-int4"},
     "nibbles": {"target": "torchao-int4", "packing": "plain", "qparams": "minmax"},
-    "vllm": {"target": "vllm-int4", "qparams": "minmax"},
-    "original": {"target": "vllm-int4", "original": True},
+    "vllm": {"target": "vllm", "qparams": "minmax"},
+    "original": {"target": "vllm", "original": True},
 }
 
 

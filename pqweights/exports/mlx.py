@@ -1,4 +1,4 @@
-"""The mlx-q4 target: a folder for mlx_lm.load, with affine integers (w = code * scale + bias) or mlx's small floats.
+"""The mlx target: a folder for mlx_lm.load, with affine integers (w = code * scale + bias) or mlx's small floats.
 
 mlx-lm itself decides what becomes of each tensor (mlx_model.py, mlx_trace.py). With its rule for scales and biases, the
 tensors are those of mlx_lm.convert, byte for byte. mlx is imported when an export is made, not before.
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel
     from pqweights.exports.mlx_trace import Spec
 
-NAME = "mlx-q4"
+NAME = "mlx"
+# What manifests call the target: the name that it had first.
+STATED_NAME = "mlx-q4"
 # Bit widths and group sizes of the modes; the first is the default.
 BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
@@ -52,7 +54,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlxQ4:
+class MlxFormat:
     """The format with its options: see ExportOptions."""
 
     mode: str
@@ -65,7 +67,7 @@ class MlxQ4:
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         return {
-            "target": NAME,
+            "target": STATED_NAME,
             "mode": self.mode,
             "bits": self.bits,
             "group_size": self.groups.size,
@@ -141,7 +143,8 @@ class MlxQ4:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
             elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
-                why = self.groups.why_not(tensor.name, columns)
+                self.groups.check(tensor.name, columns)
+                why = self.groups.why_not(columns)
                 decisions[tensor.name] = Stays(why or "mlx-lm does not quantize it")
         if not any(isinstance(decision, Rounding) for decision in decisions.values()):
             reasons = (decision.reason for decision in decisions.values() if isinstance(decision, Stays))
@@ -345,7 +348,7 @@ class MlxLayout:
         ]
 
 
-def read_options(options: ExportOptions) -> MlxQ4:
+def read_options(options: ExportOptions) -> MlxFormat:
     """Return the format with the options that the user gave.
 
     Raises OptionError for an option that the target does not have.
@@ -355,7 +358,7 @@ def read_options(options: ExportOptions) -> MlxQ4:
     check_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     rules = (BEST, MINMAX) if mode == "affine" else (MINMAX,)  # the floating modes have no rule but mlx's
-    return MlxQ4(
+    return MlxFormat(
         mode=mode,
         bits=one_of(with_mode, "bits", options.bits, allowed=BITS[mode]),
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
@@ -381,7 +384,7 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
 
 
-def _check(master: PlannedMaster, settings: MlxQ4) -> None:
+def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     """See ExportTarget; mlx is not imported."""
     source = master.source
     config = _config(source, model_dtype(source.config, source.tensors))

@@ -1,4 +1,4 @@
-"""The vllm-int4 target: symmetric integers, `pack-quantized` by compressed-tensors, for vLLM and transformers.
+"""The vllm target: symmetric integers, `pack-quantized` by compressed-tensors, for vLLM and transformers.
 
 Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized). A weight q is stored as the
     code q + 2**(bits - 1) in 32-bit words, the first code in the lowest bits.
@@ -32,7 +32,9 @@ from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
 from pqweights.units import first_names
 
-NAME = "vllm-int4"
+NAME = "vllm"
+# What manifests call the target: the name that it had first.
+STATED_NAME = "vllm-int4"
 GROUP_SIZES = (128, 64, 32)
 
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
@@ -43,7 +45,7 @@ ROUTERS = r"re:.*\.(gate|router)$"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmInt4:
+class VllmFormat:
     """The format with its options: see ExportOptions."""
 
     bits: int
@@ -55,7 +57,7 @@ class VllmInt4:
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         return {
-            "target": NAME,
+            "target": STATED_NAME,
             "bits": self.bits,
             "group_size": self.groups.size,
             "basis": BASIS,
@@ -249,13 +251,13 @@ class PackedLayout:
         return result
 
 
-def read_options(options: ExportOptions) -> VllmInt4:
+def read_options(options: ExportOptions) -> VllmFormat:
     """Return the format with the options that the user gave.
 
     Raises OptionError for an option that the target does not have.
     """
     check_rounding(NAME, options)
-    return VllmInt4(
+    return VllmFormat(
         bits=one_of(NAME, "bits", options.bits, allowed=(4, 8)),
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
