@@ -4,7 +4,7 @@ Each model is built on the meta device from its default configuration. For the w
 round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors and
 initialize what a checkpoint might not hold.
 Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs. Types
-that were examined are added to pqweights/exports/examined.py.
+that were examined are added to EXAMINED there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Error-compensated rounding in an export: which inputs each matrix has, their factors, and the job of one weight.
+"""Rounding with a view to the inputs of a weight: which inputs each matrix has, their factors, and the jobs.
 
-The arithmetic is in kernels/compensation.py. A row of a weight keeps its compensated codes only if they err less than
-plain ones on the rows of inputs that were held back, so no layer errs more on those. docs/exports.md has the rules.
+Compensated rounding chooses codes by second moments of the inputs (kernels/compensation.py); weighted rounding by their
+diagonal, an importance for each column, which llama.cpp calls an importance matrix. A row of a weight keeps its
+compensated codes only if they err less than plain ones on the rows of inputs that were held back, so no layer errs more
+on those. docs/exports.md has the rules.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import View
 from pqweights.codecs.weight import add_in_order
 from pqweights.exports.bf16 import role_of
-from pqweights.exports.integer_job import IntegerJob, MatrixJob, RoundedChunk
+from pqweights.exports.integer_job import IntegerJob, RoundedChunk
 from pqweights.exports.integers import WeightedRule
 from pqweights.folding.fold import Fold
 from pqweights.kernels.compensation import (
@@ -35,6 +37,7 @@ from pqweights.kernels.compensation import (
 from pqweights.kernels.groups import GroupRule, Groups
 from pqweights.locks import ProcessLock
 from pqweights.planning.moments_file import Moments
+from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 from pqweights.strict_json import rounded
@@ -88,8 +91,8 @@ class Compensation:
             runs = tensor.runs_of_matrix(matrix)
             assert runs is not None
             tensor, matrix = runs[0].tensor, runs[0].first // runs[0].tensor.shape[-2]
-        found = self.fold.factors_of_inputs(tensor.name)
-        return None if found is None else found[matrix if len(found) > 1 else 0]
+        factors = self.fold.factors_of_inputs(tensor.name)
+        return None if factors is None else factors[matrix if len(factors) > 1 else 0]
 
     def importance(self, tensor: LogicalTensor, matrix: int, vector: int) -> Floats:
         """Return the mean square of each input of one matrix of a weight, [K], read once for each vector.
@@ -98,10 +101,10 @@ class Compensation:
         """
         columns = self.columns(tensor, matrix)
         with self._making:
-            found = self._mean_squares.get(vector)
-            if found is None:
-                found = self._mean_squares[vector] = self.moments.mean_squares(vector)
-        return found if columns is None else found / (columns * columns)
+            squares = self._mean_squares.get(vector)
+            if squares is None:
+                squares = self._mean_squares[vector] = self.moments.mean_squares(vector)
+        return squares if columns is None else squares / (columns * columns)
 
     def of(self, tensor: LogicalTensor) -> list[tuple[Floats, int] | None]:
         """See Importances."""
@@ -181,7 +184,7 @@ def inputs_of(tensor: LogicalTensor, moments: Moments) -> tuple[int | str, ...]:
 
 def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
-    found: set[int | str] = set()
+    vectors: set[int | str] = set()
     if isinstance(tensor, View):
         runs = tensor.runs_of_matrix(number)
         if runs is None:
@@ -190,13 +193,13 @@ def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
             height = run.tensor.shape[-2]
             ends = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
             for matrix in range(ends[0], ends[1] + 1):
-                found.add(_vector_of(run.tensor, matrix, moments, transposed=tensor.transposed))
+                vectors.add(_vector_of(run.tensor, matrix, moments, transposed=tensor.transposed))
     else:
-        found.add(_vector_of(tensor, number, moments, transposed=False))
-    if len(found) != 1:
-        reasons = sorted(each for each in found if isinstance(each, str))
+        vectors.add(_vector_of(tensor, number, moments, transposed=False))
+    if len(vectors) != 1:
+        reasons = sorted(vector for vector in vectors if isinstance(vector, str))
         return reasons[0] if reasons else "its rows have different inputs"
-    (vector,) = found
+    (vector,) = vectors
     if isinstance(vector, str):
         return vector
     about = moments.vectors[vector]
@@ -234,13 +237,66 @@ class _OutputErrors:
     damping: float
 
 
-class CompensatedJob(MatrixJob):
-    """The job that rounds one weight with compensation, where it has inputs and gains from it."""
+class _MatrixJob(IntegerJob):
+    """The job of a weight of which each matrix has inputs of its own: a chunk lies in one matrix."""
+
+    row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
 
     def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
         """Take over the job of a weight. sources: see Compensation."""
-        super().__init__(job, matrices=len(sources), row_multiple=TILE)
+        self.__dict__.update(job.__dict__)
         self._compensation, self._sources = compensation, sources
+        self._matrix_rows = self._planned.shape[-2]
+        rows = max(1, jobs.CHUNK_WEIGHTS // self._columns)
+        self._rows_per_chunk = max(self.row_multiple, rows // self.row_multiple * self.row_multiple)
+        self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks: whole rows of one matrix each."""
+        return self._per_matrix * len(self._sources)
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        matrix, part = divmod(chunk, self._per_matrix)
+        first = part * self._rows_per_chunk
+        return matrix * self._matrix_rows + first, min(self._rows_per_chunk, self._matrix_rows - first)
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Return the record, which says what was rounded how, and what that gained."""
+        record = super().finish(sink)
+        assert isinstance(record, TensorRecord)
+        reasons = Counter(source for source in self._sources if isinstance(source, str))
+        summary = {"matrices": len(self._sources), **self._gains(reasons)}
+        return replace(record, rounding=summary | {"rounded_plainly": dict(sorted(reasons.items()))})
+
+    def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
+        """Return what the manifest says of the matrices that are not rounded plainly; may add reasons for others."""
+        raise NotImplementedError
+
+
+class WeightedJob(_MatrixJob):
+    """The job that rounds one weight with errors weighed by the importance of inputs, where they are known."""
+
+    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+        matrix, rule = chunk // self._per_matrix, self._rounding.rule
+        vector = self._sources[matrix]
+        if isinstance(vector, str):
+            return super()._round(chunk, values)
+        assert isinstance(rule, WeightedRule)
+        return rule.quantize_weighted(values, self._compensation.importance(self._tensor, matrix, vector)), None
+
+    def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
+        return {"weighed": len(self._sources) - reasons.total()}
+
+
+class CompensatedJob(_MatrixJob):
+    """The job that rounds one weight with compensation, where it has inputs and gains from it."""
+
+    row_multiple = TILE
+
+    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
+        """Take over the job of a weight. sources: see Compensation."""
+        super().__init__(job, compensation, sources)
         self._before, self._after = [0.0] * len(sources), [0.0] * len(sources)
         self._plain_rows = 0
         self._dampings: dict[int, float] = {}
@@ -259,11 +315,11 @@ class CompensatedJob(MatrixJob):
         if ready is None:
             return plain, matrix
         rows = values.reshape(-1, self._columns)
-        found = compensate(rows, plain, rule, ready.factor)
+        better = compensate(rows, plain, rule, ready.factor)
         before = output_errors(errors_of(rows, plain, rule, ready.factor), ready.held_back)
-        after = output_errors(found.errors, ready.held_back)
+        after = output_errors(better.errors, ready.held_back)
         worse = ~(after < before)
-        groups = _merged(found.groups, plain, np.repeat(worse, self._columns // rule.group_size))
+        groups = _merged(better.groups, plain, np.repeat(worse, self._columns // rule.group_size))
         about = _OutputErrors(
             matrix=matrix,
             plain=before,
@@ -285,25 +341,15 @@ class CompensatedJob(MatrixJob):
             self._plain_rows += about.plain_rows
             self._dampings[about.matrix] = about.damping
 
-    def finish(self, sink: Sink) -> TensorRecord | Job:
-        """Return the record, which says what was rounded how, and what that gained."""
-        record = super().finish(sink)
-        assert isinstance(record, TensorRecord)
-        return replace(record, rounding=self._account())
-
-    def _account(self) -> dict[str, Any]:
-        """Return what the manifest says of the rounding of this weight."""
-        reasons = Counter(each for each in self._sources if isinstance(each, str))
+    def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         if self._not_factorized:
             reasons["its moments could not be factorized"] += len(self._not_factorized)
         before, after = sum(self._before), sum(self._after)
         return {
-            "matrices": len(self._sources),
             "compensated": len(self._dampings),
             "rows_rounded_plainly": self._plain_rows,
             "dampings": sorted(set(self._dampings.values())),
             "gain": rounded(1 - after / before) if before else 0.0,
-            "rounded_plainly": dict(sorted(reasons.items())),
         }
 
 

@@ -17,8 +17,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.exports.integers import Importances
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.gguf.header import ALIGNMENT, FilePart, GgufTensor, MetadataEntry, encode_header
 from pqweights.gguf.mixes import Mix
+from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, MetadataEntry, encode_header
 from pqweights.hub.ids import is_repository_id
 from pqweights.planning.containers import GgufFiles
 from pqweights.planning.plan import FileHeader, ShardPlan, TensorPlan, cuts

@@ -14,8 +14,8 @@ from pqweights.checkpoint.views import View
 from pqweights.errors import RecipeError, SourceError
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.gguf_options import TypeOptions
-from pqweights.gguf.header import ALIGNMENT, FilePart, GgufTensor, encode_header
 from pqweights.gguf.mixes import PLAIN_TYPES, Shape, fitting_type, may_be_quantized
+from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of, read_sensitivity

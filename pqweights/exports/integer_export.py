@@ -17,11 +17,10 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalT
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.exports.bf16 import plain_plan, role_of
-from pqweights.exports.compensation import CompensatedJob, Compensation
+from pqweights.exports.compensation import CompensatedJob, Compensation, WeightedJob
 from pqweights.exports.integer_job import IntegerJob
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
 from pqweights.exports.options import GPTQ, IMPORTANCE
-from pqweights.exports.weighting import WeightedJob
 from pqweights.folding.fold import Fold
 from pqweights.folding.folded import FoldedTensor
 from pqweights.planning.containers import Safetensors

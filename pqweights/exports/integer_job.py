@@ -73,7 +73,7 @@ class IntegerJob:
         values = self._values(self._tensor, first, count, purpose="values")
         groups, about = self._round(chunk, values)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
-        if not all(np.isfinite(found).all() for found in numbers):
+        if not all(np.isfinite(array).all() for array in numbers):
             raise SourceError(
                 f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
                 f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
@@ -157,32 +157,6 @@ class IntegerJob:
             total_mse=None if total is None else rounded(total),
             master_mse=None if by_master is None else rounded(by_master),
         )
-
-
-class MatrixJob(IntegerJob):
-    """The job of a weight of which each matrix has inputs of its own: a chunk lies in one matrix."""
-
-    def __init__(self, job: IntegerJob, *, matrices: int, row_multiple: int) -> None:
-        """Take over the job of a weight.
-
-        matrices: how many it has
-        row_multiple: chunks have a multiple of this number of rows, except for the last of a matrix
-        """
-        self.__dict__.update(job.__dict__)
-        self._matrices, self._matrix_rows = matrices, self._planned.shape[-2]
-        rows = max(1, jobs.CHUNK_WEIGHTS // self._columns)
-        self._rows_per_chunk = max(row_multiple, rows // row_multiple * row_multiple)
-        self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks: whole rows of one matrix each."""
-        return self._per_matrix * self._matrices
-
-    def _span(self, chunk: int) -> tuple[int, int]:
-        matrix, part = divmod(chunk, self._per_matrix)
-        first = part * self._rows_per_chunk
-        return matrix * self._matrix_rows + first, min(self._rows_per_chunk, self._matrix_rows - first)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

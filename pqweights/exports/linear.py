@@ -1,12 +1,15 @@
-"""Which weights of a master are linear layers that a runtime can hold as integers, judged by role, shape and name.
+"""Which weights of a master are linear layers that a runtime can hold as integers, and how configurations name them.
 
-Weights that runtimes compute with in one layer (fused.py) are all rounded in groups of one size, or all stay plain.
+Weights that runtimes compute with in one layer are all rounded in groups of one size, or all stay plain: vLLM (0.32,
+`packed_modules_mapping` of its models) joins q, k and v, gate and up, the inputs of linear attention and the
+down-projections of MLA, and all experts of a layer, and refuses a layer whose parts differ.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +19,9 @@ from pqweights.codecs import DEFAULT_CODEC
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.fused import fused_layers
 from pqweights.exports.options import GroupSize
 from pqweights.planning.decisions import is_smaller
+from pqweights.planning.groups import group_of
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
 from pqweights.units import counted, first_names, size_text
@@ -29,6 +32,12 @@ FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
 # Of sparse attention (DeepSeek V3.2, GLM-MoE-DSA): vLLM 0.32 has these two in one layer that is not quantized.
 _INDEXER = re.compile(r"\.indexer\.(wk|weights_proj)\.weight$")
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
+# Beside the weights that share a bit width in a master: names of modules, and the fused layer that they are part of.
+_ALSO_FUSED = (
+    (re.compile(r"[gb]_proj"), "qkv"),  # linear attention of OLMo Hybrid and Bailing v3
+    (re.compile(r"c_fc_[01]"), "gate_up"),  # EXAONE 3
+)
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     of_experts = {columns for columns in of_experts if groups.fitting([columns]) is not None}
     sizes: dict[str, int] = {}
     fused_with: dict[str, list[LogicalTensor]] = {}
-    for layer in fused_layers(checkpoint.tensors):
+    for layer in _fused_layers(checkpoint.tensors):
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_encoded(tensor)]
         if kept and possible:
@@ -93,6 +102,28 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
         why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {rules.groups.target}: {why}")
     return LinearWeights(sizes=sizes, plain=plain, warnings=fused_warnings(fused_with))
+
+
+def _fused_layers(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]:
+    """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them.
+
+    Weights that no other is fused with form groups of one.
+    """
+    layers: dict[str, list[LogicalTensor]] = {}
+    for tensor in tensors:
+        if is_encoded(tensor) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
+            layers.setdefault(_fused_layer(tensor), []).append(tensor)
+    return list(layers.values())
+
+
+def _fused_layer(tensor: LogicalTensor) -> str:
+    """Return the name of the layer that a weight becomes part of."""
+    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+    if not tensor.name.endswith(".weight") and role != "expert":
+        return tensor.name
+    path, _, last = tensor.name.removesuffix(".weight").rpartition(".")
+    also = next((whole for pattern, whole in _ALSO_FUSED if pattern.fullmatch(last)), None)
+    return group_of(tensor.name, role, tied=False) if also is None else f"{path}.{also}"
 
 
 def _reasons(
@@ -175,3 +206,46 @@ def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object])
     if tensor.shape[-1] > MOST_COLUMNS:
         return f"rows of {tensor.shape[-1]} weights: only up to {MOST_COLUMNS} are held in memory"
     return None
+
+
+def module_of(weight: str) -> str:
+    """Return the name of the module that holds a weight; for fused experts, that of all experts."""
+    return re.sub(r"\.experts\.[a-z_]+$", ".experts", weight.removesuffix(".weight"))
+
+
+def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return expressions of compressed-tensors that match the modules of some weights, and none of the others.
+
+    torchao's matches read them, too. Each is as general as it can be without matching another module. It leaves open
+    the prefix before the layers, which loaders add or remove, and the numbers of layers and experts.
+    """
+    excluded = sorted({module_of(other) for other in others})
+
+    @functools.cache
+    def takes_in_others(expression: str) -> bool:
+        compiled = re.compile(f"{expression}$")
+        return any(compiled.match(module) for module in excluded)
+
+    result: dict[str, None] = {}  # a set that keeps its order
+    for module in map(module_of, weights):
+        for expression in _expressions(module):
+            if expression in result or not takes_in_others(expression):
+                break
+        result[expression] = None
+    return [f"re:{expression}$" for expression in result]
+
+
+def _expressions(module: str) -> Iterator[str]:
+    """Yield expressions that match a module, the most general first: each later one includes more of the prefix."""
+    components = module.split(".")
+    numbers = [index for index, component in enumerate(components) if component.isdigit()]
+    end = r"(\..*)?" if components[-1] == "experts" else ""
+    for first in range(max(numbers[0] - 1, 0) if numbers else 0, -1, -1):
+        tail = re.escape(".".join(components[first:])) + end
+        yield r"(.*\.)?" + _NUMBER.sub(r"\\d+", tail)
+        if len(numbers) > 1:  # all experts of this layer
+            start = _NUMBER.search(tail)
+            assert start is not None
+            yield r"(.*\.)?" + tail[: start.end()] + _NUMBER.sub(r"\\d+", tail[start.end() :])
+        yield r"(.*\.)?" + tail
+    yield re.escape(module) + end

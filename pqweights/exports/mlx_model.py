@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from pqweights.exports.architectures import MLX, other_targets
 from pqweights.exports.mlx_refusals import refused
-from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, record, trace
+from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
@@ -103,71 +103,60 @@ def read_model(
     with checked():
         config = _loaded(config, generation_config)
     _add_old_names(config)
-    adapt = ADAPTERS.get(config["model_type"], _unchanged)
+    model_type = config["model_type"]
     with checked():
         build = _builder(config)
         model = build()
         # With the sanitize of this very model: some models drop parts of themselves in it.
-        recording = record(adapt(_sanitize(model)), specs)
-    outputs = trace(recording, specs)
-    with checked():
+        outputs = trace(_sanitize(model, model_type), specs)
         model.eval()
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
     _cast(model, config)
     dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    kept = {path.removesuffix(".weight") for path, found in outputs.items() if keep(set(found.sources))}
-    found = {path.removesuffix(".weight") for path, output in outputs.items() if encoded(set(output.sources))}
+    kept = {path.removesuffix(".weight") for path, output in outputs.items() if keep(set(output.sources))}
+    in_codes = {path.removesuffix(".weight") for path, output in outputs.items() if encoded(set(output.sources))}
+    predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
     with checked():
-        quantizing = _Quantizing(default, getattr(model, "quant_predicate", None), kept)
-        model, config = quantizing.run(model, config, default.group_size, set(_module_names(model)))
+        model, config = _quantize(model, config, default, predicate, lambda path: path not in kept)
         for size in smaller:
-            if found - kept - set(_quantized(model)):
-                model, config = quantizing.run(model, config, size, found)
+            if left := in_codes - kept - set(_quantized(model)):
+                how = replace(default, group_size=size)
+                model, config = _quantize(model, config, how, predicate, left.__contains__, only_size=True)
         quantized, config = _quantized(model), _saved(config, "vision_tower" in getattr(model, "model", {}))
 
     def values(wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]) -> Weights:
-        return evaluate(adapt(_sanitize(build())), specs, wanted=wanted, load=load)
+        return evaluate(_sanitize(build(), model_type), specs, wanted=wanted, load=load)
 
     return MlxModel(outputs=outputs, dtypes=dtypes, quantized=quantized, config=config, evaluate=values)
 
 
-@dataclass(frozen=True)
-class _Quantizing:
-    """How placeholders are quantized.
+def _quantize(
+    model: Any,
+    config: dict[str, Any],
+    how: QuantizedModule,
+    predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None,
+    wanted: Callable[[str], bool],
+    only_size: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Have mlx-lm quantize some modules of placeholders, as far as groups divide their rows.
 
-    default: the bits and the mode
-    predicate: the model's own function for how a module is quantized, if it has one
-    kept: modules that must not be
+    Return the model and its configuration, in which mlx-lm names each module that is quantized otherwise than the first
+    ones.
+
+    only_size: the model's own settings for a module get this group size
     """
 
-    default: QuantizedModule
-    predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None
-    kept: set[str]
+    def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not wanted(path):
+            return False
+        decided = predicate is None or predicate(path, module)
+        return {**decided, "group_size": how.group_size} if only_size and isinstance(decided, dict) else decided
 
-    def run(self, model: Any, config: dict[str, Any], size: int, modules: set[str]) -> tuple[Any, dict[str, Any]]:
-        """Have mlx-lm quantize some modules in groups of a size, as far as it divides their rows.
-
-        Return the model and its configuration, in which mlx-lm names each module that is quantized otherwise than the
-        first ones.
-        """
-
-        def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
-            if path in self.kept or path not in modules:
-                return False
-            decided = self.predicate is None or self.predicate(path, module)
-            if isinstance(decided, dict) and size != self.default.group_size:
-                return {**decided, "group_size": size}
-            return decided
-
-        with contextlib.redirect_stdout(io.StringIO()):
-            result: tuple[Any, dict[str, Any]] = mlx_lm_utils.quantize_model(
-                model, config, size, self.default.bits, mode=self.default.mode, quant_predicate=quantizes
-            )
-        return result
-
-
-def _module_names(model: Any) -> list[str]:
-    return [path for path, _ in model.named_modules()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        result: tuple[Any, dict[str, Any]] = mlx_lm_utils.quantize_model(
+            model, config, how.group_size, how.bits, mode=how.mode, quant_predicate=quantizes
+        )
+    return result
 
 
 def _quantized(model: Any) -> dict[str, QuantizedModule]:
@@ -180,18 +169,11 @@ def _quantized(model: Any) -> dict[str, QuantizedModule]:
     }
 
 
-def _sanitize(model: Any) -> Sanitize:
-    """The model's own sanitize, or one that changes nothing."""
-    own: Sanitize = getattr(model, "sanitize", _as_they_are)
-    return own
-
-
-def _as_they_are(weights: Weights) -> Weights:
-    return weights
-
-
-def _unchanged(sanitize: Sanitize) -> Sanitize:
-    return sanitize
+def _sanitize(model: Any, model_type: str) -> Sanitize:
+    """Return the model's own sanitize, if it has one, behind what converts the layout of transformers to its own."""
+    own: Sanitize = getattr(model, "sanitize", lambda weights: weights)
+    convert = CONVERTERS.get(model_type)
+    return own if convert is None else lambda weights: own(convert(weights))
 
 
 def _loaded(config: dict[str, Any], generation_config: bytes | None) -> dict[str, Any]:
@@ -227,26 +209,26 @@ def _add_old_names(config: dict[str, Any]) -> None:
     Most of mlx-lm's models only know the old names, and many silently take a default for a missing one, such as a wrong
     base of the rotary embedding.
     """
-    for place in (config, config.get("text_config")):
-        if not isinstance(place, dict):
+    for settings in (config, config.get("text_config")):
+        if not isinstance(settings, dict):
             continue
         for old, new in RENAMED.items():
-            if new in place:
-                place.setdefault(old, place[new])
-        rope = place.get("rope_parameters")
+            if new in settings:
+                settings.setdefault(old, settings[new])
+        rope = settings.get("rope_parameters")
         if isinstance(rope, dict):
             if isinstance(local := rope.get("sliding_attention"), dict) and "rope_theta" in local:
-                place.setdefault("rope_local_base_freq", local["rope_theta"])
+                settings.setdefault("rope_local_base_freq", local["rope_theta"])
             rope = rope.get("full_attention", rope)
             for key in ROPE:
                 if key in rope:
-                    place.setdefault(key, rope[key])
-            if place.get("model_type") == "gpt_neox":
+                    settings.setdefault(key, rope[key])
+            if settings.get("model_type") == "gpt_neox":
                 for old, new in GPT_NEOX_ROPE.items():
                     if new in rope:
-                        place.setdefault(old, rope[new])
+                        settings.setdefault(old, rope[new])
             plain = rope.get("rope_type", "default") == "default"
-            place.setdefault("rope_scaling", None if plain else rope)
+            settings.setdefault("rope_scaling", None if plain else rope)
 
 
 def _add_computed(config: dict[str, Any], arguments_class: Any) -> None:
@@ -290,51 +272,41 @@ def _cast(model: Any, config: dict[str, Any]) -> None:
     )
 
 
-def _unfused_gpt_oss(sanitize: Sanitize) -> Sanitize:
-    """Adapt gpt-oss with plain experts: mlx-lm expects packed experts, whose rows run along the input."""
-
-    def adapted(weights: Weights) -> Weights:
-        experts = re.compile(r"\.experts\.(gate_up|down)_proj$")
-        return sanitize(
-            {
-                f"{n}.weight" if experts.search(n) else n: w.swapaxes(-1, -2) if experts.search(n) else w
-                for n, w in weights.items()
-            }
-        )
-
-    return adapted
+def _unfused_gpt_oss(weights: Weights) -> Weights:
+    """Convert gpt-oss with plain experts: mlx-lm expects packed experts, whose rows run along the input."""
+    experts = re.compile(r"\.experts\.(gate_up|down)_proj$")
+    return {
+        f"{n}.weight" if experts.search(n) else n: w.swapaxes(-1, -2) if experts.search(n) else w
+        for n, w in weights.items()
+    }
 
 
-def _stacked_experts(sanitize: Sanitize) -> Sanitize:
-    """Adapt Qwen3.5 with single experts, as transformers saves it: mlx-lm expects stacked experts, as published."""
-
-    def adapted(weights: Weights) -> Weights:
-        single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-        rest: Weights = {}
-        layers: dict[str, dict[tuple[str, int], mx.array]] = defaultdict(dict)
-        for name, weight in weights.items():
-            found = single.fullmatch(name)
-            if found:
-                layers[found[1]][found[3], int(found[2])] = weight
-            else:
-                rest[name] = weight
-        for experts, parts in layers.items():
-            count = sum(kind == "down" for kind, _ in parts)
-            pairs = [mx.concatenate([parts["gate", e], parts["up", e]]) for e in range(count)]
-            rest[f"{experts}.gate_up_proj"] = mx.stack(pairs)
-            rest[f"{experts}.down_proj"] = mx.stack([parts["down", e] for e in range(count)])
-        return sanitize(rest)
-
-    return adapted
+def _stacked_experts(weights: Weights) -> Weights:
+    """Convert Qwen3.5 with single experts, as transformers saves it: mlx-lm expects stacked experts, as published."""
+    single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    rest: Weights = {}
+    layers: dict[str, dict[tuple[str, int], mx.array]] = defaultdict(dict)
+    for name, weight in weights.items():
+        match = single.fullmatch(name)
+        if match:
+            layers[match[1]][match[3], int(match[2])] = weight
+        else:
+            rest[name] = weight
+    for experts, parts in layers.items():
+        count = sum(matrix == "down" for matrix, _ in parts)
+        pairs = [mx.concatenate([parts["gate", e], parts["up", e]]) for e in range(count)]
+        rest[f"{experts}.gate_up_proj"] = mx.stack(pairs)
+        rest[f"{experts}.down_proj"] = mx.stack([parts["down", e] for e in range(count)])
+    return rest
 
 
-def _unprefixed_gpt2(sanitize: Sanitize) -> Sanitize:
-    """Adapt GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
-    return lambda weights: sanitize({name.removeprefix("transformer."): w for name, w in weights.items()})
+def _unprefixed_gpt2(weights: Weights) -> Weights:
+    """Convert GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
+    return {name.removeprefix("transformer."): w for name, w in weights.items()}
 
 
 # For model types whose layout in transformers is not the one that mlx-lm's sanitize expects: what converts it first.
-ADAPTERS: dict[str, Callable[[Sanitize], Sanitize]] = {
+CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
     "gpt2": _unprefixed_gpt2,
     "gpt_oss": _unfused_gpt_oss,
     "qwen3_5_moe": _stacked_experts,

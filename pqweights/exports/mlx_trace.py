@@ -1,9 +1,9 @@
 """What mlx-lm's own `sanitize` does to a checkpoint, found out from names, shapes and dtypes alone.
 
-mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `record` runs it on
-placeholders that are never allocated, and records mlx's graph of the run (mlx.core.export_function with a callback).
-`trace` reads the graph. An output that only moves values becomes a `Moved`, which can be read in parts; any other
-output becomes an `Evaluated`, which mlx has to compute.
+mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `trace` runs it on
+placeholders that are never allocated, and reads mlx's graph of the run (mlx.core.export_function with a callback). An
+output that only moves values becomes a `Moved`, which can be read in parts; any other output becomes an `Evaluated`,
+which mlx has to compute.
 """
 
 from __future__ import annotations
@@ -94,16 +94,8 @@ def placeholder(spec: Spec) -> mx.array:
     return mx.zeros(spec.shape, MLX_DTYPES[spec.dtype])
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The names of sanitize's outputs, and the events of its graph that mlx reported."""
-
-    names: list[str]
-    events: list[dict[str, Any]]
-
-
-def record(sanitize: Sanitize, specs: Mapping[str, Spec]) -> Recording:
-    """Run sanitize on placeholders, and record its graph.
+def trace(sanitize: Sanitize, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
+    """Run sanitize on placeholders, and return each of its outputs by name, in the order in which it returned them.
 
     Raises whatever sanitize raises, and mlx's ValueError or RuntimeError if sanitize looks at values.
     """
@@ -117,13 +109,8 @@ def record(sanitize: Sanitize, specs: Mapping[str, Spec]) -> Recording:
 
     with _contiguous_is_no_operation():
         mx.export_function(events.append, function, *map(placeholder, specs.values()))
-    return Recording(names, events)
-
-
-def trace(recording: Recording, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
-    """Return every output of sanitize by name, in the order in which sanitize returned them."""
-    graph = _Graph(specs, recording.events)
-    return {name: graph.output(*found) for name, found in zip(recording.names, graph.outputs, strict=True)}
+    graph = _Graph(specs, events)
+    return {name: graph.output(*output) for name, output in zip(names, graph.outputs, strict=True)}
 
 
 def evaluate(
@@ -136,7 +123,7 @@ def evaluate(
     wanted: the outputs to compute, by name
     load: reads a tensor of the checkpoint by name; called only for tensors that the wanted outputs need
     """
-    needed = frozenset[str]().union(*(found.sources for found in wanted.values()))
+    needed = frozenset[str]().union(*(output.sources for output in wanted.values()))
     result = sanitize({name: load(name) if name in needed else placeholder(spec) for name, spec in specs.items()})
     outputs = {name: result[name] for name in wanted}
     mx.eval(list(outputs.values()))
@@ -185,42 +172,42 @@ class _Graph:
     def __init__(self, specs: Mapping[str, Spec], events: list[dict[str, Any]]) -> None:
         by_type = {event["type"]: event for event in events}
         self._names, self._specs = list(specs), list(specs.values())
-        self._inputs = {found[0]: place for place, found in enumerate(by_type["inputs"]["inputs"])}
+        self._inputs = {node[0]: index for index, node in enumerate(by_type["inputs"]["inputs"])}
         self.outputs: list[tuple[str, tuple[int, ...], mx.Dtype]] = by_type["outputs"]["outputs"]
         self._producers = {
-            output[0]: (event, place)
+            output[0]: (event, index)
             for event in events
             if event["type"] == "primitive"
-            for place, output in enumerate(event["outputs"])
+            for index, output in enumerate(event["outputs"])
         }
         counts = [math.prod(spec.shape[:-1]) for spec in self._specs]
         self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def output(self, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Moved | Evaluated:
         """Return what an output is made of."""
-        found = self._rows_of(node)
-        if found is not None and found.axis in (len(shape) - 1, len(shape) - 2):
+        moved = self._rows_of(node)
+        if moved is not None and moved.axis in (len(shape) - 1, len(shape) - 2):
             return Moved(
                 shape=tuple(shape),
                 dtype=dtype,
-                runs=self._runs(found.rows.reshape(-1)),
-                columns=found.columns,
-                transposed=found.axis == len(shape) - 2,
+                runs=self._runs(moved.rows.reshape(-1)),
+                columns=moved.columns,
+                transposed=moved.axis == len(shape) - 2,
             )
-        return Evaluated(tuple(shape), dtype, frozenset(self._names[place] for place in self._reached(node)))
+        return Evaluated(tuple(shape), dtype, frozenset(self._names[index] for index in self._reached(node)))
 
     def _rows_of(self, node: str) -> _Rows | None:
         """Return where the values of a node come from; None if they are computed."""
         if node in self._inputs:
-            place = self._inputs[node]
-            shape = self._specs[place].shape
+            index = self._inputs[node]
+            shape = self._specs[index].shape
             if not shape:
                 return None
-            rows = np.arange(self._first_rows[place], self._first_rows[place + 1])
+            rows = np.arange(self._first_rows[index], self._first_rows[index + 1])
             return _Rows(rows.reshape(shape[:-1]), range(shape[-1]), len(shape) - 1)
         if node not in self._producers:  # a constant
             return None
-        event, place = self._producers[node]
+        event, index = self._producers[node]
         move = _MOVES.get(event["name"])
         if move is None:
             return None
@@ -230,21 +217,21 @@ class _Graph:
             if part is None:
                 return None
             parts.append(part)
-        return move(parts, event["arguments"], tuple(event["outputs"][place][1]), place)
+        return move(parts, event["arguments"], tuple(event["outputs"][index][1]), index)
 
     def _reached(self, node: str) -> set[int]:
         """Return the numbers of the sources from which a node is computed."""
-        pending, seen, found = [node], set(), set()
+        pending, seen, reached = [node], set(), set()
         while pending:
             name = pending.pop()
             if name in seen:
                 continue
             seen.add(name)
             if name in self._inputs:
-                found.add(self._inputs[name])
+                reached.add(self._inputs[name])
             elif name in self._producers:
                 pending += [source[0] for source in self._producers[name][0]["inputs"]]
-        return found
+        return reached
 
     def _runs(self, rows: npt.NDArray[np.int64]) -> tuple[Run, ...]:
         """Divide rows into runs of a constant step within one source, greedily from the first row on."""
@@ -260,45 +247,45 @@ class _Graph:
             if step <= 0:
                 end = start + 1
             else:
-                place = bisect.bisect_left(changes, start + 1)
-                end = (changes[place] if place < len(changes) else len(steps)) + 1
+                index = bisect.bisect_left(changes, start + 1)
+                end = (changes[index] if index < len(changes) else len(steps)) + 1
             source = self._names[sources[start]]
             runs.append(Run(source=source, first=int(within[start]), step=max(step, 1), count=end - start))
             start = end
         return tuple(runs)
 
 
-def _reshape(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows | None:
-    found = parts[0]
-    before, width = math.prod(found.shape[: found.axis]), len(found.columns)
+def _reshape(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], index: int) -> _Rows | None:
+    part = parts[0]
+    before, width = math.prod(part.shape[: part.axis]), len(part.columns)
     for axis in reversed(range(len(shape))):
         if shape[axis] == width and math.prod(shape[:axis]) == before:
-            return _Rows(found.rows.reshape(*shape[:axis], *shape[axis + 1 :]), found.columns, axis)
+            return _Rows(part.rows.reshape(*shape[:axis], *shape[axis + 1 :]), part.columns, axis)
     return None
 
 
-def _transpose(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows:
-    found, order = parts[0], list(arguments[0])
-    rest = [axis - (axis > found.axis) for axis in order if axis != found.axis]
-    return _Rows(found.rows.transpose(rest), found.columns, order.index(found.axis))
+def _transpose(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], index: int) -> _Rows:
+    part, order = parts[0], list(arguments[0])
+    rest = [axis - (axis > part.axis) for axis in order if axis != part.axis]
+    return _Rows(part.rows.transpose(rest), part.columns, order.index(part.axis))
 
 
-def _slice(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows | None:
+def _slice(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], index: int) -> _Rows | None:
     starts, stops, steps = arguments
     if any(step < 1 for step in steps):
         return None
-    return parts[0].cut([slice(*found) for found in zip(starts, stops, steps, strict=True)])
+    return parts[0].cut([slice(*bounds) for bounds in zip(starts, stops, steps, strict=True)])
 
 
-def _split(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows:
-    found, (indices, axis) = parts[0], arguments
-    first, last = list(itertools.pairwise([0, *indices, found.shape[axis]]))[place]
-    slices = [slice(None)] * len(found.shape)
+def _split(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], index: int) -> _Rows:
+    part, (indices, axis) = parts[0], arguments
+    first, last = list(itertools.pairwise([0, *indices, part.shape[axis]]))[index]
+    slices = [slice(None)] * len(part.shape)
     slices[axis] = slice(first, last)
-    return found.cut(slices)
+    return part.cut(slices)
 
 
-def _concatenate(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], place: int) -> _Rows | None:
+def _concatenate(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], index: int) -> _Rows | None:
     first, axis = parts[0], arguments[0]
     if axis == first.axis or any((p.columns, p.axis) != (first.columns, first.axis) for p in parts):
         return None
@@ -307,7 +294,7 @@ def _concatenate(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...
 
 
 # mlx's primitives that move values, as numpy operations on rows. They are called with the rows of the inputs, the
-# primitive's arguments, the shape of the output, and its place among the outputs.
+# primitive's arguments, the shape of the output, and its index among the outputs.
 _MOVES: dict[str, Callable[[list[_Rows], list[Any], tuple[int, ...], int], _Rows | None]] = {
     **dict.fromkeys(("Reshape", "Flatten", "Unflatten", "ExpandDims", "Squeeze"), _reshape),
     "Transpose": _transpose,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
@@ -19,7 +19,6 @@ from pqweights.exports.options import GPTQ
 from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
 from pqweights.exports.unexamined import check_names
-from pqweights.exports.values import values_of
 from pqweights.folding.fold import EQUALIZE, Fold
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
@@ -43,7 +42,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         _check_original(where, original, master=source.checkpoint, manifest=manifest)
     moments = None if source.calibration is None else _moments(source, source.calibration, original, manifest)
     outline = master_outline = target.outline(source.checkpoint)
-    values = values_of(source, original, manifest=manifest, outline=outline, moments=moments)
+    values = _values_of(source, original, manifest=manifest, outline=outline, moments=moments)
     if values.checkpoint is not source.checkpoint:
         outline = target.outline(values.checkpoint)
     if values.master is not source.checkpoint and original is not None:
@@ -64,6 +63,81 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     )
     rewritten = replace(values.checkpoint, tensors=outline.tensors)
     return rewritten if outline.companions is None else _with_companions(rewritten, outline.companions), transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    """What is rounded.
+
+    checkpoint: the master, with the values that are rounded
+    master: the master, with its own values as far as they can be compared with those
+    fold: the fold of the values, unless they are not folded here
+    """
+
+    checkpoint: Checkpoint
+    master: Checkpoint
+    fold: Fold | None
+
+
+def _values_of(
+    source: ExportSource,
+    original: Checkpoint | None,
+    *,
+    manifest: Manifest | None,
+    outline: Outline,
+    moments: Moments | None,
+) -> _Values:
+    """Return the values that an export rounds.
+
+    original: the checkpoint that the master was made from, if its values are rounded
+    manifest: that of the master, if it has one
+    outline: what the target makes of the master
+    moments: second moments of the inputs of the values, if they are known
+
+    Raises OptionError if a master is to be folded twice, SourceError if norms are missing.
+    """
+    master = source.checkpoint
+    made_with = {} if manifest is None else manifest.fold
+    if made_with and source.fold:
+        raise OptionError(
+            f"--fold {EQUALIZE}: {source.folder} is folded already ({made_with.get('kind')}); leave out --fold"
+        )
+    if made_with and original is not None:
+        kept = [tensor.name for tensor in master.tensors if not isinstance(tensor, EncodedTensor)]
+        used = made_with.get("calibration")
+        if used is not None and (moments is None or moments.sha256 != used):
+            raise OptionError(
+                f"--source: {source.folder} was folded with the moments of a file (sha256 {str(used)[:12]}); expected "
+                "--calibration with that file"
+            )
+        fold = Fold(original, plain=kept, moments=None if used is None else moments)
+        return _Values(checkpoint=_with_values(master, fold.folded), master=master, fold=fold)
+    values = master if original is None else _with_values(master, original)
+    if not source.fold:
+        return _Values(checkpoint=values, master=master, fold=None)
+    fold = Fold(values, plain=_plain(values, outline), moments=moments)
+    return _Values(checkpoint=fold.folded, master=fold.over(master), fold=fold)
+
+
+def _with_values(master: Checkpoint, original: Checkpoint) -> Checkpoint:
+    """Return a master with another checkpoint's values for the weights that it holds as codes."""
+    by_name = {tensor.name: tensor for tensor in original.tensors}
+    tensors: tuple[LogicalTensor, ...] = tuple(
+        OriginalTensor.of(tensor, by_name[tensor.name]) if isinstance(tensor, EncodedTensor) else tensor
+        for tensor in master.tensors
+    )
+    return replace(master, tensors=tensors)
+
+
+def _plain(values: Checkpoint, outline: Outline) -> list[str]:
+    """Return the tensors of which an export stores at least a part plainly."""
+    rounded: set[str] = set()
+    partly_plain: set[str] = set()
+    for tensor in outline.tensors:
+        parts = tensor.sources if isinstance(tensor, View) else (tensor,)
+        is_rounded = isinstance(outline.decisions.get(tensor.name), Rounding)
+        (rounded if is_rounded else partly_plain).update(part.name for part in parts)
+    return sorted({tensor.name for tensor in values.tensors} - rounded | partly_plain)
 
 
 def _names_warnings(outline: Outline, target: IntegerTarget) -> tuple[str, ...]:
@@ -174,9 +248,9 @@ def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, man
         )
     shapes = {tensor.name: tensor.shape for tensor in original.tensors}
     for tensor in master.tensors:
-        if shapes.get(tensor.name) != tensor.shape:
-            found = shapes.get(tensor.name)
+        shape = shapes.get(tensor.name)
+        if shape != tensor.shape:
             raise SourceError(
                 f"{where}: tensor {tensor.name!r}: expected shape {list(tensor.shape)} as in the master, found "
-                f"{'none' if found is None else list(found)}"
+                f"{'none' if shape is None else list(shape)}"
             )

@@ -23,8 +23,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.dtypes import DTYPE_BITS, from_float32
 from pqweights.exports.architectures import names_in_memory
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.layer_patterns import patterns
-from pqweights.exports.linear import LinearRules, linear_weights
+from pqweights.exports.linear import LinearRules, linear_weights, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export

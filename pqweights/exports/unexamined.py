@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pqweights.exports.architectures import (
+    EXAMINED,
     RENAMED_PLAIN_REASON,
     RENAMED_REASON,
     RESHAPED_REASON,
@@ -18,7 +19,6 @@ from pqweights.exports.architectures import (
     names_in_memory,
     refused,
 )
-from pqweights.exports.examined import EXAMINED
 from pqweights.installing import pip_install
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ def check_names(
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return (f"{warning}. Their names are checked where transformers is installed: {pip_install('transformers')}",)
     try:
-        found = _renamed(target, config, rounded=rounded, plain=plain)
+        reason = _renamed(target, config, rounded=rounded, plain=plain)
     except REFUSALS as error:
         said = " ".join(str(error).split())[:200]
         return (f"{warning}. The installed transformers cannot tell: {type(error).__name__}: {said}",)
-    if found is not None:
-        raise refused(target, config, model_type, found)
+    if reason is not None:
+        raise refused(target, config, model_type, reason)
     return ()
 
 

@@ -21,8 +21,7 @@ from pqweights.dtypes import from_float32
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.layer_patterns import module_of, patterns
-from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights
+from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export

@@ -21,7 +21,6 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import OptionError, SourceError
-from pqweights.folding.digest import digest_of
 from pqweights.folding.factors import (
     SMALLEST_GAIN,
     Factors,
@@ -30,11 +29,10 @@ from pqweights.folding.factors import (
     folded_gain,
     keeping_bits,
 )
-from pqweights.folding.folded import FoldedTensor, TensorFactors
-from pqweights.folding.inputs import mean_squares
+from pqweights.folding.folded import FoldedTensor, TensorFactors, digest_of
 from pqweights.folding.links import COLUMNS, Link, Side
 from pqweights.folding.search import find_links
-from pqweights.folding.sizes import Progress, Sizes, SizesPass
+from pqweights.folding.sizes import Progress, Sizes, SizesPass, mean_squares
 from pqweights.locks import ProcessLock
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan

@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.folding.families import (
-    FAMILIES,
-    Family,
-)
+from pqweights.folding.families import FAMILIES, Family
 
 LAYER = re.compile(r"((?:|model\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
 COLUMNS, ROWS = -1, -2
@@ -27,18 +24,18 @@ class Side:
 
     tensor: its name
     axis: COLUMNS for the last dimension, ROWS for the one before it
-    first, count: which places along that axis
-    repeats, width: place i holds channel i // (repeats * width) * width + i % width of the vector
+    first, count: which positions along that axis
+    repeats, width: position i holds channel i // (repeats * width) * width + i % width of the vector
     stacked: whether each matrix of a stack has a vector of its own
     """
 
     tensor: str
     axis: int
-    first: int
     count: int
-    repeats: int
     width: int
-    stacked: bool
+    first: int = 0
+    repeats: int = 1
+    stacked: bool = False
 
     @property
     def channels(self) -> int:
@@ -97,8 +94,8 @@ def family_of(config: Mapping[str, Any] | None) -> Family | None:
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
     """Return the types that a configuration names: that of the text model last."""
-    places = [config, config.get("text_config")]
-    return [str(place["model_type"]) for place in places if isinstance(place, Mapping) and "model_type" in place]
+    parts = [config, config.get("text_config")]
+    return [str(part["model_type"]) for part in parts if isinstance(part, Mapping) and "model_type" in part]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +107,8 @@ class Layer:
 
     def weight(self, module: str) -> LogicalTensor | None:
         """Return the weight of a module, or the parameter of that name."""
-        found = self.modules.get(module, {})
-        return found.get("weight", found.get(""))
+        parameters = self.modules.get(module, {})
+        return parameters.get("weight", parameters.get(""))
 
     def bias(self, module: str) -> LogicalTensor | None:
         """Return the bias of a module."""
@@ -120,7 +117,7 @@ class Layer:
 
 def layers_of(tensors: Sequence[LogicalTensor]) -> Iterator[Layer]:
     """Yield the layers of a model in the order in which they are met; those of other towers are not layers of it."""
-    found: dict[str, dict[str, dict[str, LogicalTensor]]] = {}
+    layers: dict[str, dict[str, dict[str, LogicalTensor]]] = {}
     for tensor in tensors:
         match = LAYER.fullmatch(tensor.name)
         if match is None:
@@ -129,6 +126,6 @@ def layers_of(tensors: Sequence[LogicalTensor]) -> Iterator[Layer]:
         module, _, last = rest.rpartition(".")
         if last not in ("weight", "bias"):
             module, last = rest, ""
-        found.setdefault(prefix, {}).setdefault(module, {})[last] = tensor
-    for prefix, modules in found.items():
+        layers.setdefault(prefix, {}).setdefault(module, {})[last] = tensor
+    for prefix, modules in layers.items():
         yield Layer(prefix=prefix, modules=modules)

@@ -6,28 +6,18 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError
-from pqweights.folding.families import (
-    FAMILIES,
-    LAST_HALF,
-    NOT_CENTRED,
-    VALUE_HEADS,
-    Family,
-    NormReaders,
-    WriterReader,
-)
+from pqweights.folding.families import FAMILIES, LAST_HALF, NOT_CENTRED, VALUE_HEADS, Family, NormReaders, WriterReader
 from pqweights.folding.links import COLUMNS, LAYER, ROWS, Layer, Link, Links, Side, family_of, layers_of, model_types
 from pqweights.gguf.defaults import DEFAULTS, HEAD_SIZES, stated_or_default
 from pqweights.planning.roles import classify, is_of_other_senses
 
 _HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
-
 _NARROW = "a weight stays plain in float16, whose range factors may leave"
-
 _UNKNOWN_HEADS = "config.json does not say how large or how many the heads are"
 
 
@@ -103,9 +93,8 @@ class _LinkSearch:
         """What matches every module that a layer of the family may have."""
         family = self._family
         expressions = [
-            *(each.norm for each in family.norms),
-            *(reader for each in family.norms for reader in each.readers),
-            *(end for pair in family.pairs for end in (pair.writer, pair.reader)),
+            *(module for norm in family.norms for module in (norm.norm, *norm.readers)),
+            *(module for pair in family.pairs for module in (pair.writer, pair.reader)),
             *family.others,
         ]
         return re.compile("|".join(f"(?:{expression})" for expression in expressions))
@@ -122,7 +111,7 @@ class _LinkSearch:
                 f"--fold: expected the norm {name}.weight, whose output {layer.prefix}{readers[0]} reads, found none; "
                 "leave out --fold, or give the complete checkpoint"
             )
-        found = _Norm(
+        written = _Norm(
             name=name,
             short=norm.norm,
             gain=gain,
@@ -130,7 +119,7 @@ class _LinkSearch:
             zero_centred=self._family.zero_centred and norm.norm not in NOT_CENTRED,
             repeated=norm.repeated,
         )
-        self._add_gain(found, [tensor for m in readers if (tensor := layer.weight(m)) is not None])
+        self._add_gain(written, [tensor for m in readers if (tensor := layer.weight(m)) is not None])
 
     def _add_gain(self, norm: _Norm, readers: Sequence[LogicalTensor]) -> None:
         """Add the link of a norm."""
@@ -169,27 +158,19 @@ class _LinkSearch:
         if len(norm.gain.shape) != 1 or len(reader.shape) < 2 or not norm.gain.shape[0] or not element_count(reader):
             return None
         axis, channels = self._input_axis(reader), norm.gain.shape[0]
-        places = reader.shape[axis]
-        if places % channels or (places != channels and not norm.repeated):
+        count = reader.shape[axis]
+        if count % channels or (count != channels and not norm.repeated):
             return None
-        return Side(
-            tensor=reader.name,
-            axis=axis,
-            first=0,
-            count=places,
-            repeats=places // channels,
-            width=channels,
-            stacked=False,
-        )
+        return Side(tensor=reader.name, axis=axis, count=count, repeats=count // channels, width=channels)
 
     def _add_pairs(self, layer: Layer, pair: WriterReader) -> None:
         """Add the links from a module to the one that reads its output: one, or one for each expert."""
         writer, reader = re.compile(pair.writer), re.compile(pair.reader)
         readers = {end.groups(): module for module in layer.modules if (end := reader.fullmatch(module))}
         for module in layer.modules:
-            found = writer.fullmatch(module)
-            if found is not None and found.groups() in readers:
-                self._add_pair(layer, module, readers[found.groups()], pair)
+            match = writer.fullmatch(module)
+            if match is not None and match.groups() in readers:
+                self._add_pair(layer, module, readers[match.groups()], pair)
 
     def _add_pair(self, layer: Layer, writer: str, reader: str, pair: WriterReader) -> None:
         """Add one link between two modules."""
@@ -217,7 +198,7 @@ class _LinkSearch:
             if bias.shape != rows.shape[-2:-1]:
                 self.left["a bias that is not a vector"].append(name)
                 return
-            vectors = (Side(**{**vars(written), "tensor": bias.name, "axis": COLUMNS}),)
+            vectors = (replace(written, tensor=bias.name, axis=COLUMNS),)
         self._add(
             Link(
                 name=name,
@@ -239,29 +220,20 @@ class _LinkSearch:
         """Return the sides of a pair of weights; None if their shapes do not fit."""
         if len(rows.shape) != len(columns.shape) or rows.shape[:-2] != columns.shape[:-2]:
             return None
-        total, places = rows.shape[-2], columns.shape[-1]
+        total, inputs = rows.shape[-2], columns.shape[-1]
         stacked = len(rows.shape) == 3
         if pair.rows == VALUE_HEADS:
             width, key_heads = self._head_sizes
             count = width * key_heads
         else:
             width = count = total // 2 if pair.rows == LAST_HALF else total
-        if not count or total < count or places % count or (places != count and pair.rows != VALUE_HEADS):
+        if not count or total < count or inputs % count or (inputs != count and pair.rows != VALUE_HEADS):
             return None
-        if pair.rows == VALUE_HEADS and total not in (count, places + 2 * count):  # values alone, or behind q and k
+        if pair.rows == VALUE_HEADS and total not in (count, inputs + 2 * count):  # values alone, or behind q and k
             return None
-        written = Side(
-            tensor=rows.name, axis=ROWS, first=total - count, count=count, repeats=1, width=width, stacked=stacked
-        )
-        read = Side(
-            tensor=columns.name,
-            axis=COLUMNS,
-            first=0,
-            count=places,
-            repeats=places // count,
-            width=width,
-            stacked=stacked,
-        )
+        written = Side(tensor=rows.name, axis=ROWS, first=total - count, count=count, width=width, stacked=stacked)
+        repeats = inputs // count
+        read = Side(tensor=columns.name, axis=COLUMNS, count=inputs, repeats=repeats, width=width, stacked=stacked)
         return written, read
 
     @property
@@ -340,4 +312,4 @@ class _LinkSearch:
 
 def _whole(vector: LogicalTensor) -> Side:
     count = vector.shape[0]
-    return Side(tensor=vector.name, axis=COLUMNS, first=0, count=count, repeats=1, width=count, stacked=False)
+    return Side(tensor=vector.name, axis=COLUMNS, count=count, width=count)

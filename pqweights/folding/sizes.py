@@ -1,7 +1,7 @@
-"""The sizes of the channels of all vectors between layers: one pass over the weights that write them, and rows of those
-that read them.
+"""The sizes of the channels of all vectors between layers, as weights or a calibration tell them.
 
-Sums are added in the order of the checkpoint, so they do not depend on the number of threads.
+One pass reads the weights that write them, and rows of those that read them. Sums are added in the order of the
+checkpoint, so they do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pqweights.folding.folded import exact_dtype
 from pqweights.folding.links import COLUMNS, ROWS, Link, Side
 from pqweights.kernels.factors import squares
 from pqweights.kernels.workers import scratch
+from pqweights.planning.moments_file import Moments
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -72,12 +73,12 @@ class _Sums(NamedTuple):
 class _RowRange(NamedTuple):
     """Some rows of one matrix of a tensor.
 
-    place: the tensor's
+    tensor: its index
     matrix, row, rows: which rows
     share: the share of the matrix's rows that are read at all
     """
 
-    place: int
+    tensor: int
     matrix: int
     row: int
     rows: int
@@ -114,21 +115,21 @@ class SizesPass:
         """
         uses = _uses(links, plain)
         wanted = [tensor for tensor in tensors if tensor.name in uses]
-        left = Counter(use.link for found in uses.values() for use in found)
-        last_places = {name: use.last for name, use in file_uses(wanted).items()}
+        left = Counter(use.link for of_tensor in uses.values() for use in of_tensor)
+        last_uses = {name: use.last for name, use in file_uses(wanted).items()}
         sums: dict[int, Sizes] = {}
-        for place, parts in self._measured(wanted, uses):
+        for index, parts in self._measured(wanted, uses):
             for part in parts:
                 sizes = sums.setdefault(part.use.link, self._empty(links[part.use.link]))
                 into = sizes.inputs if part.use.writes else sizes.weights
                 into[part.matrix, part.first : part.first + len(part.sums)] += part.sums
-            if place is None:
+            if index is None:
                 continue
-            for number in [use.link for use in uses[wanted[place].name]]:
+            for number in [use.link for use in uses[wanted[index].name]]:
                 left[number] -= 1
                 if not left[number]:
                     yield number, sums.pop(number)
-            for name in [name for name, last in last_places.items() if last == place]:
+            for name in [name for name, last in last_uses.items() if last == index]:
                 self.storage.release(name)
 
     def _empty(self, link: Link) -> Sizes:
@@ -140,7 +141,7 @@ class SizesPass:
     def _measured(
         self, wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]
     ) -> Iterator[tuple[int | None, list[_Sums]]]:
-        """Yield the sums of each chunk, in order, with the place of its tensor if it is the last chunk of it."""
+        """Yield the sums of each chunk, in order, with the index of its tensor if it is the last chunk of it."""
         total, done = sum(element_count(tensor) for tensor in wanted), 0
         files = {name: use.together for name, use in file_uses(wanted).items()}
         under_way: deque[tuple[_RowRange, bool, Future[list[_Sums]]]] = deque()
@@ -149,15 +150,15 @@ class SizesPass:
             with self.storage.fetching(self.fetched, files):
                 for chunk, is_last in [*_chunks(wanted, uses), (None, True)]:
                     if chunk is not None:
-                        tensor = wanted[chunk.place]
+                        tensor = wanted[chunk.tensor]
                         result = pool.submit(self._sums, tensor, uses[tensor.name], chunk)
                         under_way.append((chunk, is_last, result))
                     while len(under_way) > (2 * self.threads if chunk is not None else 0):
                         first, ends, result = under_way.popleft()
                         parts = result.result()
-                        done += first.rows * wanted[first.place].shape[-1]
-                        self.progress(done, total, wanted[first.place].name)
-                        yield (first.place if ends else None), parts
+                        done += first.rows * wanted[first.tensor].shape[-1]
+                        self.progress(done, total, wanted[first.tensor].name)
+                        yield (first.tensor if ends else None), parts
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -211,7 +212,7 @@ def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use
 
 def _chunks(wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]) -> Iterator[tuple[_RowRange, bool]]:
     """Yield the chunks of all tensors, each within one matrix, and whether it is the last of its tensor."""
-    for place, tensor in enumerate(wanted):
+    for index, tensor in enumerate(wanted):
         *stack, height, columns = tensor.shape
         matrices = stack[0] if stack else 1
         everything = any(use.side.axis == ROWS for use in uses[tensor.name])
@@ -219,7 +220,7 @@ def _chunks(wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]) -> Ite
         share = sum(rows for _, rows in runs) / height
         for matrix in range(matrices):
             for number, (row, rows) in enumerate(runs):
-                yield _RowRange(place, matrix, row, rows, share), matrix == matrices - 1 and number == len(runs) - 1
+                yield _RowRange(index, matrix, row, rows, share), matrix == matrices - 1 and number == len(runs) - 1
 
 
 def _runs(height: int, step: int) -> Iterator[tuple[int, int]]:
@@ -236,3 +237,37 @@ def _sampled_runs(height: int, columns: int) -> Iterator[tuple[int, int]]:
     count = SAMPLED_ROWS // rows
     for number in range(count):
         yield number * height // count, rows
+
+
+def mean_squares(link: Link, moments: Moments) -> Doubles | None:
+    """Return the mean square of each channel of a link, [matrices, channels]; NaN for a matrix without inputs.
+
+    It is the mean over all readers, weighted by their tokens; None if none of them had inputs.
+
+    Raises SourceError for damaged moments.
+    """
+    totals, tokens = np.zeros((link.matrices, link.channels)), np.zeros((link.matrices, 1))
+    seen: set[tuple[int, int]] = set()
+    for side in link.readers:
+        known = moments.weights.get(side.tensor)
+        for matrix, vector in enumerate(() if known is None else known.vectors):
+            into = matrix if side.stacked else 0
+            if vector is None or into >= link.matrices or (into, vector) in seen:
+                continue
+            if moments.vectors[vector].size != side.count:
+                continue
+            seen.add((into, vector))
+            count = moments.vectors[vector].tokens
+            totals[into] += count * _by_channel(moments.mean_squares(vector).astype(np.float64), side)
+            tokens[into] += count
+    if not tokens.any():
+        return None
+    with np.errstate(invalid="ignore"):
+        means: Doubles = totals / np.where(tokens, tokens, np.nan)
+    return means
+
+
+def _by_channel(squares: Doubles, side: Side) -> Doubles:
+    """Return the means over the positions of a side that hold the same channel, [channels]."""
+    result: Doubles = squares.reshape(-1, side.repeats, side.width).mean(axis=1).reshape(-1)
+    return result

@@ -1,6 +1,8 @@
-"""What a GGUF file holds: metadata and tensors.
+"""What a GGUF file holds: metadata and tensors, and the numbers that it uses for their types and for mixes.
 
-A long list, such as a vocabulary, is counted and not kept.
+A long list, such as a vocabulary, is counted and not kept. Format: https://github.com/ggml-org/llama.cpp
+(ggml/include/gguf.h, ggml/include/ggml.h and include/llama.h). The tables are not taken from the gguf package, so that
+a file is read without it, also one of a type that it lacks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class MetadataList(NamedTuple):
 MetadataValue = str | int | float | bool | MetadataList
 
 
-class FoundTensor(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a GGUF file.
 
     shape: in the order of torch, rows before columns
@@ -68,7 +70,7 @@ class GgufContents:
     files: tuple[str, ...]
     version: int
     metadata: dict[str, MetadataValue]
-    tensors: tuple[FoundTensor, ...]
+    tensors: tuple[FileTensor, ...]
     file_bytes: int
 
     @property
@@ -108,3 +110,67 @@ class GgufContents:
     def weights(self) -> int:
         """How many weights all tensors have."""
         return sum(tensor.weights for tensor in self.tensors)
+
+
+class StoredType(NamedTuple):
+    """A type of tensors: its name, and how many weights and bytes a block of it has."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+TENSOR_TYPES = {
+    0: StoredType("F32", 1, 4),
+    1: StoredType("F16", 1, 2),
+    2: StoredType("Q4_0", 32, 18),
+    3: StoredType("Q4_1", 32, 20),
+    6: StoredType("Q5_0", 32, 22),
+    7: StoredType("Q5_1", 32, 24),
+    8: StoredType("Q8_0", 32, 34),
+    9: StoredType("Q8_1", 32, 40),
+    10: StoredType("Q2_K", 256, 84),
+    11: StoredType("Q3_K", 256, 110),
+    12: StoredType("Q4_K", 256, 144),
+    13: StoredType("Q5_K", 256, 176),
+    14: StoredType("Q6_K", 256, 210),
+    15: StoredType("Q8_K", 256, 292),
+    16: StoredType("IQ2_XXS", 256, 66),
+    17: StoredType("IQ2_XS", 256, 74),
+    18: StoredType("IQ3_XXS", 256, 98),
+    19: StoredType("IQ1_S", 256, 50),
+    20: StoredType("IQ4_NL", 32, 18),
+    21: StoredType("IQ3_S", 256, 110),
+    22: StoredType("IQ2_S", 256, 82),
+    23: StoredType("IQ4_XS", 256, 136),
+    24: StoredType("I8", 1, 1),
+    25: StoredType("I16", 1, 2),
+    26: StoredType("I32", 1, 4),
+    27: StoredType("I64", 1, 8),
+    28: StoredType("F64", 1, 8),
+    29: StoredType("IQ1_M", 256, 56),
+    30: StoredType("BF16", 1, 2),
+    34: StoredType("TQ1_0", 256, 54),
+    35: StoredType("TQ2_0", 256, 66),
+    39: StoredType("MXFP4", 32, 17),
+    40: StoredType("NVFP4", 64, 36),
+    41: StoredType("Q1_0", 128, 18),
+    42: StoredType("Q2_0", 64, 18),
+}
+
+# general.file_type: the mix of types that the writer of a file was asked for.
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
+    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K",
+    19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL",
+    26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0",
+    37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+# Values of metadata: the name of each type, and how struct reads a number of it.
+STRING, ARRAY, BOOL = 8, 9, 7
+VALUE_TYPES = {
+    0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32", BOOL: "bool",
+    STRING: "string", ARRAY: "array", 10: "uint64", 11: "int64", 12: "float64",
+}  # fmt: skip
+NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}

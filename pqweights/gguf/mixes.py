@@ -5,7 +5,6 @@ The mixes are those of llama.cpp (src/llama-quant.cpp), so that a file of that n
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ _KINDS = (
     (ATTENTION_OUTPUT, re.compile(r".*attn_output\.weight")),
     (DOWN, re.compile(r".*ffn_down.*")),
 )
-# Matrices that llama.cpp never quantizes: they are small, or no matrices of products.
+# Matrices that llama.cpp never quantizes: they are small, or nothing is multiplied by them.
 _NEVER = re.compile(
     r".*(_norm\.weight|ffn_gate_inp(_shexp)?\.weight|altup.*|laurel.*|per_layer_model_proj.*|ssm_conv1d.*|shortconv\.conv\.weight"
     r"|attn_rel_b\.weight|position_embd.*|token_types\.weight|time_mix_(first|decay_w[12]|lerp_fused|[wva][012]|g[12])\.weight)"
@@ -58,53 +57,27 @@ class Shape(NamedTuple):
     imatrix: bool
 
 
-Condition = Callable[[int, Shape], bool]
-
-
-def _more(layer: int, shape: Shape) -> bool:
-    """Whether a layer is among the first and the last eighths, or every third between them."""
-    eighth = shape.layers // 8
-    return layer < eighth or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
-
-
-def _always(layer: int, shape: Shape) -> bool:
-    return True
-
-
-def _shared(layer: int, shape: Shape) -> bool:
-    return shape.shared >= 4
-
-
-def _below(count: int, layer: int, shape: Shape) -> bool:
-    return layer < count
-
-
-def _in_first_share(parts: int, layer: int, shape: Shape) -> bool:
-    return layer < shape.layers // parts
-
-
-# Both can be pickled, so that a mix can be sent to other processes.
-def _first(count: int) -> Condition:
-    return functools.partial(_below, count)
-
-
-def _first_share(parts: int) -> Condition:
-    return functools.partial(_in_first_share, parts)
-
-
-def _first_eighth_by_guess(layer: int, shape: Shape) -> bool:
-    return layer < shape.layers // 8 and not shape.imatrix
-
-
-def _first_eighth_by_imatrix(layer: int, shape: Shape) -> bool:
-    return layer < shape.layers // 8 and shape.imatrix
+# In which layers a tensor gets a wider type, by names that can be sent to other processes.
+LAYERS: Mapping[str, Callable[[int, Shape], bool]] = {
+    "all": lambda layer, shape: True,
+    "all, if heads share values": lambda layer, shape: shape.shared >= 4,
+    "first 2": lambda layer, shape: layer < 2,
+    "first 4": lambda layer, shape: layer < 4,
+    "first eighth": lambda layer, shape: layer < shape.layers // 8,
+    "first sixteenth": lambda layer, shape: layer < shape.layers // 16,
+    "first eighth, with imatrix": lambda layer, shape: layer < shape.layers // 8 and shape.imatrix,
+    "first eighth, without imatrix": lambda layer, shape: layer < shape.layers // 8 and not shape.imatrix,
+    "first and last eighths, and every third between": lambda layer, shape: (
+        layer < (eighth := shape.layers // 8) or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
+    ),
+}
 
 
 class WiderType(NamedTuple):
-    """A kind of tensor that gets another type than most, in some layers."""
+    """A kind of tensor that gets another type than most, in some layers: a key of LAYERS."""
 
     kind: str
-    condition: Condition
+    layers: str
     type: str
 
 
@@ -113,17 +86,20 @@ class Mix:
     """A choice of types.
 
     name: what users call it
-    file_type: what GGUF calls it, of gguf.LlamaFileType
     type: the type of most tensors
     wider: the others; the first that holds for a tensor decides
     pure: whether all tensors get the one type
     """
 
     name: str
-    file_type: str
     type: str
     wider: tuple[WiderType, ...] = ()
     pure: bool = False
+
+    @property
+    def file_type(self) -> str:
+        """What GGUF calls it, of gguf.LlamaFileType."""
+        return "ALL_F32" if self.name == "F32" else f"MOSTLY_{self.name}"
 
     def type_of(self, name: str, shape: tuple[int, ...], model: Shape) -> str:
         """Return the type that a tensor should get, before it is known whether its rows fit."""
@@ -138,14 +114,14 @@ class Mix:
         return self._in_layer(kind, name, model)
 
     def _in_layer(self, kind: str | None, name: str, model: Shape) -> str:
-        found = _LAYER.match(name)
-        layer = int(found[1]) if found else 0
+        block = _LAYER.match(name)
+        layer = int(block[1]) if block else 0
         eight = model.experts == 8
         if eight and kind in (VALUES, KEYS):
             return "Q8_0"
         if eight and kind == ATTENTION_OUTPUT:
             return "Q5_K" if self.name in _WIDE_OUTPUT_OF_EIGHT else self.type
-        wider = (each.type for each in self.wider if each.kind == kind and each.condition(layer, model))
+        wider = (type_ for of, layers, type_ in self.wider if of == kind and LAYERS[layers](layer, model))
         chosen = next(wider, self.type)
         return "Q5_K" if model.large and kind == VALUES and chosen in ("Q3_K", "Q4_K") else chosen
 
@@ -153,85 +129,52 @@ class Mix:
 _WIDE_OUTPUT_OF_EIGHT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
 
 
-def _wider(*rules: tuple[str, Condition, str]) -> tuple[WiderType, ...]:
-    return tuple(WiderType(*rule) for rule in rules)
-
-
-_IQ4 = _wider((VALUES, _shared, "Q5_K"), (DOWN, _first_eighth_by_guess, "Q5_K"))
-_MORE = _wider((VALUES, _more, "Q6_K"), (DOWN, _more, "Q6_K"))
-
-MIXES = {
-    mix.name: mix
-    for mix in (
-        Mix(name="F32", file_type="ALL_F32", type="F32"),
-        Mix(name="F16", file_type="MOSTLY_F16", type="F16"),
-        Mix(name="BF16", file_type="MOSTLY_BF16", type="BF16"),
-        Mix(name="Q8_0", file_type="MOSTLY_Q8_0", type="Q8_0"),
-        Mix(name="Q6_K", file_type="MOSTLY_Q6_K", type="Q6_K"),
-        Mix(name="Q5_K_M", file_type="MOSTLY_Q5_K_M", type="Q5_K", wider=_MORE),
-        Mix(name="Q5_K_S", file_type="MOSTLY_Q5_K_S", type="Q5_K"),
-        Mix(name="Q5_1", file_type="MOSTLY_Q5_1", type="Q5_1"),
-        Mix(
-            name="Q5_0",
-            file_type="MOSTLY_Q5_0",
-            type="Q5_0",
-            wider=_wider((DOWN, _first_eighth_by_imatrix, "Q5_1")),
+_MORE = "first and last eighths, and every third between"
+_IQ4 = ((VALUES, "all, if heads share values", "Q5_K"), (DOWN, "first eighth, without imatrix", "Q5_K"))
+_M = ((VALUES, _MORE, "Q6_K"), (DOWN, _MORE, "Q6_K"))
+# By name: the type of most tensors, and the others.
+_MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
+    "F32": ("F32", ()),
+    "F16": ("F16", ()),
+    "BF16": ("BF16", ()),
+    "Q8_0": ("Q8_0", ()),
+    "Q6_K": ("Q6_K", ()),
+    "Q5_K_M": ("Q5_K", _M),
+    "Q5_K_S": ("Q5_K", ()),
+    "Q5_1": ("Q5_1", ()),
+    "Q5_0": ("Q5_0", ((DOWN, "first eighth, with imatrix", "Q5_1"),)),
+    "Q4_K_M": ("Q4_K", _M),
+    "Q4_K_S": ("Q4_K", ((VALUES, "first 4", "Q5_K"), (DOWN, "first eighth", "Q5_K"))),
+    "Q4_1": ("Q4_1", ()),
+    "Q4_0": ("Q4_0", ((DOWN, "first eighth, with imatrix", "Q4_1"),)),
+    "IQ4_NL": ("IQ4_NL", _IQ4),
+    "IQ4_XS": ("IQ4_XS", _IQ4),
+    "Q3_K_L": ("Q3_K", tuple((kind, "all", "Q5_K") for kind in (VALUES, DOWN, ATTENTION_OUTPUT))),
+    "Q3_K_M": (
+        "Q3_K",
+        (
+            (VALUES, "first 2", "Q5_K"),
+            (VALUES, "all", "Q4_K"),
+            (DOWN, "first sixteenth", "Q5_K"),
+            (DOWN, "all", "Q4_K"),
+            (ATTENTION_OUTPUT, "all", "Q4_K"),
         ),
-        Mix(name="Q4_K_M", file_type="MOSTLY_Q4_K_M", type="Q4_K", wider=_MORE),
-        Mix(
-            name="Q4_K_S",
-            file_type="MOSTLY_Q4_K_S",
-            type="Q4_K",
-            wider=_wider((VALUES, _first(4), "Q5_K"), (DOWN, _first_share(8), "Q5_K")),
+    ),
+    "Q3_K_S": ("Q3_K", ()),
+    "Q2_K": (
+        "Q2_K",
+        (
+            (VALUES, "all, if heads share values", "Q4_K"),
+            *((kind, "all", "Q3_K") for kind in (VALUES, DOWN, ATTENTION_OUTPUT)),
         ),
-        Mix(name="Q4_1", file_type="MOSTLY_Q4_1", type="Q4_1"),
-        Mix(
-            name="Q4_0",
-            file_type="MOSTLY_Q4_0",
-            type="Q4_0",
-            wider=_wider((DOWN, _first_eighth_by_imatrix, "Q4_1")),
-        ),
-        Mix(name="IQ4_NL", file_type="MOSTLY_IQ4_NL", type="IQ4_NL", wider=_IQ4),
-        Mix(name="IQ4_XS", file_type="MOSTLY_IQ4_XS", type="IQ4_XS", wider=_IQ4),
-        Mix(
-            name="Q3_K_L",
-            file_type="MOSTLY_Q3_K_L",
-            type="Q3_K",
-            wider=_wider((VALUES, _always, "Q5_K"), (DOWN, _always, "Q5_K"), (ATTENTION_OUTPUT, _always, "Q5_K")),
-        ),
-        Mix(
-            name="Q3_K_M",
-            file_type="MOSTLY_Q3_K_M",
-            type="Q3_K",
-            wider=_wider(
-                (VALUES, _first(2), "Q5_K"),
-                (VALUES, _always, "Q4_K"),
-                (DOWN, _first_share(16), "Q5_K"),
-                (DOWN, _always, "Q4_K"),
-                (ATTENTION_OUTPUT, _always, "Q4_K"),
-            ),
-        ),
-        Mix(name="Q3_K_S", file_type="MOSTLY_Q3_K_S", type="Q3_K"),
-        Mix(
-            name="Q2_K",
-            file_type="MOSTLY_Q2_K",
-            type="Q2_K",
-            wider=_wider(
-                (VALUES, _shared, "Q4_K"),
-                (VALUES, _always, "Q3_K"),
-                (DOWN, _always, "Q3_K"),
-                (ATTENTION_OUTPUT, _always, "Q3_K"),
-            ),
-        ),
-        Mix(
-            name="Q2_K_S",
-            file_type="MOSTLY_Q2_K_S",
-            type="Q2_K",
-            wider=_wider((VALUES, _shared, "Q4_K"), (DOWN, _first_share(8), "Q4_K")),
-        ),
-    )
+    ),
+    "Q2_K_S": ("Q2_K", ((VALUES, "all, if heads share values", "Q4_K"), (DOWN, "first eighth", "Q4_K"))),
 }
-# Names of types that are no mixes: as in llama.cpp, they stand for the mix of middle size.
+MIXES = {
+    name: Mix(name=name, type=kind, wider=tuple(WiderType(*rule) for rule in wider))
+    for name, (kind, wider) in _MIXES.items()
+}
+# Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 

@@ -14,8 +14,7 @@ from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.gguf.architectures import SETTINGS
-from pqweights.gguf.header import MetadataEntry
-from pqweights.gguf.package import gguf_package
+from pqweights.gguf.package import MetadataEntry, gguf_package
 from pqweights.gguf.rope import add_rope, rope_parameters
 from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
 from pqweights.gguf.special import ENDS

@@ -13,8 +13,7 @@ from typing import Any
 
 from pqweights.errors import SourceError
 from pqweights.gguf.package import gguf_package
-from pqweights.gguf.tokenizer_json import check_merges
-from pqweights.gguf.tokens import SPACE, Vocabulary, placed_tokens, strips_spaces, unmapped
+from pqweights.gguf.tokens import SPACE, Vocabulary, check_merges, placed_tokens, strips_spaces, unmapped
 
 MODEL_FILE = "tokenizer.model"
 # What llama.cpp's converter gives tokens that no merge makes.

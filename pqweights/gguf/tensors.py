@@ -17,7 +17,6 @@ from pqweights.errors import ExportError
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import Factors
 from pqweights.gguf.settings import Settings
-from pqweights.gguf.shapes import check_shape
 from pqweights.gguf.views import ConstantTensor, FlatTensor, InterleavedTensor, OffsetTensor, RenamedTensor
 
 SUFFIXES = (".weight", ".bias")
@@ -54,7 +53,7 @@ def gguf_tensors(
     names = gguf_package().get_tensor_name_map(
         gguf_package().MODEL_ARCH[settings.architecture.name], settings.number("num_hidden_layers")
     )
-    found: dict[str, LogicalTensor] = {
+    held: dict[str, LogicalTensor] = {
         name: ConstantTensor(name=name, values=values) for name, values in factors.items()
     }
     for tensor in _with_experts_stacked(kept, settings):
@@ -64,12 +63,12 @@ def gguf_tensors(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
             )
-        found[name] = _view(tensor.reads, kind.name, name, settings)
-    if settings.architecture.own_head and "token_embd.weight" in found and "output.weight" not in found:
-        embeddings = found["token_embd.weight"]
-        found["output.weight"] = RenamedTensor(name="output.weight", source=embeddings)
-    _check_complete(found, settings)
-    return tuple(found.values()), left_out
+        held[name] = _view(tensor.reads, kind.name, name, settings)
+    if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
+        embeddings = held["token_embd.weight"]
+        held["output.weight"] = RenamedTensor(name="output.weight", source=embeddings)
+    _check_complete(held, settings)
+    return tuple(held.values()), left_out
 
 
 def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tuple[list[_Named], dict[str, str]]:
@@ -78,7 +77,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
     for tensor in tensors:
-        prefix = next((each for each in TEXT_PREFIXES if tensor.name.startswith(each)), "")
+        prefix = next((prefix for prefix in TEXT_PREFIXES if tensor.name.startswith(prefix)), "")
         name = TEXT_PREFIXES.get(prefix, "") + tensor.name.removeprefix(prefix)
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
@@ -121,7 +120,7 @@ def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, c
             "shapes"
         )
     rows, columns = first.shape
-    segments = tuple(Segment(tensor=experts[place], first=0, step=1, count=rows) for place in range(count))
+    segments = tuple(Segment(tensor=experts[number], first=0, step=1, count=rows) for number in range(count))
     return _moved(name, (count, rows, columns), segments, cache)
 
 
@@ -161,7 +160,7 @@ def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cac
 def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> LogicalTensor:
     """The tensor as the file holds it. kind: its name in gguf.MODEL_TENSOR."""
     architecture = settings.architecture
-    check_shape(tensor, kind, settings)
+    _check_shape(tensor, kind, settings)
     if architecture.interleaved and kind in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor(name=name, source=tensor, head_rows=settings.number("head_dim"))
     if architecture.gain_offset and kind.endswith("_NORM"):
@@ -173,20 +172,60 @@ def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> Lo
     return RenamedTensor(name=name, source=tensor)
 
 
-def _check_complete(found: dict[str, Any], settings: Settings) -> None:
+def _check_complete(held: dict[str, Any], settings: Settings) -> None:
     """Raise ExportError unless all blocks have the same tensors, and the model has its embeddings and its head."""
-    blocks: dict[int, set[str]] = {place: set() for place in range(settings.number("num_hidden_layers"))}
-    for name in found:
+    blocks: dict[int, set[str]] = {layer: set() for layer in range(settings.number("num_hidden_layers"))}
+    for name in held:
         if name.startswith("blk."):
-            _, place, rest = name.split(".", 2)
-            blocks[int(place)].add(rest)
+            _, layer, rest = name.split(".", 2)
+            blocks[int(layer)].add(rest)
     every = set().union(*blocks.values())
-    needed = {f"blk.{place}.{rest}" for place in blocks for rest in every} | {"token_embd.weight", "output_norm.weight"}
+    needed = {f"blk.{layer}.{rest}" for layer in blocks for rest in every} | {"token_embd.weight", "output_norm.weight"}
     if settings.get("tie_word_embeddings") is False:  # a key that is absent leaves it open
         needed.add("output.weight")
-    missing = sorted(needed - found.keys())
+    missing = sorted(needed - held.keys())
     if missing or not every:
         raise ExportError(
             f"the checkpoint lacks tensors that llama.cpp needs: {', '.join(missing[:3]) or 'those of all layers'} "
             "(named as in GGUF)"
         )
+
+
+def _check_shape(tensor: LogicalTensor, kind: str, settings: Settings) -> None:
+    """Raise ExportError if a tensor has other rows or columns than the configuration says; llama.cpp does not load it.
+
+    kind: its name in gguf.MODEL_TENSOR; those of experts are checked where they are stacked
+    """
+    rows, columns = _expected_shape(kind, settings)
+    stored = (tensor.shape[0], tensor.shape[-1] if len(tensor.shape) > 1 else columns)
+    if (rows or stored[0], columns or stored[1]) != stored:
+        asked = " and ".join(f"{size} {name}" for size, name in ((rows, "rows"), (columns, "columns")) if size)
+        raise ExportError(
+            f"tensor {tensor.name!r}: config.json asks for {asked}, as does llama.cpp; found shape {tensor.shape}"
+        )
+
+
+def _expected_shape(kind: str, settings: Settings) -> tuple[int | None, int | None]:
+    """The rows and the columns of a kind of tensor; None where nothing is expected."""
+    size, hidden = settings.number("head_dim"), settings.number("hidden_size")
+    queries = settings.number("num_attention_heads") * size
+    keys = settings.number("num_key_value_heads") * size
+    inner = settings.number("intermediate_size")
+    if kind == "FFN_UP" and settings.architecture.name == "PHI3":
+        return 2 * inner, hidden  # gate and up in one
+    shapes: dict[str, tuple[int | None, int | None]] = {
+        "ATTN_Q": (queries, hidden),
+        "ATTN_K": (keys, hidden),
+        "ATTN_V": (keys, hidden),
+        "ATTN_QKV": (queries + 2 * keys, hidden),
+        "ATTN_OUT": (hidden, queries),
+        "FFN_GATE": (inner, hidden),
+        "FFN_UP": (inner, hidden),
+        "FFN_DOWN": (hidden, inner),
+        "ATTN_NORM": (hidden, None),
+        "FFN_NORM": (hidden, None),
+        "OUTPUT_NORM": (hidden, None),
+        "TOKEN_EMBD": (None, hidden),
+        "OUTPUT": (None, hidden),
+    }
+    return shapes.get(kind, (None, None))

@@ -1,4 +1,4 @@
-"""The tokens of a vocabulary by id, with their types, and the refusal of tokenizers that llama.cpp has no match for."""
+"""The files of a tokenizer, the tokens of a vocabulary by id, and the refusal of what llama.cpp has no match for."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
 LOOKS_SPECIAL = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
 NAMED_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 SPACE = "▁"
+# The parts that process a text, and where each lists its steps if it has several.
+STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+SCHEMES = (None, "first", "always", "never")
 INSTEAD = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result"
 
 
@@ -132,3 +135,56 @@ def read_json(storage: Storage, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SourceError(f"{name}: expected a JSON object, found {type(found).__name__}")
     return found
+
+
+def read_tokenizer(storage: Storage) -> dict[str, Any]:
+    """Return a tokenizer.json.
+
+    Raises SourceError if a part of it is not of the kind that the tokenizers library writes.
+    """
+    tokenizer = read_json(storage, FAST)
+    _expect_object(tokenizer.get("model") or {}, "model")
+    added = tokenizer.get("added_tokens") or []
+    _expect_list(added, "added_tokens")
+    for entry in added:
+        _expect_object(entry, "each of its added_tokens")
+        if not isinstance(entry.get("content"), str):
+            raise SourceError(f"{FAST}: expected the text of an added token, found {entry.get('content')!r}")
+    for part, steps in STEPS.items():
+        _check_steps(tokenizer.get(part) or {}, part, steps)
+    return tokenizer
+
+
+def _check_steps(part: Any, name: str, steps: str) -> None:
+    """Raise SourceError unless a part of the pipeline is an object, or holds a list of them."""
+    _expect_object(part, name)
+    several = part.get(steps, [part])
+    _expect_list(several, steps)
+    for step in several:
+        _expect_object(step, f"each of its {steps}")
+        _expect_object(step.get("pattern") or {}, "the pattern of a step")
+        if step.get("prepend_scheme") not in SCHEMES:
+            raise SourceError(f"{FAST}: unknown prepend_scheme {step['prepend_scheme']!r:.80}")
+
+
+def check_merges(merges: Any) -> list[tuple[str, str]]:
+    """Return the pairs that a model joins, in order.
+
+    Raises SourceError if they are not pairs of texts.
+    """
+    _expect_list(merges, "merges")
+    pairs = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else pair for pair in merges]
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise SourceError(f"{FAST}: expected two texts as each of its merges, found {pair!r:.80}")
+    return [(left, right) for left, right in pairs]
+
+
+def _expect_object(part: Any, name: str) -> None:
+    if not isinstance(part, Mapping):
+        raise SourceError(f"{FAST}: expected an object as {name}, found {part!r:.80}")
+
+
+def _expect_list(part: Any, name: str) -> None:
+    if not isinstance(part, list):
+        raise SourceError(f"{FAST}: expected a list as {name}, found {part!r:.80}")

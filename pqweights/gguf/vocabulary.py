@@ -17,7 +17,6 @@ from pqweights.gguf.package import gguf_package
 from pqweights.gguf.pretokenizers import CLASSES, DIFFERS, pre_tokenizer
 from pqweights.gguf.sentencepiece import MODEL_FILE, from_json, from_model, is_sentencepiece
 from pqweights.gguf.special import MERGES, add_special, surrounding
-from pqweights.gguf.tokenizer_json import read_tokenizer
 from pqweights.gguf.tokens import (
     CONFIG,
     FAST,
@@ -25,6 +24,7 @@ from pqweights.gguf.tokens import (
     beside_added,
     placed_tokens,
     read_json,
+    read_tokenizer,
     strips_spaces,
     unmapped,
 )

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pqweights.gguf.contents import FoundTensor, GgufContents, MetadataList, MetadataValue
+from pqweights.gguf.contents import FILE_TYPES, FileTensor, GgufContents, MetadataList, MetadataValue
 from pqweights.gguf.file import open_gguf
-from pqweights.gguf.types import FILE_TYPES
 
 
 class TypeTotal(NamedTuple):
@@ -89,7 +88,7 @@ class GgufInspection:
     @functools.cached_property
     def types(self) -> tuple[TypeTotal, ...]:
         """The types of tensors, those with the most bytes first."""
-        by_type: dict[str, list[FoundTensor]] = {}
+        by_type: dict[str, list[FileTensor]] = {}
         for tensor in self.contents.tensors:
             by_type.setdefault(tensor.type, []).append(tensor)
         found = (_total(name, tensors) for name, tensors in by_type.items())
@@ -140,7 +139,7 @@ def inspect_gguf(path: Path) -> GgufInspection:
     return GgufInspection(open_gguf(path))
 
 
-def _total(name: str, tensors: list[FoundTensor]) -> TypeTotal:
+def _total(name: str, tensors: list[FileTensor]) -> TypeTotal:
     weights = sum(tensor.weights for tensor in tensors)
     return TypeTotal(name, len(tensors), weights, sum(tensor.byte_count for tensor in tensors))
 

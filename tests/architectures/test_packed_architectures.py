@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from building import build, computed
+from building import build, check_packed, computed, open_master
 from helpers import run_command
 from known_architectures import ARCHITECTURES, Architecture
-from packing import check_packed, open_master
 from shared import made_once, run_folder
 
 torch = pytest.importorskip("torch")
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 # The default policy keeps vision towers.
 RECIPE = "{bits: 6, rules: [{role: vision, bits: 6}]}"
-WITH_IMAGES = [name for name, about in ARCHITECTURES.items() if about.takes in ("image", "image and ids")]
+WITH_IMAGES = ("clip", "beit", "dinov2", "swin", "blip")
 
 
 def changed(name: str, **settings: object) -> Architecture:
@@ -56,12 +55,13 @@ def test_quantized_vision_towers_stay_packed(name: str, tmp_path: Path) -> None:
     recipe.write_text(RECIPE)
     build(ARCHITECTURES[name], tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model"), "recipe": str(recipe)}, tmp_path / "master")
-    check_packed(ARCHITECTURES[name], tmp_path / "master")
+    decoded = open_master(tmp_path / "master", dtype="float32")
+    check_packed(ARCHITECTURES[name], tmp_path / "master", decoded, computed(ARCHITECTURES[name], decoded))
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_generation_matches_the_decoded_model(name: str, base: Path) -> None:
-    decoded, packed = (open_master(master(base, name), dtype="float32", packed=each) for each in (False, True))
+    decoded, packed = (open_master(master(base, name), dtype="float32", packed=packed) for packed in (False, True))
     difference = computed(SOME[name], packed) - computed(SOME[name], decoded)
     assert abs(difference).max() <= 1e-5
     ids = torch.tensor([[5, 77, 3]])
@@ -84,7 +84,7 @@ def test_bfloat16_is_as_close_to_float32_as_in_the_decoded_model(name: str, base
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_weights_that_rwkv_rescales_are_those_of_the_decoded_model(dtype: str, base: Path) -> None:
     """RWKV divides weights by powers of two before it computes, and multiplies them again before it is trained."""
-    decoded, packed = (open_master(master(base, "rwkv"), dtype=dtype, packed=each) for each in (False, True))
+    decoded, packed = (open_master(master(base, "rwkv"), dtype=dtype, packed=packed) for packed in (False, True))
     scaled = "rwkv.blocks.2.attention.output.weight"
     before = decoded.get_parameter(scaled).clone()
     for model in (decoded, packed):
@@ -100,6 +100,6 @@ def test_stack_whose_blocks_hold_parts_of_two_experts_stays_packed(tmp_path: Pat
     about = changed("llama4_text", hidden_size=72, intermediate_size=20)
     build(about, tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model")}, tmp_path / "master")
-    decoded, packed = (open_master(tmp_path / "master", dtype="float32", packed=each) for each in (False, True))
+    decoded, packed = (open_master(tmp_path / "master", dtype="float32", packed=packed) for packed in (False, True))
     assert not any("experts" in name for name in packed.hf_quantizer.decoded_weights)
     assert abs(computed(about, packed) - computed(about, decoded)).max() <= 1e-5

@@ -9,7 +9,7 @@ import pytest
 from helpers import read_all
 from integer_exports import LINEAR_FAMILIES, integer_names, quantization
 
-from pqweights.exports.layer_patterns import patterns
+from pqweights.exports.linear import patterns
 
 
 def matched(expressions: list[str], modules: list[str]) -> list[str]:

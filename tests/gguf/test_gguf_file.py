@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from tiny_gguf import TYPES, small_gguf
 
 from pqweights.errors import SourceError
-from pqweights.gguf import cursor
-from pqweights.gguf.contents import MetadataList
+from pqweights.gguf import parsing
+from pqweights.gguf.contents import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES, MetadataList
 from pqweights.gguf.file import is_gguf, open_gguf
 from pqweights.gguf.parsing import parse_gguf
-from pqweights.gguf.types import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 
@@ -90,7 +89,7 @@ def test_long_lists_are_counted_and_short_ones_kept(model: Path) -> None:
 @pytest.mark.parametrize("piece", [1, 7, 64, 4096])
 def test_result_does_not_depend_on_the_size_of_pieces(model: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = open_gguf(model)
-    monkeypatch.setattr(cursor, "PIECE_BYTES", piece)
+    monkeypatch.setattr(parsing, "PIECE_BYTES", piece)
     assert open_gguf(model) == expected
 
 
@@ -243,7 +242,7 @@ def limited(data: bytes) -> Iterator[int]:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_damaged_files_are_read_in_small_pieces(name: str) -> None:
-    assert max(limited(WRONG[name][0]), default=0) <= cursor.PIECE_BYTES
+    assert max(limited(WRONG[name][0]), default=0) <= parsing.PIECE_BYTES
 
 
 # Which files there are.

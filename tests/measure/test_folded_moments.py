@@ -17,7 +17,7 @@ from pqweights.errors import ExportError
 from pqweights.exports.compensation import Compensation
 from pqweights.folding import fold as folds
 from pqweights.folding.fold import Fold
-from pqweights.folding.inputs import mean_squares
+from pqweights.folding.sizes import mean_squares
 from pqweights.planning.moments_file import Moments
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
