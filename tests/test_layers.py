@@ -27,6 +27,7 @@ LAYERS = (
         "pqweights.errors",
         "pqweights.buffers",
         "pqweights.installing",
+        "pqweights.documents",
         "pqweights.dtypes",
         "pqweights.locks",
         "pqweights.markdown",
