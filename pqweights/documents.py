@@ -2,7 +2,7 @@
 
 A document is a class derived from Document, or from ClosedDocument if unknown keys are refused. A field without a
 default must be there; one with a default may be missing. Values are never converted: "1" is not a number, 1.0 is not a
-whole number, and true is neither.
+whole number, and true is neither. A subclass repeats frozen=True, and kw_only=True for more than three fields.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PROBLEM = re.compile(r"(?P<problem>.*?)(, got `?(?P<got>.*?)`?)?( - at `(?P<pat
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 
-class Document(msgspec.Struct, frozen=True, kw_only=True):
+class Document(msgspec.Struct, frozen=True):
     """A JSON object with the fields of its class; other keys are ignored."""
 
 
-class ClosedDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClosedDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON object with the fields of its class, and no other key."""
 
 

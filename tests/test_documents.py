@@ -12,12 +12,12 @@ from pqweights.errors import MasterError
 from pqweights.strict_json import json_bytes
 
 
-class Entry(Document):
+class Entry(Document, frozen=True):
     weight: Number
     shape: tuple[Size, ...] = ()
 
 
-class Whole(ClosedDocument):
+class Whole(ClosedDocument, frozen=True, kw_only=True):
     name: str
     steps: Count
     note: str | None

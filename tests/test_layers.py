@@ -40,6 +40,7 @@ LAYERS = (
     ("pqweights.kernels",),
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
+    ("pqweights.journal",),
     ("pqweights.remote",),
     ("pqweights.hub",),
     ("pqweights.gguf",),
