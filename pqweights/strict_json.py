@@ -93,14 +93,17 @@ def rounded(value: float) -> float:
     return float(f"{value:.6e}")
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, *, strict: bool = False) -> Any:
     """Parse a JSON text.
+
+    strict: whether keys that are there twice, NaN and infinities are refused, as in all files that pqweights writes
 
     Raises ValueError, with what was expected and found, for anything else, for more than MAX_DEPTH levels of nesting,
     and for strings that UTF-8 cannot hold.
     """
+    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse} if strict else {}
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = json.loads(data.decode("utf-8"), **hooks)
     except RecursionError:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting, found more") from None
     except ValueError as error:
@@ -111,6 +114,20 @@ def parse_json(data: bytes) -> Any:
     if _SURROGATE_ESCAPE.search(data) and not is_utf8(json.dumps(value, ensure_ascii=False)):
         raise ValueError("expected UTF-8 text, found half of a surrogate pair")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; raises ValueError for a key that is there twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"the key {twice!r} appears twice")
+    return result
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def is_utf8(text: str) -> bool:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
-import json
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +15,6 @@ import numpy.typing as npt
 from pqweights.checkpoint.names import FACTORS_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.writer import disk_errors
 from pqweights.dtypes import from_float32, to_float32
 from pqweights.errors import OptionError, SourceError
 from pqweights.folding.factors import (
@@ -33,6 +29,7 @@ from pqweights.folding.folded import FoldedTensor, TensorFactors, digest_of
 from pqweights.folding.links import COLUMNS, Link, Side
 from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass, mean_squares
+from pqweights.journal import append_line, read_journal
 from pqweights.locks import ProcessLock
 from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
@@ -76,24 +73,19 @@ class _LinkFactors:
         columns = self.columns
         return None if columns is None else to_float32(columns.reshape(-1), "BF16").reshape(len(columns), -1)
 
-    def line(self, number: int) -> bytes:
-        """Return the line of the file of factors: a digest and JSON."""
+    def record(self, number: int) -> list[Any]:
+        """Return the entry of vector `number` in the journal of factors."""
         columns = self.columns
         stored = None if columns is None else [len(columns), base64.b64encode(columns.tobytes()).decode()]
-        content = json.dumps([number, self.gain, stored]).encode()
-        return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
+        return [number, self.gain, stored]
 
     @staticmethod
-    def parse(line: bytes) -> tuple[int, _LinkFactors] | None:
-        """Return what a line says, with the number of its vector; None for one that a kill cut short."""
-        digest, _, content = line.removesuffix(b"\n").partition(b" ")
-        if hashlib.sha256(content).hexdigest().encode() != digest or not line.endswith(b"\n"):
-            return None
-        number, gain, stored = json.loads(content)
+    def parse(gain: float, stored: tuple[int, str] | None) -> _LinkFactors:
+        """Return what an entry of the journal says of its vector."""
         if stored is None:
-            return number, _LinkFactors(None, gain)
-        values = np.frombuffer(base64.b64decode(stored[1]), dtype=np.uint8)
-        return number, _LinkFactors(values.reshape(stored[0], -1), gain)
+            return _LinkFactors(None, gain)
+        matrices, columns = stored
+        return _LinkFactors(np.frombuffer(base64.b64decode(columns), dtype=np.uint8).reshape(matrices, -1), gain)
 
 
 class Fold:
@@ -229,7 +221,7 @@ class Fold:
         """
         path = folder / FACTORS_FILE
         self._read_gains()
-        self._known |= _read(path)
+        self._known |= {number: _LinkFactors.parse(gain, stored) for number, gain, stored in read_journal(path)}
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
@@ -240,12 +232,10 @@ class Fold:
             gain=self._gain,
             progress=progress,
         )
-        with disk_errors(path), open(path, "ab") as stream:
-            for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
-                self._known[number] = known = self._decided(self.structure.links[number], sizes)
-                self.original.storage.check_read()  # what is kept must be of the files that the journal states
-                stream.write(known.line(number))
-                stream.flush()  # a kill must not cost what is known
+        for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
+            self._known[number] = known = self._decided(self.structure.links[number], sizes)
+            self.original.storage.check_read()  # what is kept must be of the files that the run's journal states
+            append_line(path, known.record(number))
 
     def digest(self) -> str:
         """Return the digest of all factors, see digest_of. `measure` must have been called."""
@@ -378,18 +368,3 @@ def _values(tensor: LogicalTensor) -> Floats:
     raw = np.empty(count * 4, dtype=np.uint8)
     tensor.read(0, count, "F32", raw)
     return raw.view(np.float32)
-
-
-def _read(path: Path) -> dict[int, _LinkFactors]:
-    """Read the vectors that an interrupted run found; a line that is not whole is cut off with all behind it."""
-    if not path.exists():
-        return {}
-    known, valid = {}, 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        found = _LinkFactors.parse(line)
-        if found is None:
-            os.truncate(path, valid)
-            break
-        known[found[0]] = found[1]
-        valid += len(line)
-    return known

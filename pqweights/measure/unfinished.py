@@ -1,8 +1,8 @@
 """What an interrupted measurement leaves beside its file, so that the same command continues it.
 
 The folder FILE.unfinished holds a journal: its first line states which measurement it belongs to, and each further line
-what was found for one weight or group. A line is the sha256 of its JSON, a space, and the JSON. `calibrate` adds the
-activations that it has recorded (activations_file.py). The folder is removed when FILE is written.
+what was found for one weight or group. `calibrate` adds the activations that it has recorded (activations_file.py). The
+folder is removed when FILE is written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors, write_whole
 from pqweights.errors import EvaluationError, OutputError, PqweightsError, SourceChangedError
+from pqweights.journal import append_line, journal_line, read_journal
 from pqweights.runtimes.texts import Ids
 
 JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal", "activations", "samples"
@@ -116,10 +117,8 @@ class Unfinished:
         """
         self._checkpoint.check_unchanged()
         record = {"name": name, **entry}
-        with self._turn, disk_errors(self.folder), open(self.folder / JOURNAL_FILE, "ab") as journal:
-            journal.write(_line(record))
-            journal.flush()
-            os.fsync(journal.fileno())
+        with self._turn:
+            append_line(self.folder / JOURNAL_FILE, record)
             self.found[name] = json.loads(json.dumps(record))
 
     def remove(self) -> None:
@@ -194,11 +193,10 @@ def _found(folder: Path, inputs: Mapping[str, Any], *, out: Path, overwrite: boo
     wanted = json.loads(json.dumps(inputs))
     journal = folder / JOURNAL_FILE
     if journal.exists():
-        lines = journal.read_bytes().splitlines(keepends=True)
-        first = _parse(lines[0]) if lines else None
+        first, *records = read_journal(journal) or [None]
         if first == wanted:
-            return _records(journal, lines)
-        has_something = first is None or len(lines) > 1 or (folder / STATE_FILE).exists()
+            return {record["name"]: record for record in records}
+        has_something = first is None or records or (folder / STATE_FILE).exists()
         if has_something and not overwrite:
             raise _other_run(first, wanted, folder=folder, out=out)
         _clear(folder)
@@ -206,36 +204,8 @@ def _found(folder: Path, inputs: Mapping[str, Any], *, out: Path, overwrite: boo
         if any(path.name not in OWN_FILES for path in folder.iterdir()):
             raise OutputError(f"{folder}: expected a folder of an interrupted run, or none; move it away")
         _clear(folder)
-    write_whole(folder, journal, [_line(wanted)])
+    write_whole(folder, journal, [journal_line(wanted)])
     return {}
-
-
-def _records(journal: Path, lines: Sequence[bytes]) -> dict[str, Any]:
-    """Return the records of a journal; a line that is damaged is cut off, with everything behind it."""
-    found, valid = {}, len(lines[0])
-    for line in lines[1:]:
-        record = _parse(line)
-        if record is None:
-            os.truncate(journal, valid)
-            break
-        found[record["name"]] = record
-        valid += len(line)
-    return found
-
-
-def _line(value: Mapping[str, Any]) -> bytes:
-    """Return a line of the journal."""
-    content = json.dumps(value).encode()
-    return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the content of a line; None if it is damaged or cut."""
-    digest, _, content = line.removesuffix(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or hashlib.sha256(content).hexdigest().encode() != digest:
-        return None
-    value: dict[str, Any] = json.loads(content)
-    return value
 
 
 def _other_run(first: dict[str, Any] | None, wanted: dict[str, Any], *, folder: Path, out: Path) -> PqweightsError:

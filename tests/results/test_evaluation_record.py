@@ -15,8 +15,10 @@ import pytest
 from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
+from msgspec.structs import replace
 
 from pqweights.checkpoint.source import open_local
+from pqweights.documents import as_json
 from pqweights.errors import MasterError, OutputError
 from pqweights.evaluate.recording import make_record
 from pqweights.planning.recipe import load_recipe
@@ -121,7 +123,7 @@ def test_record_holds_protocol_and_figures(work: Path, copy: Callable[[str], Pat
     assert entry["kl"]["maximum"] == rows[0]["kl"]["maximum"]
     assert "speed" not in entry and str(work) not in (master / FILE).read_text()
     (record,) = records(master)
-    assert record.to_json() == entry
+    assert as_json(record) == entry
     for folder in (master, exported):
         assert verify(folder, threads=1).ok
 
@@ -216,8 +218,6 @@ def test_reference_may_be_named_by_its_repository(work: Path) -> None:
 
 
 def test_figures_that_are_not_finite_are_recorded_as_null(work: Path, copy: Callable[[str], Path]) -> None:
-    from dataclasses import replace
-
     folder = copy("q3")
     report = evaluate([folder], TEXT, window=64)
     record = replace(make_record(report, report.rows[0], TEXT), perplexity=Figure(None, None))

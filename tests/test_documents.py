@@ -1,0 +1,91 @@
+"""JSON documents as typed structs: what fits is read, and everything else is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pqweights.documents import ClosedDocument, Count, Document, Number, Size, as_document, as_json, read_document
+from pqweights.errors import MasterError
+from pqweights.strict_json import json_bytes
+
+
+class Entry(Document, frozen=True):
+    weight: Number
+    shape: tuple[Size, ...] = ()
+
+
+class Whole(ClosedDocument, frozen=True, kw_only=True):
+    name: str
+    steps: Count
+    note: str | None
+    entries: tuple[Entry, ...] = ()
+    by_name: dict[str, Entry] = {}
+
+
+GOOD: dict[str, Any] = {"name": "a", "steps": 3, "note": None}
+
+
+def read(data: bytes) -> Whole:
+    return read_document(data, Whole, lambda problem: MasterError(f"file: {problem}"), max_bytes=5000)
+
+
+def test_document_is_read_and_written() -> None:
+    value = GOOD | {"entries": [{"weight": 1, "more": 2}], "by_name": {"b": {"weight": 0.5, "shape": [2, 3]}}}
+    whole = read(json_bytes(value))
+    assert whole.entries == (Entry(weight=1.0),)
+    assert whole.by_name["b"].shape == (2, 3)
+    assert read(json_bytes(as_json(whole))) == whole
+    assert as_document(value, Whole, MasterError) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": -1}, "steps: expected int >= 0, found -1"),
+        ({"steps": True}, "steps: expected int, found True"),
+        ({"steps": 1.0}, "steps: expected int, found 1.0"),
+        ({"name": 3}, "name: expected str, found 3"),
+        ({"note": []}, "note: expected str | null, found []"),
+        ({"steps": None}, "steps: expected int, found None"),
+        ({"more": 1}, "unknown key more"),
+        ({"entries": [{}]}, "entries[0]: missing key weight"),
+        ({"entries": [{"weight": 1}, {"weight": "\u00e91"}]}, r"entries[1].weight: expected float, found '\xe91'"),
+        ({"entries": [{"weight": 1e300}]}, "entries[0].weight: expected float < 1e+300, found 1e+300"),
+        ({"entries": [{"weight": 10**400}]}, "entries[0].weight: number out of range"),
+        ({"entries": [{"weight": 1, "shape": [1, 2**61]}]}, f"entries[0].shape[1]: expected int <= {2**60}, found"),
+        ({"by_name": {"b": {"weight": None}}}, "by_name[...].weight: expected float, found null"),
+        ({"by_name": {"b": {"weight": 1, "shape": [-1]}}}, "by_name[...].shape[0]: expected int >= 0, found another"),
+        ({"name": float("nan")}, "'NaN is not a number of JSON'"),
+        ({"name": "\ud800"}, "expected UTF-8 text, found half of a surrogate pair"),
+        ({"name": "a" * 5000}, "expected at most 5000 bytes, found 5038"),
+    ],
+)
+def test_damage_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(MasterError) as error:
+        read(json.dumps(GOOD | change).encode())
+    assert str(error.value).startswith("file: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "expected JSON"),
+        (b"{", "expected JSON"),
+        (b"\xff", "expected JSON"),
+        (b"null", "expected object, found None"),
+        (b"[3]", "expected object, found [3]"),
+        (b'{"name": "a", "name": "b"}', "the key 'name' appears twice"),
+        (b'{"name": "a", "note": {"b": [{"c": 1, "c": 2}]}}', "the key 'c' appears twice"),
+        (b"[" * 101 + b"]" * 101, "expected at most 100 levels of nesting, found more"),
+        (b"[" * 5000, "expected at most 100 levels of nesting, found more"),
+        (b'{"name": 1e999}', "name: expected str, found inf"),
+    ],
+)
+def test_text_that_is_no_document_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(MasterError) as error:
+        read(data)
+    assert message in str(error.value)
