@@ -18,7 +18,7 @@ from pqweights.remote.addresses import Address
 from pqweights.remote.storage import RemoteStorage
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
-from pqweights.rewrite.manifest import find_manifest
+from pqweights.rewrite.manifest import Manifest, find_manifest
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT
@@ -39,13 +39,31 @@ class MasterFolder:
     origin: Origin | None = None
     original: Path | Address | None = None
 
-    def open(self) -> Checkpoint:
-        """Open the master. Raises what `open_result` raises."""
-        if not isinstance(self.folder, Path):
-            return open_result(self.folder)
-        if not self.folder.is_dir():
-            return open_local(self.folder)
-        return open_result(LocalStorage(self.folder, origin=self.origin))
+    def open(self) -> tuple[Checkpoint, Manifest | None]:
+        """Open the master, and read its manifest, if it has one.
+
+        Raises SourceError for what is not a master, MasterError for a damaged one.
+        """
+        if isinstance(self.folder, Path) and not self.folder.is_dir():
+            return _checked(self.folder, open_local(self.folder)), None
+        storage = LocalStorage(self.folder, origin=self.origin) if isinstance(self.folder, Path) else self.folder
+        manifest = find_manifest(storage)
+        if manifest is not None and manifest.kind == EXPORT:
+            target = target_name(manifest.made_by.get("target"))
+            raise SourceError(
+                f"{self.folder}: expected a pqweights master, found an export ({target}): an export is made from the "
+                "master, not from another export; give the folder of the master"
+            )
+        return _checked(self.folder, open_result(storage, manifest)), manifest
+
+
+def _checked(folder: Path | Storage, checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that is a master. Raises SourceError for another one."""
+    if not checkpoint.is_master:
+        raise SourceError(
+            f"{folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
+        )
+    return checkpoint
 
 
 def export(
@@ -70,22 +88,15 @@ def export(
     for where in (_location(master.folder), master.original):
         if where is not None:
             store.check_apart(where)
-    _check_not_an_export(master.folder)
-    checkpoint = master.open()
-    if not checkpoint.is_master:
-        raise SourceError(
-            f"{master.folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
-        )
-    lineage, fingerprint = _lineage(master.folder)
+    checkpoint, manifest = master.open()
     source = ExportSource(
         folder=master.folder,
         checkpoint=checkpoint,
+        manifest=manifest,
         original=master.original,
         calibration=options.calibration,
         rounding=GPTQ if options.compensated else PLAIN,
         fold=options.fold is not None,
-        model_id=lineage.model.get("id"),
-        fingerprint=fingerprint,
     )
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(
@@ -94,7 +105,7 @@ def export(
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
         out=store,
-        lineage=lineage,
+        lineage=Lineage() if manifest is None else _lineage(manifest),
     )
     return rewrite(task, run)
 
@@ -106,31 +117,11 @@ def _location(folder: Path | Storage) -> Path | Address | None:
     return folder if isinstance(folder, Path) else None
 
 
-def _check_not_an_export(folder: Path | Storage) -> None:
-    """Raise SourceError if a folder holds an export, MasterError if its manifest is damaged."""
-    manifest = find_manifest(folder)
-    if manifest is None or manifest.identity.kind != EXPORT:
-        return
-    target = target_name(manifest.made_by.get("target"))
-    raise SourceError(
-        f"{folder}: expected a pqweights master, found an export ({target}): an export is made "
-        "from the master, not from another export; give the folder of the master"
-    )
-
-
-def _lineage(master: Path | Storage) -> tuple[Lineage, str | None]:
-    """Return what a master's manifest states about the master and the original model, and the fingerprint of that.
-
-    There is nothing without a manifest.
-
-    Raises MasterError for a damaged manifest.
-    """
-    manifest = find_manifest(master)
-    if manifest is None:
-        return Lineage(), None
+def _lineage(manifest: Manifest) -> Lineage:
+    """Return what the manifest of an export states about its master and the original model."""
     about: dict[str, Any] = {
         key: manifest.made_by[key] for key in ("recipe", "awq", "fit", "fold") if key in manifest.made_by
     }
     about["bits_per_weight"] = count(manifest.tensors).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
-    return Lineage(model=manifest.identity.model, master=about), manifest.source_fingerprint
+    return Lineage(model=manifest.identity.model, master=about)

@@ -21,7 +21,6 @@ from pqweights.errors import OptionError, OutputError, RecipeError, SourceError,
 from pqweights.exports.possible import possible_exports
 from pqweights.folding.fold import Fold, check_fold
 from pqweights.hub.sources import Access, address_of, open_source
-from pqweights.hub.storage import HubStorage
 from pqweights.planning.awq_file import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
@@ -97,7 +96,7 @@ def quantize(
     """
     store = open_store(out)
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
-    if isinstance(checkpoint.storage, HubStorage) and str(Path(source)) == str(store):
+    if checkpoint.storage.origin is not None and str(Path(source)) == str(store):
         raise OutputError(
             f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
             "folder in its place; choose another folder"

@@ -210,8 +210,12 @@ def read_options(options: ExportOptions) -> Gguf:
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
     """Return the checkpoint to be rewritten, and the transform that does it."""
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
-    name = source.model_id if is_repository_id(source.model_id or "", namespace=False) else None
-    named = replace(settings, name=name, fingerprint=source.fingerprint)
+    manifest = source.manifest
+    model_id = "" if manifest is None else manifest.identity.model.get("id", "")
+    fingerprint = None if manifest is None else manifest.source_fingerprint
+    named = replace(
+        settings, name=model_id if is_repository_id(model_id, namespace=False) else None, fingerprint=fingerprint
+    )
     return integer_export(source, named)
 
 

@@ -23,7 +23,7 @@ from pqweights.folding.fold import EQUALIZE, Fold
 from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
 from pqweights.remote.storage import open_address
-from pqweights.rewrite.manifest import Manifest, find_manifest
+from pqweights.rewrite.manifest import Manifest
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
 
@@ -34,7 +34,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     Raises SourceError for an original that the master was not made from, ExportError if the target cannot store the
     model, OptionError for a second fold.
     """
-    manifest, original = find_manifest(source.folder), None
+    manifest, original = source.manifest, None
     if source.original is not None:
         given = source.original
         original = open_local(given) if isinstance(given, Path) else open_address(given)

@@ -16,6 +16,7 @@ from pqweights.exports.loading import LoadableModel
 from pqweights.exports.options import PLAIN, ExportOptions
 from pqweights.folding.fold import check_fold
 from pqweights.remote.addresses import Address
+from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
@@ -31,22 +32,20 @@ class ExportSource:
 
     folder: where it lies
     checkpoint: the opened master
+    manifest: its manifest, if it has one
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
     calibration: a file of moments, for error-compensated rounding or for the fold
     rounding: how codes are chosen, "plain" or "gptq"
     fold: whether factors are moved between layers before weights are rounded
-    model_id: the repository of the original model, if it is known
-    fingerprint: that of the checkpoint that the master was made from, if it is known
     """
 
     folder: Path | Storage
     checkpoint: Checkpoint
+    manifest: Manifest | None
     original: Path | Address | None
     calibration: Path | None = None
     rounding: str = PLAIN
     fold: bool = False
-    model_id: str | None = None
-    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, local_work_folder
 from pqweights.errors import MasterError
 from pqweights.rewrite.checked_tensors import with_checks
-from pqweights.rewrite.manifest import Manifest, find_manifest, read_manifest, shards_of
+from pqweights.rewrite.manifest import Manifest, find_manifest, shards_of
 
 SizeOf = Callable[[str], int | None]
 
@@ -30,7 +30,7 @@ UNCHECKED = (
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
 
 
-def open_result(storage: Storage) -> Checkpoint:
+def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
     """Open a result of pqweights; its companions are the files that its manifest lists, whatever else lies there.
 
     The tensors of a master are checked while they are read (Checkpoint.checked).
@@ -38,9 +38,8 @@ def open_result(storage: Storage) -> Checkpoint:
     Raises MasterError if a listed file is missing, or a file of weights has another size or another header, SourceError
     as `open_local`. A result without a manifest is opened like any other checkpoint: nothing tells what it should hold.
     """
-    if MANIFEST_FILE not in storage.files():
+    if manifest is None:
         return open_folder(storage)
-    manifest = read_manifest(storage)
     for name in storage.outside_links:
         if name in manifest.files:
             raise MasterError(f"{storage}: {outside(name)}")

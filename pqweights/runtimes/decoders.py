@@ -21,6 +21,7 @@ from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
 from pqweights.dtypes import float8_table, to_float32
 from pqweights.errors import SourceError
 from pqweights.rewrite.listed_files import open_result
+from pqweights.rewrite.manifest import find_manifest
 from pqweights.runtimes.folders import refuse_transforms
 
 Floats = npt.NDArray[np.float32]
@@ -110,7 +111,8 @@ def master_weight(folder: Path) -> Callable[[str], Floats]:
 
     Raises SourceError, MasterError.
     """
-    master = open_result(LocalStorage(folder))
+    storage = LocalStorage(folder)
+    master = open_result(storage, find_manifest(storage))
     tensors = {tensor.name: tensor for tensor in master.tensors}
 
     def weight(name: str) -> Floats:
