@@ -42,6 +42,7 @@ LAYERS = (
     ("pqweights.checkpoint",),
     ("pqweights.journal",),
     ("pqweights.remote",),
+    ("pqweights.store",),
     ("pqweights.hub",),
     ("pqweights.gguf",),
     ("pqweights.planning",),
