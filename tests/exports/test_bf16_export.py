@@ -287,11 +287,15 @@ def test_export_of_an_export_asks_for_the_master(target: str, tmp_path: Path) ->
 def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_path: Path) -> None:
     """Reading the manifest of an export returns the description that the target wrote into it."""
     run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
-    source = ExportSource(folder=tmp_path / "master", checkpoint=open_local(tmp_path / "master"), manifest=None, original=None)
+    source = ExportSource(
+        folder=tmp_path / "master", checkpoint=open_local(tmp_path / "master"), manifest=None, original=None
+    )
     chosen = get_target(target)
     settings = chosen.settings(ExportOptions())
     # Preparing for mlx and gguf asks their packages what the model is.
-    described = settings.describe() if target in ("mlx", "gguf") else chosen.prepare(source, settings)[1].describe()
+    described = (
+        settings.describe() if target in ("mlx", "gguf") else chosen.prepare(source, settings)[1].account.made_by
+    )
     assert target_name(described["target"]) == target
     assert not described.keys() & OWN_KEYS
 
