@@ -23,11 +23,12 @@ from pqweights.checkpoint.header_starts import HeaderStarts
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
 from pqweights.hub.cache import cache_folder, cached, download_to_cache
-from pqweights.hub.client import Hub, Stop
+from pqweights.hub.client import Hub
 from pqweights.hub.fetcher import Fetcher
 from pqweights.hub.repository import Repository
 from pqweights.hub.transfers import download, read_range, read_whole
 from pqweights.locks import ProcessLock
+from pqweights.remote.attempts import Stop
 
 # Files up to this size come whole in one request: configurations, indices, cards.
 SMALL_BYTES = 32_000_000
@@ -140,7 +141,7 @@ class HubStorage:
         try:
             yield
         finally:
-            # The attribute stays: threads that still read get what is there, or Interrupted.
+            # The attribute stays: threads that still read get what is there, or TransferStopped.
             self._fetcher.close()
 
     def release(self, file: str) -> None:

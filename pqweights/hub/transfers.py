@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
 from pqweights.errors import HubError, HubUnavailableError
-from pqweights.hub.client import Hub, Interrupted, Show, Stop
+from pqweights.hub.client import Hub, Show
 from pqweights.hub.repository import RemoteFile, Repository, pieces_of
 from pqweights.hub.session import TIMEOUT_SECONDS
+from pqweights.remote.attempts import Stop, TransferStopped
 
 WRONG_CONTENT_ATTEMPTS = 3  # of a file whose content does not have the hash that the Hub lists
 MOST_HTTP_BYTES = 50_000_000_000  # of a file; the Hub sends larger ones by xet only
@@ -60,7 +61,7 @@ def download(
     show: called with the bytes of each chunk
     stop: asked between chunks
 
-    Raises HubError, OutputError for the disk, Interrupted once `stop` returns True.
+    Raises HubError, OutputError for the disk, TransferStopped once `stop` returns True.
     """
     if file.byte_count > MOST_HTTP_BYTES:
         raise HubError(
@@ -96,7 +97,7 @@ def _fetch_rest(hub: Hub, repository: Repository, file: RemoteFile, *, target: P
         missing = file.byte_count - stream.tell()
         for chunk in _stream(hub, repository, file.name, start=stream.tell(), count=missing):
             if stop():
-                raise Interrupted
+                raise TransferStopped
             stream.write(chunk)
             stream.flush()  # a killed process loses nothing that came
             show(len(chunk))
