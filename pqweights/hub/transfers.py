@@ -112,8 +112,9 @@ def _fetch_by_client(
 ) -> None:
     """Fetch the partial file of `target` by the official client, which speaks xet."""
     official, cache = hub.official, target.with_name(f"{target.name}.xet")
+    tqdm: Any = official.utils.tqdm
 
-    class Bar(official.utils.tqdm):  # type: ignore[misc]
+    class Bar(tqdm):  # type: ignore[misc]
         def update(self, count: float | None = 1) -> None:
             if stop():
                 raise TransferStopped
