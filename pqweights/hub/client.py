@@ -1,8 +1,9 @@
 """The Hub: requests that are sent again after temporary failures, and what the Hub says of repositories and the user.
 
 The official client retries few requests and does not check the hash of what it fetched. So this package does: here,
-lost connections, replies that are cut short, 429 with Retry-After and errors of the server are retried; transfers.py checks
-files against the hash that the Hub lists. Every refusal becomes a HubError, one line without the token (refusals.py).
+lost connections, replies that are cut short, 429 with Retry-After and errors of the server are retried; transfers.py
+checks files against the hash that the Hub lists. Every refusal becomes a HubError, one line without the token
+(refusals.py).
 """
 
 from __future__ import annotations
