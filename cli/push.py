@@ -82,6 +82,11 @@ def command(
         else:
             show = output.show if dry_run else output.summary  # a dry run has nothing else to show
             show(*_lines(done, dry_run))
+        for part in done.card.replaced:
+            were = "would be" if dry_run else "were"
+            output.note(
+                f"the {part} of README.md on the Hub {were} replaced by that of the folder; commit {done.before} has it"
+            )
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,8 +20,7 @@ from pqweights_cli import output
 
 from pqweights.hub.repository import pieces_of
 from pqweights.hub.sources import Access
-from pqweights.push import PushOptions, hash_cache, hashing, push
-from pqweights.push.folder import read_folder
+from pqweights.push import PushOptions, hashing, push
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
@@ -36,13 +34,6 @@ SHARD = "model-00001-of-00001.safetensors"
 def hub() -> Iterator[LoopbackHub]:
     with LoopbackHub() as hub:
         yield hub
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which hashes are kept, empty; kernels stay where they are."""
-    monkeypatch.setattr(hash_cache, "users_cache", lambda: tmp_path / "cache")
-    return tmp_path / "cache" / "sha256"
 
 
 @pytest.fixture
@@ -456,25 +447,22 @@ def test_old_shards_are_deleted_and_other_files_stay(
 
 def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
+    here = (master / "README.md").read_bytes()
+    note_there(hub, "Written on the Hub: *übrigens*.\n")
+    note_there(hub, "datasets:\n- a/b\n", "tags:\n")
+    client.well("push", master, TARGET)  # puts the keys in order
     card = hub.repositories[TARGET].read("README.md").decode()
-    notes = "\nWritten on the Hub: *übrigens*.\n"
-    hub.commit(TARGET, {"README.md": card.replace("<!-- /notes -->", f"{notes}<!-- /notes -->").encode()})
-    (master / "README.md").unlink()
-    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
-    assert {each["name"] for each in report["files"] if each["change"] != "same"} == {
-        "README.md"
-    }  # with a hash of the notes
-    (master / "README.md").unlink()
-    assert "nothing was pushed" in client.well("push", master, TARGET).stdout
-    assert notes in (master / "README.md").read_text(encoding="utf-8")
-    assert notes in hub.repositories[TARGET].read("README.md").decode()
-    # With other weights, the card is written anew except for the notes.
+    for _ in range(2):
+        assert "nothing was pushed" in client.well("push", master, TARGET).stdout
+        assert hub.repositories[TARGET].read("README.md").decode() == card
+        assert (master / "README.md").read_bytes() == here
+        (master / "README.md").unlink()
+    # With other weights, the card is written anew except for the notes and the keys.
     run_command({"quantize": str(write_source(master.parent / "source")), "overwrite": True, "recipe": "q4"}, master)
     client.well("push", master, TARGET)
     found = hub.repositories[TARGET].read("README.md").decode()
-    assert notes in found
+    assert "\nWritten on the Hub: *übrigens*.\n<!-- /notes -->" in found and "datasets:\n- a/b\n" in found
     assert found != card
-    assert (master / "README.md").read_text(encoding="utf-8") == found
 
 
 NOTES = "<!-- /notes -->"
@@ -501,49 +489,22 @@ def refused(hub: LoopbackHub, client: Client, folder: Path, *options: str) -> st
     return line
 
 
-def test_edited_notes_win_and_conflicts_are_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
-    def pushed() -> str:
-        client.well("push", master, TARGET)
-        there = hub.repositories[TARGET].read("README.md")
-        assert there == (master / "README.md").read_bytes()
-        return there.decode()
-
+def test_notes_and_keys_of_the_folder_replace_others_with_a_note(
+    hub: LoopbackHub, client: Client, master: Path
+) -> None:
     client.well("push", master, TARGET)
-    note_there(hub, "Written on the Hub.\n")
-    assert "\nWritten on the Hub.\n<!-- /notes -->" in pushed()
-    note_there(hub, "Again.\n")
-    assert "\nWritten on the Hub.\nAgain.\n<!-- /notes -->" in pushed()
-    note_here(master, "Written here.\n")
-    client.well("card", master)  # refreshing the card does not push it
-    assert "\nWritten on the Hub.\nAgain.\nWritten here.\n<!-- /notes -->" in pushed()
-    note_here(master, "The same.\n")
-    note_there(hub, "The same.\n")
-    assert pushed().count("The same.") == 1
     note_here(master, "Of here.\n")
+    note_here(master, "thumbnail: y\n", "tags:\n")
+    assert "replaced" not in client.well("push", master, TARGET).stderr
     note_there(hub, "Of the Hub.\n")
-    line = refused(hub, client, master)
-    assert "its notes on the Hub and here differ" in line
-    assert "make them the same" in line
-    assert "nothing was pushed" in line
-    note_there(hub, "Of here.\n", "Of the Hub.\n")
-    note_here(master, "Of the Hub.\n")
-    assert "\nOf here.\nOf the Hub.\n<!-- /notes -->" in pushed()
-
-
-def test_front_matter_keys_are_kept_like_notes(hub: LoopbackHub, client: Client, master: Path) -> None:
-    def pushed() -> str:
-        client.well("push", master, TARGET)
-        return hub.repositories[TARGET].read("README.md").decode()
-
-    at = "tags:\n"
-    assert "datasets" not in pushed()
-    note_there(hub, "datasets:\n- a/b\n", at)
-    assert "datasets:\n- a/b\n" in pushed()
-    (master / "README.md").write_text((master / "README.md").read_text().replace("datasets:\n- a/b\n", ""))
-    assert "datasets" not in pushed()  # deleted here and not edited on the Hub
-    note_there(hub, "thumbnail: x\n", at)
-    note_here(master, "thumbnail: y\n", at)
-    assert "its front matter on the Hub and here differ" in refused(hub, client, master)
+    before = hub.repositories[TARGET].sha()
+    told = client.well("push", master, TARGET, "--dry-run").stderr
+    assert f"notes of README.md on the Hub would be replaced by that of the folder; commit {before} has it" in told
+    assert "front matter" not in told
+    note_there(hub, "widget: x\n", "tags:\n")
+    assert client.well("push", master, TARGET).stderr.count("were replaced") == 2
+    assert hub.repositories[TARGET].read("README.md") == (master / "README.md").read_bytes()
+    assert b"\nOf here.\n<!-- /notes -->" in (master / "README.md").read_bytes()
 
 
 def test_foreign_card_on_the_hub_and_own_card_here(hub: LoopbackHub, client: Client, master: Path) -> None:
@@ -551,12 +512,11 @@ def test_foreign_card_on_the_hub_and_own_card_here(hub: LoopbackHub, client: Cli
     client.well("card", master)
     assert "README.md on the Hub: the file exists, and pqweights card did not write it" in refused(hub, client, master)
     note_here(master, "Mine.\n")
-    assert "its notes on the Hub and here differ" in refused(hub, client, master, "--adopt")
+    assert "README.md on the Hub: --adopt cannot keep its text" in refused(hub, client, master, "--adopt")
     (master / "README.md").unlink()
     client.well("card", master)
     client.well("push", master, TARGET, "--adopt")
-    assert b"\n# By hand\n" in (master / "README.md").read_bytes()
-    assert hub.repositories[TARGET].read("README.md") == (master / "README.md").read_bytes()
+    assert b"\n# By hand\n" in hub.repositories[TARGET].read("README.md")
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -791,20 +751,12 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def test_each_shard_is_hashed_once_and_never_again(
-    hub: LoopbackHub, client: Client, sharded: Path, hashed: Counter[str]
-) -> None:
+def test_each_shard_is_hashed_once(hub: LoopbackHub, client: Client, sharded: Path, hashed: Counter[str]) -> None:
     client.well("push", sharded, TARGET)
     assert hashed == shards(sharded)
     assert len(hashed) > 2
     assert_holds(hub, sharded)
-    elsewhere = shutil.copytree(sharded, sharded.parent / "elsewhere", copy_function=shutil.copyfile)
-    hub.objects.clear()  # so that the files are sent
-    client.well("push", elsewhere, OTHER)
-    assert hashed == shards(sharded)
     assert set(puts(hub)) == {hashlib.sha256(path.read_bytes()).hexdigest() for path in sharded.glob("*.safetensors")}
-    for name in shards(sharded):
-        assert hub.repositories[OTHER].read(name) == (sharded / name).read_bytes()
 
 
 def test_official_client_would_hash_what_it_is_not_told(sharded: Path, hashed: Counter[str]) -> None:
@@ -817,29 +769,8 @@ def test_official_client_would_hash_what_it_is_not_told(sharded: Path, hashed: C
     assert hashed == {"config.json by the official client": 1}
 
 
-def test_push_that_failed_is_repeated_without_hashing(
-    hub: LoopbackHub, client: Client, sharded: Path, hashed: Counter[str]
-) -> None:
-    for fault in (Fault(Cut(1_000), "PUT", times=1000), Fault(Status(403), "POST", "/commit/", times=1000)):
-        hub.inject(fault)
-        client.line("push", sharded, TARGET)
-        hub.clear_faults()
-    client.well("push", sharded, TARGET)
-    assert hashed == shards(sharded)
-    assert_holds(hub, sharded)
-
-
-def test_changed_content_is_hashed(hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str]) -> None:
-    client.well("push", master, TARGET)
-    source = write_source(master.parent / "source")
-    run_command({"quantize": str(source), "overwrite": True, "recipe": "q4"}, master)
-    client.well("push", master, TARGET)
-    assert hashed == {SHARD: 2}
-    assert_holds(hub, master)
-
-
 def test_only_what_is_compared_or_sent_is_hashed(
-    hub: LoopbackHub, client: Client, master: Path, cache: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.well("push", master, TARGET, "--dry-run")
     assert hashed == {}
@@ -848,14 +779,13 @@ def test_only_what_is_compared_or_sent_is_hashed(
     assert hashed == {}
     client.well("push", master, TARGET)
     assert hashed == {SHARD: 1}
-    shutil.rmtree(cache)
     told = client.well("push", master, TARGET, "--dry-run").stdout
     assert "holds all of this already" in told
     assert hashed == {SHARD: 2}
     monkeypatch.setattr(hashing, "SMALL_BYTES", 0)
     hub.commit(TARGET, {"pqweights.json": b"{}"})
     client.well("push", master, TARGET)
-    assert hashed == {SHARD: 2, "pqweights.json": 1}
+    assert hashed == {SHARD: 3, "pqweights.json": 1}
 
 
 def test_shard_of_the_same_size_with_other_bytes_is_sent(
@@ -868,100 +798,24 @@ def test_shard_of_the_same_size_with_other_bytes_is_sent(
     report = json.loads(client.well("push", master, TARGET, "--json").stdout)
     assert {each["name"] for each in report["files"] if each["change"] == "changed"} == {SHARD}
     assert_holds(hub, master)
-    assert hashed == {SHARD: 1}
 
 
-DAMAGED_ENTRIES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda entry: b"",
-    "cut": lambda entry: entry[:70],
-    "longer": lambda entry: entry + b"\n",
-    "zeros": lambda entry: bytes(len(entry)),
-    "no text": lambda entry: b"\xff" * len(entry),
-    "another digit of the hash": lambda entry: bytes([ord("0") if entry[0] != ord("0") else ord("1")]) + entry[1:],
-    "another digit of the check": lambda entry: entry[:-2] + (b"0" if entry[-2:-1] != b"0" else b"1") + b"\n",
-}
-
-
-@pytest.mark.parametrize("name", [*DAMAGED_ENTRIES, "of another file", "that others may write"])
-def test_damaged_entry_is_not_used(
-    name: str, hub: LoopbackHub, client: Client, sharded: Path, cache: Path, hashed: Counter[str]
+def test_wrong_hash_is_refused_by_the_hub(
+    hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client.well("push", sharded, TARGET)
-    entry, another, *_ = sorted(cache.iterdir())
-    right = entry.read_bytes()
-    if name in DAMAGED_ENTRIES:
-        entry.write_bytes(DAMAGED_ENTRIES[name](right))
-    elif name == "of another file":
-        entry.write_bytes(another.read_bytes())
-    else:
-        entry.chmod(0o666)
-    client.well("push", sharded, OTHER)
-    assert hashed.total() == len(shards(sharded)) + 1
-    for file in shards(sharded):
-        assert hub.repositories[OTHER].read(file) == (sharded / file).read_bytes()
-    assert entry.read_bytes() == right
-
-
-@pytest.mark.parametrize("where", ["a file in its place", "no home"])
-def test_push_without_a_cache(
-    where: str, hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (master.parent / "file").write_bytes(b"")
-    folder = None if where == "no home" else master.parent / "file"
-    monkeypatch.setattr(hash_cache, "users_cache", lambda: folder)
-    client.well("push", master, TARGET)
-    assert_holds(hub, master)
-    client.well("push", master, OTHER)
-    assert hashed == {SHARD: 2}
-
-
-def test_oldest_entries_are_dropped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_cache, "MOST_ENTRIES", 3)
-    for number in range(5):
-        hash_cache.keep_hash(str(number), f"{number:064}")
-        time.sleep(0.01)
-    assert sorted(path.name for path in cache.iterdir()) == ["2", "3", "4"]
-    assert hash_cache.kept_hash("1") is None
-    assert hash_cache.kept_hash("4") == f"{4:064}"
-
-
-def test_entries_written_at_once_are_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_cache, "MOST_ENTRIES", 2)
-    keys = ["a", "b", "c"]
-    found: set[str | None] = set()
-
-    def work() -> None:
-        for number in range(100):
-            hash_cache.keep_hash(keys[number % 3], "f" * 64)
-            found.add(hash_cache.kept_hash(keys[number % 2]))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found <= {None, "f" * 64}
-    hash_cache.keep_hash("a", "e" * 64)
-    assert hash_cache.kept_hash("a") == "e" * 64
-
-
-def test_wrong_hash_is_refused_by_the_hub_and_forgotten(
-    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str]
-) -> None:
-    """Of a processor that computed wrong: the entry itself is whole."""
-    folder = read_folder(master)
-    hash_cache.keep_hash(folder.content_key(folder.shards[0]), "0" * 64)
-    line = client.line("push", master, TARGET)
+    """Of a processor that computed wrong."""
+    with monkeypatch.context() as patch:
+        patch.setattr(hashing, "pieces_of", lambda path: iter([b"something else"]))
+        line = client.line("push", master, TARGET)
     assert SHARD in line and "does not match what was computed" in line
-    assert set(hub.repositories[TARGET].files()) == {".gitattributes"} and hub.objects == {} == hashed
+    assert set(hub.repositories[TARGET].files()) == {".gitattributes"} and hub.objects == {}
     client.well("push", master, TARGET)
-    assert hashed == {SHARD: 1}
     assert_holds(hub, master)
 
 
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json"])
 def test_file_that_changes_after_it_was_verified_is_not_pushed(
-    name: str, hub: LoopbackHub, client: Client, master: Path, cache: Path
+    name: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
     def changed_before(*arguments: Any) -> dict[str, str]:
         time.sleep(0.02)  # a file system may count time in hundredths of a second
@@ -975,8 +829,6 @@ def test_file_that_changes_after_it_was_verified_is_not_pushed(
         line = client.line("push", master, TARGET)
     assert f"{name}: was changed after it was verified: nothing was pushed" in line
     assert writes(hub) == []
-    if name == SHARD:
-        assert not cache.exists()
 
 
 def test_progress_of_hashing(hub: LoopbackHub, client: Client, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -998,14 +850,10 @@ def test_progress_of_hashing(hub: LoopbackHub, client: Client, sharded: Path, mo
     assert {total for _, total, _ in shown} == {sum(sizes)} == {amounts[-1]}
     assert len(set(amounts)) > len(sizes)
     assert {name for _, _, name in shown} <= set(shards(sharded))
-    shown.clear()
-    push(sharded, OTHER, access, options=asked)
-    assert shown == []
 
     monkeypatch.setattr(output, "QUIET_SECONDS", 0)
     monkeypatch.setattr(output, "PLAIN_LINE_SECONDS", 0)
     for options, expected in (((), True), (("--json",), True), (("--quiet",), False)):
-        shutil.rmtree(hash_cache._path("x").parent)
         told = client.well("push", sharded, f"me/told{len(hub.repositories)}", *options)
         assert ("hashing " in told.stderr) == expected
         assert "hashing" not in told.stdout

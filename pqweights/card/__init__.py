@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pqweights.card import loading, provenance
 from pqweights.card.evaluation import evaluation
-from pqweights.card.front_matter import FrontMatter, known_base_model, make_front_matter, to_yaml
-from pqweights.card.merge import merge
+from pqweights.card.front_matter import OURS, known_base_model, make_front_matter, own_keys, to_yaml
 from pqweights.card.old_card import NOTES_BEGIN, NOTES_END, OldCard, generated_comment, is_branch, read_old_card
 from pqweights.card.recipe import recipe
 from pqweights.card.recipe import title as recipe_title
@@ -46,19 +45,23 @@ MAIN = "main"
 class Card:
     """A generated card.
 
-    text: all of README.md.
+    text: all of README.md; with what the card on the Hub alone has of the user's, if it is to be pushed.
+    here: all of README.md for the folder, without that.
     repository, base_model: the repositories that it names; None if they are not known.
     evaluations: how many evaluations it reports.
     quick_evaluations: how many it leaves out, because they scored too few tokens.
-    changed: whether it differs from the card that was there.
+    changed: whether it differs from the card that was in the folder.
+    replaced: what of the user's the card on the Hub has and this one has not: "notes", "front matter".
     """
 
     text: str
+    here: str
     repository: str | None
     base_model: str | None
     evaluations: int
     quick_evaluations: int
     changed: bool
+    replaced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,6 @@ class _Subject:
     target: the target of an export; None for a master.
     names: the names that the card uses.
     model: what the commands depend on.
-    before: what is kept of the old card.
     """
 
     found: Inspection
@@ -113,7 +115,6 @@ class _Subject:
     target: ExportTarget[Any] | None
     names: _Names
     model: LoadableModel
-    before: OldCard
 
     @property
     def manifest(self) -> Manifest:
@@ -132,30 +133,35 @@ def make_card(
     """Generate the card of a finished folder.
 
     old: the card that is there, whose notes and own front matter are kept.
-    pushed: the card on the Hub, whose notes and keys are merged with those of `old`.
+    pushed: the card on the Hub, of which they are kept where `old` has none.
 
     Raises MasterError if pqweights did not write or finish the folder, SourceError if its config.json cannot be read,
     OutputError if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
     """
     check_names(options.base_model, options.revision)
-    subject = _read_subject(folder, options, old=old, pushed=pushed)
-    text = _text(subject)
+    here = OldCard() if old is None else read_old_card(old, options.adopt)
+    there = OldCard() if pushed is None else read_old_card(pushed, options.adopt, f"{CARD_FILE} on the Hub")
+    both = _kept(here, there)
+    subject = _read_subject(folder, options, both)
+    text = _text(subject, both)
+    text_here = text if pushed is None else _text(subject, replace(both, notes=here.notes, facts=own_keys(here)))
     return Card(
         text=text,
+        here=text_here,
         repository=subject.names.on_hub,
         base_model=subject.names.base_model,
         evaluations=len(subject.shown),
         quick_evaluations=len(subject.records) - len(subject.shown),
-        changed=text != old,
+        changed=text_here != old,
+        replaced=_replaced(both, there),
     )
 
 
-def _read_subject(folder: Path, options: CardOptions, *, old: str | None, pushed: str | None) -> _Subject:
+def _read_subject(folder: Path, options: CardOptions, before: OldCard) -> _Subject:
     found = inspect(folder)
     target = _target(found.manifest)
     sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
     records = read_records(folder, sha256)
-    before = _kept(old, pushed, options.adopt)
     names = _choose_names(found.manifest, options, before)
     return _Subject(
         found=found,
@@ -170,7 +176,6 @@ def _read_subject(folder: Path, options: CardOptions, *, old: str | None, pushed
             files=found.manifest.files,
             weights=(shard.file for shard in shards_of(found.manifest)),
         ),
-        before=before,
     )
 
 
@@ -205,9 +210,9 @@ def _choose_names(manifest: Manifest, options: CardOptions, before: OldCard) -> 
     )
 
 
-def _text(subject: _Subject) -> str:
-    """Return all of a card; sections without a body are left out."""
-    found, manifest, before = subject.found, subject.manifest, subject.before
+def _text(subject: _Subject, before: OldCard) -> str:
+    """Return all of a card; sections without a body are left out. before: what is kept of the old card"""
+    found, manifest = subject.found, subject.manifest
     sections = {
         "Load": _loading(subject),
         "Recipe": recipe(manifest),
@@ -217,33 +222,23 @@ def _text(subject: _Subject) -> str:
         "Files and hashes": provenance.files(manifest, subject.manifest_sha256, bool(subject.records)),
     }
     title = words(_title(subject.names, subject.target, manifest.made_by))
-    parts = [_head(subject), f"# {title}", *provenance.opening(found, subject.names.base_model)]
+    parts = [_head(subject, before), f"# {title}", *provenance.opening(found, subject.names.base_model)]
     for heading, body in sections.items():
         parts += [f"## {heading}", *body] if body else []
     return "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{before.notes}{NOTES_END}\n"
 
 
-def _head(subject: _Subject) -> str:
+def _head(subject: _Subject, before: OldCard) -> str:
     """Return the front matter, and the comment that marks the card as generated."""
-    front = _front_matter(subject)
     names = subject.names
-    return to_yaml(front.facts) + generated_comment(
-        repository=names.on_hub,
-        branch=names.branch,
-        written=front.carried,
-        notes=subject.before.notes,
-        keys=front.own,
-    )
-
-
-def _front_matter(subject: _Subject) -> FrontMatter:
-    return make_front_matter(
+    facts, carried = make_front_matter(
         subject.manifest.identity.model,
-        subject.before,
-        base_model=subject.names.base_model,
+        before,
+        base_model=names.base_model,
         library=loading.library(subject.target, subject.model),
         tags=loading.tags(subject.target, main_bits(subject.manifest)),
     )
+    return to_yaml(facts) + generated_comment(repository=names.on_hub, branch=names.branch, written=carried)
 
 
 def _loading(subject: _Subject) -> list[str]:
@@ -260,12 +255,35 @@ def check_names(base_model: str | None, revision: str | None) -> None:
         raise OutputError(f"branch {revision[:100]!a}: expected a name of letters, digits and any of . _ / + @ -")
 
 
-def _kept(old: str | None, pushed: str | None, adopt: bool) -> OldCard:
-    """Return what is kept of the card in the folder and of the one on the Hub."""
-    return merge(
-        None if old is None else read_old_card(old, adopt),
-        None if pushed is None else read_old_card(pushed, adopt, f"{CARD_FILE} on the Hub"),
+def _kept(here: OldCard, there: OldCard) -> OldCard:
+    """Return what is kept of the card in the folder and, where that has none of the user's, of the one on the Hub.
+
+    Raises OutputError if text that was to be adopted would be lost.
+    """
+    if there.adopted and here.notes.strip() and here.notes != there.notes:
+        raise OutputError(
+            f"{CARD_FILE} on the Hub: --adopt cannot keep its text, because {CARD_FILE} in the folder has notes: add "
+            f"the text to these, and delete {CARD_FILE} on the Hub; nothing was pushed"
+        )
+    ours = {key: value for card in (there, here) for key, value in card.facts.items() if key in OURS and key != "tags"}
+    return OldCard(
+        notes=here.notes if here.notes.strip() or not there.notes.strip() else there.notes,
+        facts=ours | (own_keys(here) or own_keys(there)),
+        repository=here.repository or there.repository,
+        branch=here.branch or there.branch,
     )
+
+
+def _replaced(kept: OldCard, there: OldCard) -> tuple[str, ...]:
+    """Return what of the user's the card on the Hub has, and loses."""
+    lost = (
+        ("notes", there.notes.strip() and there.notes != kept.notes),
+        (
+            "front matter",
+            not own_keys(there).items() <= own_keys(kept).items(),
+        ),
+    )
+    return tuple(part for part, is_lost in lost if is_lost)
 
 
 def read_card(folder: Path) -> str | None:
@@ -296,7 +314,7 @@ def save_card(folder: Path, card: Card) -> bool:
 
     Raises OutputError if the folder cannot be written.
     """
-    path, data = folder / CARD_FILE, card.text.encode("utf-8")
+    path, data = folder / CARD_FILE, card.here.encode("utf-8")
     if path.is_file() and path.read_bytes() == data:
         return False
     write_whole(folder, path, [data])

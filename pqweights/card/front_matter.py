@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -24,24 +23,10 @@ OURS = ("base_model", "base_model_relation", "library_name", "tags")
 _OUR_TAG = re.compile(r"pqweights|quantized|mlx|vllm|compressed-tensors|torchao|bf16|[0-9]+(?:\.[0-9]+)?-bit")
 
 
-@dataclass(frozen=True)
-class FrontMatter:
-    """The front matter of a card.
-
-    facts: all keys with their values.
-    carried: the keys that came from the manifest.
-    own: the keys and tags that the user added.
-    """
-
-    facts: dict[str, Any]
-    carried: list[str]
-    own: dict[str, Any]
-
-
 def make_front_matter(
     model: Mapping[str, Any], old: OldCard, *, base_model: str | None, library: str | None, tags: Sequence[str]
-) -> FrontMatter:
-    """Make the front matter of a card.
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the front matter of a card, and which of its keys came from the manifest.
 
     model: what the manifest says of the original model.
     old: the card that was there, whose own keys and tags are kept.
@@ -61,7 +46,7 @@ def make_front_matter(
     if library is not None:
         facts["library_name"] = library
     facts["tags"] = [*tags, *own_tags]
-    return FrontMatter(facts | foreign, list(carried), foreign | ({"tags": own_tags} if own_tags else {}))
+    return facts | foreign, list(carried)
 
 
 def own_keys(card: OldCard) -> dict[str, Any]:

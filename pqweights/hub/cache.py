@@ -12,9 +12,10 @@ from pathlib import Path
 
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import HubError
-from pqweights.hub.client import Hub, Show, Stop
+from pqweights.hub.client import Hub, Show
 from pqweights.hub.repository import RemoteFile, Repository, pieces_of
 from pqweights.hub.transfers import download
+from pqweights.remote.attempts import Stop
 
 
 def cached(hub: Hub, repository: Repository, file: RemoteFile) -> Path | None:
@@ -40,7 +41,7 @@ def download_to_cache(
 
     show, stop: see download
 
-    The lock is the official client's. Raises HubError, OutputError, Interrupted.
+    The lock is the official client's. Raises HubError, OutputError, TransferStopped.
     """
     found = cached(hub, repository, file)
     if found is not None and file.has_content(pieces_of(found)):

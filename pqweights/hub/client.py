@@ -1,15 +1,14 @@
 """The Hub: requests that are sent again after temporary failures, and what the Hub says of repositories and the user.
 
-The official client retries few requests, does not check the hash of what it fetched, and starts a file from the
-beginning after the process was killed. So this package does all three: here, lost connections, replies that are cut
-short, 429 with Retry-After and errors of the server are retried; transfers.py fetches files by ranges and checks their
-content against the hash that the Hub lists. Every refusal becomes a HubError, one line without the token (refusals.py).
+The official client retries few requests and does not check the hash of what it fetched. So this package does: here,
+lost connections, replies that are cut short, 429 with Retry-After and errors of the server are retried; transfers.py
+checks files against the hash that the Hub lists. Every refusal becomes a HubError, one line without the token
+(refusals.py).
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from pqweights.hub.official import load_official_client
 from pqweights.hub.refusals import Failure, Refusals
 from pqweights.hub.repository import RemoteFile, Repository
 from pqweights.hub.session import TIMEOUT_SECONDS, Traffic, counted_call
+from pqweights.remote.attempts import Stop, attempted
 
 ATTEMPTS = 6
 FIRST_ATTEMPTS = 3  # until the Hub has answered once
@@ -28,11 +28,6 @@ HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 Result = TypeVar("Result")
 Tell = Callable[[str], None]  # called with a line for the user: what is being waited for
 Show = Callable[[int], None]  # called with the number of bytes transferred since the last call
-Stop = Callable[[], bool]  # whether to stop
-
-
-class Interrupted(Exception):
-    """A transfer was stopped by this program, because something else failed or the user asked for it."""
 
 
 class Hub:
@@ -58,8 +53,8 @@ class Hub:
         self.official = load_official_client()
         self.token = token
         self.api: Any = self.official.library.HfApi(token=token)
-        self._refusals = Refusals(self.official, token, str(self.api.endpoint))
-        self._tell = tell
+        self.refusals = Refusals(self.official, token, str(self.api.endpoint))
+        self.tell = tell
         self._traffic = Traffic()
         try:
             self.official.utils.get_session()
@@ -82,7 +77,7 @@ class Hub:
     @property
     def endpoint(self) -> str:
         """The address of the Hub."""
-        return self._refusals.endpoint
+        return self.refusals.endpoint
 
     @property
     def is_offline(self) -> bool:
@@ -91,7 +86,7 @@ class Hub:
 
     def clean(self, text: str) -> str:
         """Return a text of the client or the server on one line, without tokens and without signatures in URLs."""
-        return self._refusals.clean(text)
+        return self.refusals.clean(text)
 
     def log_in(self) -> str:
         """Return the user name of the token, before anything is sent.
@@ -143,36 +138,49 @@ class Hub:
         attempts: how often it is sent at most; by default less often until the Hub has answered once
         how_far: returns how far the transfer came; the attempts are counted from zero when it grows
 
-        Raises HubError, Interrupted.
+        Raises HubError, TransferStopped.
         """
-        what = repository + about
-        attempt, wait, reached = 0, FIRST_WAIT_SECONDS, how_far()
-        while True:
-            try:
-                with counted_call(self.official, self._traffic):
-                    return request()
-            except (self.official.http.HTTPError, OSError) as error:
-                if how_far() > reached:
-                    attempt, wait, reached = 0, FIRST_WAIT_SECONDS, how_far()
-                attempt += 1
-                most = attempts or (ATTEMPTS if self.requests else FIRST_ATTEMPTS)
-                pause = self._refusals.pause(error, wait)
-                if pause is None and not self._refusals.concerns_hub(error):
-                    raise
-                if pause is None or attempt >= most or pause > LONGEST_WAIT_SECONDS:
-                    raise self._explain(error, repository=repository, what=what, attempts=attempt) from None
-                again = f"trying again in {pause:.0f} s ({attempt} of {most - 1})"
-                self._tell(f"{what}: {self._refusals.summary(error)}; {again}")
-            except (ValueError, KeyError, TypeError) as error:  # the client cannot read the answer
-                detail = f"{type(error).__name__}: {self.clean(str(error))[:120]}"
-                raise HubError(f"{what}: {self.endpoint} does not respond like a Hub ({detail})") from None
-            _wait(pause, stop)
-            wait *= 2
+        failures = _Failures(self, repository=repository, what=repository + about, attempts=attempts)
 
-    def _explain(self, error: Exception, *, repository: str, what: str, attempts: int) -> HubError:
-        reached = self.requests > 0
-        return self._refusals.explain(
-            Failure(repository=repository, what=what, error=error, attempts=attempts, reached=reached)
+        def send() -> Result:
+            with counted_call(self.official, self._traffic):
+                try:
+                    return request()
+                except (self.official.http.HTTPError, OSError):
+                    raise
+                except (ValueError, KeyError, TypeError) as error:  # the client cannot read the answer
+                    detail = f"{type(error).__name__}: {self.clean(str(error))[:120]}"
+                    raise HubError(f"{failures.what}: {self.endpoint} does not respond like a Hub ({detail})") from None
+
+        return attempted(send, failures, first_wait=FIRST_WAIT_SECONDS, stop=stop, how_far=how_far)
+
+
+class _Failures:
+    """Failures of one request, for `attempted`."""
+
+    def __init__(self, hub: Hub, *, repository: str, what: str, attempts: int | None) -> None:
+        self.kinds: tuple[type[Exception], ...] = (hub.official.http.HTTPError, OSError)
+        self.what = what
+        self._hub, self._repository, self._attempts = hub, repository, attempts
+
+    def pause(self, error: Exception, wait: float, attempt: int) -> float | None:
+        """Return the seconds to wait, see Failures; the user is told of them."""
+        most = self._attempts or (ATTEMPTS if self._hub.requests else FIRST_ATTEMPTS)
+        pause = self._hub.refusals.pause(error, wait)
+        if pause is None or attempt >= most or pause > LONGEST_WAIT_SECONDS:
+            return None
+        again = f"trying again in {pause:.0f} s ({attempt} of {most - 1})"
+        self._hub.tell(f"{self.what}: {self._hub.refusals.summary(error)}; {again}")
+        return pause
+
+    def explained(self, error: Exception, attempt: int) -> Exception:
+        """Return what to tell the user, see Failures. Errors of the disk stay what they are."""
+        refusals = self._hub.refusals
+        if not refusals.concerns_hub(error) and refusals.pause(error, 0) is None:
+            return error
+        reached = self._hub.requests > 0
+        return refusals.explain(
+            Failure(repository=self._repository, what=self.what, error=error, attempts=attempt, reached=reached)
         )
 
 
@@ -190,12 +198,3 @@ def _remote_file(repository: str, listed: Any) -> RemoteFile:
     if not isinstance(file.byte_count, int) or file.byte_count < 0 or not HASH.fullmatch(str(file.content_hash)):
         raise HubError(f"{repository}: {file.name!a}: the Hub does not list its size and its hash")
     return file
-
-
-def _wait(seconds: float, stop: Stop) -> None:
-    """Sleep. Raises Interrupted once `stop` returns True."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if stop():
-            raise Interrupted
-        time.sleep(min(0.1, max(0.0, end - time.monotonic())))

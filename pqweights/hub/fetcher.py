@@ -1,4 +1,9 @@
-"""Threads that fetch files ahead of their readers, in the order in which they are read."""
+"""Threads that fetch files ahead of their readers, in the order in which they are read.
+
+remote/blocks.py does so for blocks of object storage. Nothing of it is of use here: the Hub lists a hash of each whole
+file, so a file must be on the disk and checked before a byte of it is used, and the caller says when it is needed no
+more; a block is held in memory, checked by its version, and dropped when others are read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pqweights.errors import HubError, OutputError, SourceError
-from pqweights.hub.client import Interrupted, Stop
+from pqweights.remote.attempts import Stop, TransferStopped
 
 STOP_SECONDS = 1.0  # how long to wait for a thread that is to stop
 
@@ -45,7 +50,7 @@ class Fetcher:
     def path(self, file: str) -> Path:
         """Wait for a file and return its path.
 
-        Raises the error with which fetching it failed, Interrupted after `close`.
+        Raises the error with which fetching it failed, TransferStopped after `close`.
         """
         with self._changed:
             if file not in self._held:
@@ -57,7 +62,7 @@ class Fetcher:
             while True:
                 while file not in self._found:
                     if self._stopped:
-                        raise Interrupted
+                        raise TransferStopped
                     self._changed.wait()
                 found = self._found[file]
                 if not isinstance(found, BaseException):
@@ -113,9 +118,9 @@ class Fetcher:
             found: Path | BaseException | None = None
             try:
                 found = self._fetch(file, lambda: self._stopped)
-            except (HubError, OutputError, SourceError, OSError, Interrupted) as error:
+            except (HubError, OutputError, SourceError, OSError, TransferStopped) as error:
                 found = error
             finally:  # readers are told of any other exception too; it keeps its traceback
                 with self._changed:
-                    self._found[file] = found or sys.exception() or Interrupted()
+                    self._found[file] = found or sys.exception() or TransferStopped()
                     self._changed.notify_all()

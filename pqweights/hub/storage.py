@@ -23,11 +23,13 @@ from pqweights.checkpoint.header_starts import HeaderStarts
 from pqweights.checkpoint.storage import Origin
 from pqweights.errors import SourceError
 from pqweights.hub.cache import cache_folder, cached, download_to_cache
-from pqweights.hub.client import Hub, Stop
+from pqweights.hub.client import Hub
 from pqweights.hub.fetcher import Fetcher
 from pqweights.hub.repository import Repository
 from pqweights.hub.transfers import download, read_range, read_whole
 from pqweights.locks import ProcessLock
+from pqweights.remote.addresses import is_inside
+from pqweights.remote.attempts import Stop
 
 # Files up to this size come whole in one request: configurations, indices, cards.
 SMALL_BYTES = 32_000_000
@@ -140,7 +142,7 @@ class HubStorage:
         try:
             yield
         finally:
-            # The attribute stays: threads that still read get what is there, or Interrupted.
+            # The attribute stays: threads that still read get what is there, or TransferStopped.
             self._fetcher.close()
 
     def release(self, file: str) -> None:
@@ -253,10 +255,9 @@ def _is_listed(repository: Repository, name: str) -> bool:
 
     Raises SourceError for a name that would lead out of a folder, or that does not mean what it displays.
     """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in parts[0] or not name.isprintable():
+    if not is_inside(name):
         raise SourceError(
             f"{repository.id}: lists a file {name[:80]!a}: expected a path inside the repository, in printable "
             "characters; do not use this repository"
         )
-    return not any(part.startswith(".") for part in parts)
+    return not any(part.startswith(".") for part in name.split("/"))

@@ -46,6 +46,7 @@ class PushReport:
     url: the address of the repository or of the pull request
     card: README.md as it was pushed
     not_checked: of a dry run, why the Hub was not asked what it holds; None if it was
+    before: the commit that the branch had; empty if there was none
     """
 
     repository: str
@@ -56,6 +57,7 @@ class PushReport:
     url: str
     card: Card
     not_checked: str | None = None
+    before: str = ""
 
     @property
     def sent_bytes(self) -> int:
@@ -120,6 +122,7 @@ def _report(task: PushTask) -> PushReport:
         commit=None,
         url=repository_url(task.hub, remote),
         card=task.card,
+        before=remote.commit,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -45,17 +43,6 @@ class FinishedFolder:
         sizes = {shard.file: shard.file_bytes for shard in self.shards}
         sizes |= {name: record.bytes for name, record in self.manifest.files.items()}
         return sizes | {MANIFEST_FILE: self.stamps[MANIFEST_FILE].byte_count}
-
-    @functools.cached_property
-    def _digests(self) -> dict[str, str]:
-        """The hash of each stored tensor, by name."""
-        return {name: digest for record in self.manifest.records for name, digest in record.digests.items()}
-
-    def content_key(self, shard: ShardPlan) -> str:
-        """Return a name for the content of a shard: the hash of its header and of the hashes of its tensors."""
-        digests = "".join(f"{self._digests[spec.name]}\n" for spec in shard.specs)
-        stated = f"{self.manifest.tensor_hash.key}\n{digests}".encode()
-        return hashlib.sha256(shard.header.sha256.encode() + stated).hexdigest()
 
     def check_unchanged(self, name: str) -> None:
         """Check that a file is the one that was verified. Raises MasterError."""

@@ -1,6 +1,6 @@
 """The SHA-256 of the files of a verified folder: the Hub names large files by it, and the manifest has others.
 
-Files are hashed side by side, each by one thread, and those whose hash an earlier push kept are not read again.
+Files are hashed side by side, each by one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from threading import Event
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.hub.repository import RemoteFile, Repository, pieces_of
 from pqweights.push.folder import FinishedFolder
-from pqweights.push.hash_cache import forget_hash, keep_hash, kept_hash
 from pqweights.push.options import Progress, PushOptions
 
 # The Hub keeps smaller files in git. Should a .gitattributes say otherwise, the official client hashes them itself.
@@ -30,33 +29,16 @@ def hash_files(folder: FinishedFolder, remote: Repository, options: PushOptions)
 
     Raises MasterError if a file was changed after it was verified.
     """
-    keys = {shard.file: folder.content_key(shard) for shard in folder.shards}
-    missing = {}
     hashes = {name: record.sha256 for name, record in folder.manifest.files.items()}
-    for name, byte_count in _without_hash(folder).items():
-        if not _is_needed(name, byte_count, remote.files.get(name), options):
-            continue
-        kept = kept_hash(keys[name]) if name in keys else None
-        if kept is None:
-            missing[name] = byte_count
-        else:
-            hashes[name] = kept
-    for name, sha256 in _side_by_side(folder.path, missing, threads=options.threads, progress=options.hashing):
-        if name in folder.stamps:
-            folder.check_unchanged(name)  # else the hash of other bytes would be kept for these
-        if name in keys:
-            keep_hash(keys[name], sha256)
-        hashes[name] = sha256
+    missing = {
+        name: byte_count
+        for name, byte_count in _without_hash(folder).items()
+        if _is_needed(name, byte_count, remote.files.get(name), options)
+    }
+    hashes |= _side_by_side(folder.path, missing, threads=options.threads, progress=options.hashing)
     for name in hashes.keys() & folder.stamps.keys():
         folder.check_unchanged(name)
     return hashes
-
-
-def forget_hash_of(folder: FinishedFolder, name: str) -> None:
-    """Drop the hash that was kept for a file."""
-    for shard in folder.shards:
-        if shard.file == name:
-            forget_hash(folder.content_key(shard))
 
 
 def _without_hash(folder: FinishedFolder) -> dict[str, int]:

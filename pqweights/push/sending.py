@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from pqweights.card import Card
 from pqweights.checkpoint.names import CARD_FILE
-from pqweights.errors import HubError, HubUnavailableError
+from pqweights.errors import HubError
 from pqweights.hub.client import Hub
 from pqweights.hub.repository import Repository
 from pqweights.hub.transfers import Upload, upload
 from pqweights.push.changes import CHANGED, DELETED, NEW, SAME, UNKNOWN, Change, find_changes
 from pqweights.push.destination import Destination, check_private
 from pqweights.push.folder import FinishedFolder
-from pqweights.push.hashing import forget_hash_of
 from pqweights.push.options import PushOptions
 
 
@@ -173,10 +172,4 @@ def _send_file(task: PushTask, name: str) -> Any:
     destination = task.destination
     content = task.card.text.encode() if name == CARD_FILE else str(task.folder.path / name)
     file = Upload(name, content, task.hashes.get(name))
-    try:
-        return upload(task.hub, destination.remote, file, branch=destination.branch, create_pr=task.options.create_pr)
-    except HubUnavailableError:
-        raise
-    except HubError:  # perhaps because the hash was computed wrong
-        forget_hash_of(task.folder, name)
-        raise
+    return upload(task.hub, destination.remote, file, branch=destination.branch, create_pr=task.options.create_pr)

@@ -108,6 +108,13 @@ def parse_address(text: str) -> Address:
     return address
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name that a server lists leads to a file inside of the folder, and means what it displays."""
+    parts = name.split("/")
+    is_plain = "\\" not in name and ":" not in parts[0] and name.isprintable()
+    return is_plain and not any(part in ("", ".", "..") for part in parts)
+
+
 def local_path(text: str | Path) -> str | Path:
     """Return what the user gave, with file:// turned into a local path.
 

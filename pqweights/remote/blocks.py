@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.remote.failures import TransferStopped
+from pqweights.remote.attempts import TransferStopped
 
 BLOCK_BYTES = 8 << 20
 FETCHING_THREADS = 6

@@ -9,17 +9,14 @@ from __future__ import annotations
 import errno
 import re
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pqweights.errors import StorageError
 
 ATTEMPTS = 5
 FIRST_ATTEMPTS = 3  # until the storage has answered once
-FIRST_WAIT_SECONDS = 0.2
-WAIT_GROWTH = 2.5  # 0.2, 0.5, 1.25 and 3.1 seconds
+FIRST_WAIT_SECONDS = 0.3  # then 0.6, 1.2 and 2.4
 
 TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 TEMPORARY_CODES = (
@@ -91,13 +88,6 @@ PERMISSIONS = {
 FAMILIES = {"s3a": "s3", "gcs": "gs"}
 CODE = re.compile(r"[A-Za-z0-9_.]{1,60}")
 
-Result = TypeVar("Result")
-Stop = Callable[[], bool]  # whether to stop
-
-
-class TransferStopped(Exception):
-    """A transfer was stopped by this program, because something else failed or the user asked for it."""
-
 
 class Truncated(Exception):
     """A reply has fewer or more bytes than were asked for."""
@@ -126,9 +116,9 @@ class Request:
         return FAMILIES.get(self.scheme, self.scheme)
 
 
-def expected_errors() -> tuple[type[BaseException], ...]:
+def expected_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions by which the clients that are loaded tell of failed requests."""
-    found: list[type[BaseException]] = [OSError, Truncated]
+    found: list[type[Exception]] = [OSError, Truncated]
     for module, names in (
         ("botocore.exceptions", ("BotoCoreError", "ClientError")),
         ("aiohttp", ("ClientError",)),
@@ -142,7 +132,7 @@ def expected_errors() -> tuple[type[BaseException], ...]:
     return tuple(found)
 
 
-def status_and_code(error: BaseException) -> tuple[int, str]:
+def status_and_code(error: Exception) -> tuple[int, str]:
     """Return the HTTP status of a reply and the storage's code for the error; 0 and an empty text if there is none."""
     for each in (error, error.__cause__):
         response: Any = getattr(each, "response", None)
@@ -157,7 +147,7 @@ def status_and_code(error: BaseException) -> tuple[int, str]:
     return 0, ""
 
 
-def may_pass(error: BaseException) -> bool:
+def may_pass(error: Exception) -> bool:
     """Whether the same request may succeed later: failing servers, throttling, lost connections, cut replies."""
     status, code = status_and_code(error)
     if status or code:
@@ -170,44 +160,25 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, Truncated | ConnectionError | TimeoutError) or bool(names & UNANSWERED)
 
 
-def attempted(
-    request: Request,
-    send: Callable[[], Result],
-    *,
-    attempts: int = ATTEMPTS,
-    stop: Stop = lambda: False,
-) -> Result:
-    """Send a request, again if that may help, and return its result. FileNotFoundError is left to the caller.
+class RequestFailures:
+    """Failures of one request, for `attempted`. FileNotFoundError is the caller's, unless the bucket is missing."""
 
-    attempts: how often it is sent at most
-    stop: asked while waiting
+    def __init__(self, request: Request, attempts: int = ATTEMPTS) -> None:
+        """attempts: how often it is sent at most"""
+        self.kinds, self._request, self._attempts = expected_errors(), request, attempts
 
-    Raises StorageError, TransferStopped.
-    """
-    errors, wait = expected_errors(), FIRST_WAIT_SECONDS
-    for attempt in range(1, attempts + 1):
-        try:
-            return send()
-        except errors as error:
-            if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
-                raise
-            if not may_pass(error) or attempt == attempts:
-                raise explained(request, error, attempt) from None
-        _wait(wait, stop)
-        wait *= WAIT_GROWTH
-    raise AssertionError
+    def pause(self, error: Exception, wait: float, attempt: int) -> float | None:
+        """Return the seconds to wait, see Failures."""
+        return wait if may_pass(error) and attempt < self._attempts else None
+
+    def explained(self, error: Exception, attempt: int) -> Exception:
+        """Return what to tell the user, see Failures."""
+        if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
+            return error
+        return explained(self._request, error, attempt)
 
 
-def _wait(seconds: float, stop: Stop) -> None:
-    """Sleep. Raises TransferStopped once `stop` returns True."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        if stop():
-            raise TransferStopped
-        time.sleep(min(0.1, left))
-
-
-def explained(request: Request, error: BaseException, attempts: int) -> StorageError:
+def explained(request: Request, error: Exception, attempts: int) -> StorageError:
     """Return what to tell the user about a request that is not sent again."""
     problem = _refusal(request, error)
     if problem is None:
@@ -226,7 +197,7 @@ def explained(request: Request, error: BaseException, attempts: int) -> StorageE
     return StorageError(f"{request.what}: {problem}")
 
 
-def _refusal(request: Request, error: BaseException) -> str | None:
+def _refusal(request: Request, error: Exception) -> str | None:
     """Return what is wrong with the bucket, the credentials or the permissions; None if it is something else."""
     status, code = status_and_code(error)
     family, shown = request.family, _shown(error)
@@ -248,7 +219,7 @@ def _refusal(request: Request, error: BaseException) -> str | None:
     return None
 
 
-def _shown(error: BaseException) -> str:
+def _shown(error: Exception) -> str:
     """Return the storage's code for an error, or its status, or else the kind of the exception: never its message."""
     status, code = status_and_code(error)
     if code or status:
@@ -260,6 +231,6 @@ def _shown(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _names(error: BaseException) -> set[str]:
+def _names(error: Exception) -> set[str]:
     """Return the names of an exception's classes."""
     return {each.__name__ for each in type(error).__mro__}

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from pqweights.checkpoint.file_state import FileState
 from pqweights.errors import SourceChangedError, StorageError
+from pqweights.remote import failures
 from pqweights.remote.addresses import Address
-from pqweights.remote.failures import ATTEMPTS, FIRST_ATTEMPTS, Request, Stop, Truncated, attempted
+from pqweights.remote.attempts import Stop, attempted
+from pqweights.remote.failures import ATTEMPTS, FIRST_ATTEMPTS, Request, RequestFailures, Truncated
 from pqweights.remote.opening import EXTRAS, endpoint_of, open_file_system, path_of
 from pqweights.remote.s3 import S3Objects
 
@@ -229,7 +231,9 @@ class RemoteFolder:
 
         request, attempts = self._request_for(action, name), ATTEMPTS if self._answered else FIRST_ATTEMPTS
         try:
-            result = attempted(request, sent, attempts=attempts, stop=stop)
+            result = attempted(
+                sent, RequestFailures(request, attempts), first_wait=failures.FIRST_WAIT_SECONDS, stop=stop
+            )
         except FileNotFoundError:
             if "missing" not in missing:
                 raise StorageError(f"{request.what}: there is no such file") from None

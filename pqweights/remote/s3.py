@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pqweights.remote.failures import Stop, TransferStopped, expected_errors
+from pqweights.remote.attempts import Stop, TransferStopped
+from pqweights.remote.failures import expected_errors
 
 # A part of an upload, of which few wait in memory, and of a copy on the server.
 PART_BYTES = 16_000_000

@@ -23,7 +23,7 @@ from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder
 from pqweights.checkpoint.storage import WorkFolder
 from pqweights.errors import SourceError
 from pqweights.locks import ProcessLock
-from pqweights.remote.addresses import Address
+from pqweights.remote.addresses import Address, is_inside
 from pqweights.remote.blocks import BlockCache
 from pqweights.remote.folder import RemoteFolder
 
@@ -213,8 +213,7 @@ class RemoteStorage:
 
 def _check_name(folder: RemoteFolder, name: str) -> None:
     """Raise SourceError for a name that would lead out of a folder, or that does not mean what it displays."""
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or ":" in parts[0] or not name.isprintable():
+    if not is_inside(name):
         raise SourceError(
             f"{folder.address}: holds a file {name[:80]!a}: expected a path inside of it, in printable characters; "
             "rename or remove it"

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from hub_cases import CASES, NOT_NEEDED, RUN, SOURCE, Case, Client, files_of, write_source
-from loopback_hub import Cut, Fault, LoopbackHub, Request, Run, Stall
+from loopback_hub import Corrupt, Cut, Fault, LoopbackHub, Request, Run, Stall, Status
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.hub import transfers
 from pqweights.quantizing import EncodeJob
 from pqweights.rewrite.jobs import Sink
 
@@ -202,6 +204,33 @@ def test_verify_inspect_and_export_fetch_only_needed_files(
     assert not set(fetched(hub.requests[sent:])) & {"model.gguf", "pytorch_model.bin"}
 
 
+@pytest.mark.parametrize("options", [[], ["--low-disk"]], ids=["cache", "low-disk"])
+def test_files_that_the_hub_sends_by_xet_only_are_fetched_by_the_official_client(
+    options: list[str], hub: LoopbackHub, client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loopback Hub does not speak xet, and the client takes HTTP; the hash is checked all the same."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(transfers, "MOST_HTTP_BYTES", 100_000)
+    run_command({"quantize": str(source)}, tmp_path / "expected")
+    asked = Fault(Corrupt(50_000), "GET", rf"resolve/.*{SHARDS[0]}", after=1)
+    hub.inject(asked, Fault(Status(503), "HEAD", rf"resolve/.*{SHARDS[0]}"))
+    client.well("quantize", SOURCE, tmp_path / "out", *options)
+    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
+    heads = [request.path.rpartition("/")[2] for request in hub.requests if request.method == "HEAD"]
+    assert set(heads) == {SHARDS[0]} and hub.faults == []
+    assert not list(client.home.rglob("*.xet")) and not list(tmp_path.rglob("*.incomplete"))
+
+    shutil.rmtree(client.home, ignore_errors=True)
+    hub.inject(replace(asked, times=1000))
+    line = client.line("quantize", SOURCE, tmp_path / "damaged", *options)
+    assert f"{SHARDS[0]}: fetched 3 times, and its content never had the hash" in line
+    hub.clear_faults()
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 100_000)
+    line = client.line("quantize", SOURCE, tmp_path / "refused", *options)
+    assert "more than the Hub sends by HTTP: pip install hf_xet" in line
+
+
 def test_cached_files_are_not_fetched_again(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
     client.well("quantize", SOURCE, tmp_path / "first")
     sent = len(hub.requests)
@@ -330,10 +359,8 @@ def test_repository_that_pqweights_did_not_push_is_refused(command: list[str], c
     assert "me/source: expected " in line and "pqweights.json" in line and "found no" in line
 
 
-@pytest.mark.parametrize("command", ["plan", "quantize", "quantize --low-disk", "verify", "inspect", "export"])
 @pytest.mark.parametrize(("arguments", "token", "says"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refusals_say_what_to_do(
-    command: str,
     arguments: list[str],
     token: str | None,
     says: list[str],
@@ -347,14 +374,15 @@ def test_refusals_say_what_to_do(
         repository.access = False
         hub.commit(name, files_of(source) | {"pqweights.json": b"{}"})
     client.token = {"right": hub.token, "wrong": "hf_" + "Wrong" * 7, None: None}[token]
-    name, *options = command.split()
-    out = [tmp_path / "out"] if name in ("quantize", "export") else []
-    options += ["--target", "bf16"] if name == "export" else []
-    line = client.line(name, arguments[0], *out, *arguments[1:], *options)
-    for part in says:
-        assert part in line
-    assert not (tmp_path / "out").exists()
-    assert len(hub.requests) <= 4  # none of these requests is sent again
+    for command in ("plan", "quantize", "quantize --low-disk", "verify", "inspect", "export --target bf16"):
+        name, *options = command.split()
+        out = [tmp_path / "out"] if name in ("quantize", "export") else []
+        sent = len(hub.requests)
+        line = client.line(name, arguments[0], *out, *arguments[1:], *options)
+        for part in says:
+            assert part in line
+        assert not (tmp_path / "out").exists()
+        assert len(hub.requests) - sent <= 4  # none of these requests is sent again
 
 
 def test_token_gives_access_to_private_and_gated_repositories(

@@ -12,8 +12,8 @@ import pytest
 
 from pqweights.errors import StorageError
 from pqweights.remote import blocks
+from pqweights.remote.attempts import TransferStopped
 from pqweights.remote.blocks import BlockCache
-from pqweights.remote.failures import TransferStopped
 
 SIZE = 1_003_333
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
+from pqweights_cli import output
 from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
@@ -17,6 +21,13 @@ def invoke(*arguments: object) -> Result:
     return result
 
 
+@contextlib.contextmanager
+def progress_hidden() -> Iterator[None]:
+    """Show no progress, which comes after two seconds, and so where a test runs on a busy machine."""
+    with patch.multiple(output, QUIET_SECONDS=3600.0, STATUS_SECONDS=3600.0):
+        yield
+
+
 def done(*arguments: object) -> Result:
     """Run a command that must succeed."""
     result = invoke(*arguments)
@@ -26,14 +37,16 @@ def done(*arguments: object) -> Result:
 
 def answer(*arguments: object) -> Any:
     """Run a command that must succeed and print nothing but JSON; return the parsed JSON."""
-    result = done(*arguments, "--json")
+    with progress_hidden():
+        result = done(*arguments, "--json")
     assert result.stderr == ""
     return json.loads(result.stdout)
 
 
 def refused(*arguments: object, code: int = 1) -> str:
     """Run a command that must fail with one line on stderr and nothing on stdout; return the line."""
-    result = invoke(*arguments)
+    with progress_hidden():
+        result = invoke(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

@@ -162,7 +162,10 @@ class Client:
 
     def line(self, *arguments: str | Path) -> str:
         """Run a command that must fail with exit code 1, and return its one line; waits are reported before it."""
-        result = self(*arguments)
+        from commands import progress_hidden
+
+        with progress_hidden():
+            result = self(*arguments)
         assert result.exit_code == 1, result.output
         assert result.stdout == ""
         *waits, line = result.stderr.splitlines()
