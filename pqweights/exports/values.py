@@ -12,7 +12,7 @@ from pqweights.errors import OptionError
 from pqweights.exports.integers import Outline, Rounding
 from pqweights.exports.target import ExportSource
 from pqweights.folding.fold import EQUALIZE, Fold
-from pqweights.planning.moments_file import Moments
+from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.manifest import Manifest
 
 
@@ -36,7 +36,7 @@ def values_of(
     *,
     manifest: Manifest | None,
     outline: Outline,
-    moments: Moments | None,
+    moments: Statistics | None,
 ) -> Values:
     """Return the values that an export rounds.
 

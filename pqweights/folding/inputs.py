@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.folding.links import Link, Side
-from pqweights.planning.moments_file import Moments
+from pqweights.planning.statistics_file import Statistics
 
 Doubles = npt.NDArray[np.float64]
 
 
-def mean_squares(link: Link, moments: Moments) -> Doubles | None:
+def mean_squares(link: Link, moments: Statistics) -> Doubles | None:
     """Return the mean square of each channel of a link, [matrices, channels]; NaN for a matrix without inputs.
 
     It is the mean over all readers, weighted by their tokens; None if none of them had inputs.
