@@ -37,8 +37,7 @@ from pqweights.evaluate.protocol import Windows, compare
 from pqweights.exports.gguf_files import IMATRIX_FILE
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.measure.calibrate import CalibrationOptions
-from pqweights.measure.moments import calibrate_moments
+from pqweights.measure.calibrate import CalibrationOptions, calibrate
 from pqweights.runtimes.models import Model, open_model
 from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
@@ -183,7 +182,7 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
     ids = tokenize(model, text)
     pqweights.quantize(model, work / "master", "q6")
     rest = str(tokenizer.decode(ids[tokens : tokens + CALIBRATION_TOKENS].tolist()))
-    calibrate_moments(model, work / "moments.safetensors", rest, options=CalibrationOptions(window=window))
+    calibrate(model, work / "moments.safetensors", rest, moments=True, options=CalibrationOptions(window=window))
     bench = Bench(
         model=model,
         base=remembering(open_model(model)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,9 @@ import typer
 from . import options, output, text_options
 
 if TYPE_CHECKING:
-    from pqweights.measure.calibrate import Calibration, LayerReport
-    from pqweights.measure.moments import MomentsReport
+    from pqweights.measure.calibrate import Calibration
+    from pqweights.measure.layer_search import LayerReport
+    from pqweights.planning.statistics_file import InputVector
 
 COLUMNS = [
     ("weight", False),
@@ -27,7 +29,7 @@ REASONS_SHOWN = 2
 
 
 FileArgument = Annotated[
-    Path, typer.Argument(metavar="OUT.safetensors", help="File for the scales, or for the moments.")
+    Path, typer.Argument(metavar="OUT.safetensors", help="File for the scales, the moments or both.")
 ]
 TextOption = Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text for the model to read.")]
 MaxTokensOption = Annotated[
@@ -37,7 +39,7 @@ WindowOption = Annotated[
     int | None,
     typer.Option("--window", min=2, help="Tokens per window.", show_default="512, or the model's limit if smaller"),
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of the same kind.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file of statistics.")]
 MomentsOption = Annotated[
     bool,
     typer.Option(
@@ -45,7 +47,10 @@ MomentsOption = Annotated[
         help="Write second moments of all inputs for export --calibration, in place of scales. SRC may be a master.",
     ),
 ]
-# Options that choose what scales are searched for, and so mean nothing with --moments.
+ScalesOption = Annotated[
+    bool, typer.Option("--scales", help="With --moments: search scales too, in the same pass over the text.")
+]
+# Options that choose what scales are searched for, and so mean nothing with --moments alone.
 OF_SCALES = ("recipe", "codec", "bits", "keep", "set_bits", "threads")
 
 
@@ -55,6 +60,7 @@ def command(
     out: FileArgument,
     text: TextOption,
     moments: MomentsOption = False,
+    scales: ScalesOption = False,
     recipe: options.RecipeOption = "q5",
     codec: options.CodecOption = None,
     bits: options.BitsOption = None,
@@ -78,15 +84,15 @@ def command(
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1. With --moments, no scales are searched: the second moments of the inputs of
-    all matrices are written, for export --calibration. The same command continues an interrupted run.
+    all matrices are written, for export --calibration; --moments --scales writes both into one file. The same command
+    continues an interrupted run.
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
-        from pqweights.measure.moments import MomentsReport, calibrate_moments
         from pqweights.planning.choice import RecipeOptions, choose_recipe
         from pqweights.runtimes.texts import read_text
 
-        if moments:
+        if moments and not scales:
             _check_moments_options(ctx)
         changes = RecipeOptions(codec=codec, bits=bits, keep=tuple(keep or ()), set_bits=options.settings(set_bits))
         chosen = choose_recipe(recipe, changes)
@@ -101,16 +107,18 @@ def command(
             threads=options.thread_count(threads),
             overwrite=overwrite,
         )
-        done: Calibration | MomentsReport
         with output.progress("calibrating", unit="steps") as progress:
-            if moments:
-                done = calibrate_moments(found.path, out, read_text(text), options=asked, progress=progress)
-            else:
-                done = calibrate(found.path, out, read_text(text), recipe=chosen, options=asked, progress=progress)
+            done = calibrate(
+                found.path,
+                out,
+                read_text(text),
+                recipe=None if moments and not scales else chosen,
+                moments=moments,
+                options=asked,
+                progress=progress,
+            )
         if json:
             output.print_json({"output": str(out)} | done.to_json())
-        elif isinstance(done, MomentsReport):
-            output.summary(*_moments_lines(done, source, out))
         else:
             output.summary(*_lines(done, source, out))
 
@@ -124,25 +132,30 @@ def _check_moments_options(ctx: typer.Context) -> None:
             raise typer.BadParameter(f"{option}: means nothing with --moments, which searches no scales; leave it out")
 
 
-def _moments_lines(done: MomentsReport, source: str, out: Path) -> list[str]:
+def _lines(done: Calibration, source: str, out: Path) -> list[str]:
+    lines = [] if done.layers is None else _scales_lines(done, done.layers, source, out)
+    return lines if done.vectors is None else [*lines, *_moments_lines(done, done.vectors, source, out)]
+
+
+def _moments_lines(done: Calibration, vectors: Sequence[InputVector], source: str, out: Path) -> list[str]:
     from pqweights.units import counted
 
-    fewest = min((vector.tokens for vector in done.vectors), default=0)
+    fewest = min((vector.tokens for vector in vectors), default=0)
     return [
-        f"{source} -> {out}: moments of {counted(len(done.vectors), 'distinct vector')} of inputs, which "
+        f"{source} -> {out}: moments of {counted(len(vectors), 'distinct vector')} of inputs, which "
         f"{counted(len(done.weights), 'tensor')} read; {done.tokens} tokens, and another {done.held_back_tokens} "
         f"held back; the vector with the fewest had {fewest}",
         f"Next: pqweights export MASTER OUT -t TARGET --calibration {out}",
     ]
 
 
-def _lines(done: Calibration, source: str, out: Path) -> list[str]:
-    scaled = sum(layer.scaled for layer in done.layers)
+def _scales_lines(done: Calibration, layers: Sequence[LayerReport], source: str, out: Path) -> list[str]:
+    scaled = sum(layer.scaled for layer in layers)
     return [
-        *output.table(COLUMNS, [_row(layer) for layer in done.layers]),
+        *output.table(COLUMNS, [_row(layer) for layer in layers]),
         "",
         "gain: the share by which the error of the layer's output falls, on the text and on its held-back windows",
-        f"{source} -> {out}: scales for {scaled} of {len(done.layers)} tensors, which add "
+        f"{source} -> {out}: scales for {scaled} of {len(layers)} tensors, which add "
         f"{done.bits_per_weight:.4f} bits per weight; searched on {done.tokens} tokens and checked on "
         f"another {done.held_back_tokens}",
         f"Next: pqweights quantize {source} OUT --awq {out}",

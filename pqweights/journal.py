@@ -28,7 +28,10 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_journal(path: Path) -> list[Any]:
-    """Return the values of a journal, in order, and cut off what is damaged; nothing if there is no journal."""
+    """Return the values of a journal, in order, and cut off what is damaged behind them.
+
+    There are none if there is no journal, or if its first line is damaged; then it stays as it is.
+    """
     values: list[Any] = []
     if not path.exists():
         return values
@@ -36,7 +39,8 @@ def read_journal(path: Path) -> list[Any]:
     for line in path.read_bytes().splitlines(keepends=True):
         digest, _, content = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or hashlib.sha256(content).hexdigest().encode() != digest:
-            os.truncate(path, valid)
+            if values:
+                os.truncate(path, valid)
             break
         values.append(json.loads(content))
         valid += len(line)

@@ -21,10 +21,9 @@ from pqweights.errors import OptionError, OutputError, RecipeError, SourceError,
 from pqweights.exports.possible import possible_exports
 from pqweights.folding.fold import Fold, check_fold
 from pqweights.hub.sources import Access, address_of, open_source
-from pqweights.planning.awq_file import AwqScales, open_awq
+from pqweights.planning.awq import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
-from pqweights.planning.moments_file import open_moments
 from pqweights.planning.plan import (
     DEFAULT_MAX_SHARD_BYTES,
     KEEP,
@@ -37,6 +36,7 @@ from pqweights.planning.plan import (
 from pqweights.planning.rates import Chosen, RatePlanner
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
+from pqweights.planning.statistics_file import MOMENTS, open_statistics
 from pqweights.planning.target import SizeTarget
 from pqweights.remote.addresses import local_path
 from pqweights.rewrite.driver import make_plan, rewrite
@@ -143,7 +143,7 @@ def plan_quantize(
         transform = replace(transform, fit=chosen)
     if options.fold is not None:
         kept = [tensor.name for tensor in transform.plan(checkpoint) if tensor.action == KEEP]
-        moments = None if options.calibration is None else open_moments(options.calibration)
+        moments = None if options.calibration is None else open_statistics(options.calibration, MOMENTS)
         if moments is not None:
             moments.check({"this checkpoint": checkpoint.fingerprint()})
         transform = replace(transform, fold=Fold(checkpoint, plain=kept, moments=moments))
@@ -179,7 +179,7 @@ class Quantize:
     @property
     def inputs(self) -> Inputs:
         """The file of the scales, and the fold with that of the moments for it."""
-        scales = {} if self.awq is None else {"--awq": self.awq.file}
+        scales = {} if self.awq is None else {"--awq": self.awq.file.file}
         return Inputs(checkpoints=scales | ({} if self.fold is None else self.fold.also_reads), fold=self.fold)
 
     @property
@@ -209,7 +209,7 @@ class Quantize:
         return RatePlanner(
             tensors=checkpoint.tensors,
             decisions=decisions,
-            scaled=frozenset() if self.awq is None else self.awq.searched.keys(),
+            scaled=frozenset() if self.awq is None else self.awq.file.searched.keys(),
             nameless=self._nameless,
         )
 

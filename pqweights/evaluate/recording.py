@@ -9,18 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+
+from msgspec import convert
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, SourceError
 from pqweights.evaluate.report import EvaluationReport, ModelScores
-from pqweights.results.evaluation_record import EvaluationRecord, Figure, RecordedDivergence
+from pqweights.results.evaluation_record import EvaluationRecord
 
 # How the name of mlx-lm's runtime begins; it chooses its device itself.
 CHOOSES_ITS_DEVICE = "mlx"
-# Fields of a record that are those of the settings, and fields that hold an estimate.
-SETTINGS = ("tokens", "windows", "window", "stride", "masked", "score_first", "bos", "scored_tokens", "packed")
-FIGURES = ("perplexity", "log_perplexity", "perplexity_change", "log_perplexity_change", "top1_agreement")
 
 
 def make_record(
@@ -37,36 +35,20 @@ def make_record(
     tokenizer: the folder of the tokenizer, if it was not the model's own.
     reference: the name of the reference, if it is not that of its folder.
     """
-    settings, found = report.settings, row.to_json()
-    fingerprint = None
+    settings, fingerprint = report.settings, None
     if settings.reference is not None:
         reference = reference or _base_name(settings.reference)
         fingerprint = _fingerprint(Path(settings.reference))
-    figures = {name: None if found[name] is None else _figure(found[name]) for name in FIGURES}
-    return EvaluationRecord(
-        text=_base_name(settings.text),
-        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
-        tokenizer=None if tokenizer is None else _base_name(tokenizer),
-        runtime=row.runtime,
-        dtype=row.dtype,
-        device=None if row.runtime.startswith(CHOOSES_ITS_DEVICE) else settings.device,
-        reference=reference,
-        reference_fingerprint=fingerprint,
-        kl=_divergence(found["kl"]),
-        **{name: getattr(settings, name) for name in SETTINGS},
-        **figures,  # type: ignore[arg-type]  # perplexities are never None
-    )
-
-
-def _divergence(found: dict[str, Any] | None) -> RecordedDivergence | None:
-    if found is None:
-        return None
-    numbers = {name: value for name, value in found.items() if name != "mean"}
-    return RecordedDivergence(mean=_figure(found["mean"]), **numbers)
-
-
-def _figure(found: dict[str, float | None]) -> Figure:
-    return Figure(found["value"], found["standard_error"])
+    known = report.to_json()["settings"] | row.to_json()
+    known |= {
+        "text": _base_name(settings.text),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokenizer": None if tokenizer is None else _base_name(tokenizer),
+        "device": None if row.runtime.startswith(CHOOSES_ITS_DEVICE) else settings.device,
+        "reference": reference,
+        "reference_fingerprint": fingerprint,
+    }
+    return convert({name: known[name] for name in EvaluationRecord.__struct_fields__}, EvaluationRecord)
 
 
 def _base_name(path: str | Path) -> str:

@@ -36,7 +36,7 @@ from pqweights.kernels.compensation import (
 )
 from pqweights.kernels.groups import GroupRule, Groups
 from pqweights.locks import ProcessLock
-from pqweights.planning.moments_file import Moments
+from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
@@ -70,7 +70,7 @@ class Compensation:
     fold: the fold of the weights; the moments are of the inputs without it
     """
 
-    moments: Moments
+    moments: Statistics
     sources: Mapping[str, tuple[int | str, ...]]
     fold: Fold | None = None
     _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
@@ -133,7 +133,7 @@ class Compensation:
             return made
 
 
-def _made(moments: Moments, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
+def _made(moments: Statistics, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
     """Read the moments of a vector, and factorize them with the best damping for rounding what looks random."""
 
     def strips() -> Iterator[tuple[int, Floats]]:
@@ -167,14 +167,14 @@ def _made(moments: Moments, vector: int, *, columns: Floats | None) -> ReadyFact
     return None if factor is None else ReadyFactor(factor=factor, held_back=held_back, damping=best)
 
 
-def sources_of(tensor: LogicalTensor, rule: object, moments: Moments) -> tuple[int | str, ...]:
+def sources_of(tensor: LogicalTensor, rule: object, moments: Statistics) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
     if not isinstance(rule, GroupRule | WeightedRule):
         return ("its format has no compensated rounding",) * int(np.prod(tensor.shape[:-2]))
     return inputs_of(tensor, moments)
 
 
-def inputs_of(tensor: LogicalTensor, moments: Moments) -> tuple[int | str, ...]:
+def inputs_of(tensor: LogicalTensor, moments: Statistics) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why it has none."""
     count = int(np.prod(tensor.shape[:-2]))
     if role_of(tensor) == "embedding":
@@ -182,7 +182,7 @@ def inputs_of(tensor: LogicalTensor, moments: Moments) -> tuple[int | str, ...]:
     return tuple(_source(tensor, number, moments) for number in range(count))
 
 
-def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
+def _source(tensor: LogicalTensor, number: int, moments: Statistics) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
     vectors: set[int | str] = set()
     if isinstance(tensor, View):
@@ -211,7 +211,7 @@ def _source(tensor: LogicalTensor, number: int, moments: Moments) -> int | str:
     return vector
 
 
-def _vector_of(tensor: LogicalTensor, matrix: int, moments: Moments, *, transposed: bool) -> int | str:
+def _vector_of(tensor: LogicalTensor, matrix: int, moments: Statistics, *, transposed: bool) -> int | str:
     known = moments.weights.get(tensor.name)
     if known is None or matrix >= len(known.vectors):
         return "no product of inputs with it was seen"

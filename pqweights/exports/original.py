@@ -20,8 +20,8 @@ from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
 from pqweights.exports.unexamined import check_names
 from pqweights.folding.fold import EQUALIZE, Fold
-from pqweights.planning.moments_file import Moments, open_moments
 from pqweights.planning.plan import coder_of
+from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.remote.storage import open_address
 from pqweights.rewrite.manifest import Manifest
 
@@ -85,7 +85,7 @@ def _values_of(
     *,
     manifest: Manifest | None,
     outline: Outline,
-    moments: Moments | None,
+    moments: Statistics | None,
 ) -> _Values:
     """Return the values that an export rounds.
 
@@ -153,7 +153,7 @@ def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Che
     return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
 
 
-def _moments(source: ExportSource, path: Path, original: Checkpoint | None, manifest: Manifest | None) -> Moments:
+def _moments(source: ExportSource, path: Path, original: Checkpoint | None, manifest: Manifest | None) -> Statistics:
     """Open the file of moments that was given, which must be of a model of which the inputs are those of the values.
 
     Raises OptionError if nothing uses it, SourceError if it is of another model.
@@ -162,7 +162,7 @@ def _moments(source: ExportSource, path: Path, original: Checkpoint | None, mani
     uses_it = source.rounding == GPTQ or source.fold or (original is not None and "calibration" in fold)
     if not uses_it:
         raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
-    moments = open_moments(path)
+    moments = open_statistics(path, MOMENTS)
     if fold and original is None and manifest is not None and moments.checkpoint == manifest.source_fingerprint:
         raise SourceError(
             f"{path}: these moments are of the model that {source.folder} was folded from, whose inputs are others; "
@@ -192,7 +192,7 @@ def _fingerprints(source: ExportSource, original: Checkpoint | None, manifest: M
     return result
 
 
-def _compensation(outline: Outline, moments: Moments | None, fold: Fold | None) -> Compensation | None:
+def _compensation(outline: Outline, moments: Statistics | None, fold: Fold | None) -> Compensation | None:
     """Return what is known of the inputs of the weights that are rounded; None if rounding is not compensated."""
     if moments is None:
         return None

@@ -31,8 +31,8 @@ from pqweights.folding.search import find_links
 from pqweights.folding.sizes import Progress, Sizes, SizesPass, mean_squares
 from pqweights.journal import append_line, read_journal
 from pqweights.locks import ProcessLock
-from pqweights.planning.moments_file import Moments
 from pqweights.planning.plan import TensorPlan
+from pqweights.planning.statistics_file import Statistics
 from pqweights.suggestions import instead
 
 Floats = npt.NDArray[np.float32]
@@ -91,7 +91,7 @@ class _LinkFactors:
 class Fold:
     """The fold of one checkpoint. `measure` must be called before a tensor is read."""
 
-    def __init__(self, original: Checkpoint, *, plain: Collection[str], moments: Moments | None = None) -> None:
+    def __init__(self, original: Checkpoint, *, plain: Collection[str], moments: Statistics | None = None) -> None:
         """Find what can be folded.
 
         original: the checkpoint
@@ -221,7 +221,10 @@ class Fold:
         """
         path = folder / FACTORS_FILE
         self._read_gains()
-        self._known |= {number: _LinkFactors.parse(gain, stored) for number, gain, stored in read_journal(path)}
+        found = read_journal(path)
+        if not found:
+            path.unlink(missing_ok=True)
+        self._known |= {number: _LinkFactors.parse(gain, stored) for number, gain, stored in found}
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return

@@ -24,7 +24,7 @@ from pqweights.folding.folded import exact_dtype
 from pqweights.folding.links import COLUMNS, ROWS, Link, Side
 from pqweights.kernels.factors import squares
 from pqweights.kernels.workers import scratch
-from pqweights.planning.moments_file import Moments
+from pqweights.planning.statistics_file import Statistics
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -239,7 +239,7 @@ def _sampled_runs(height: int, columns: int) -> Iterator[tuple[int, int]]:
         yield number * height // count, rows
 
 
-def mean_squares(link: Link, moments: Moments) -> Doubles | None:
+def mean_squares(link: Link, moments: Statistics) -> Doubles | None:
     """Return the mean square of each channel of a link, [matrices, channels]; NaN for a matrix without inputs.
 
     It is the mean over all readers, weighted by their tokens; None if none of them had inputs.

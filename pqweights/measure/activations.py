@@ -1,17 +1,15 @@
 """The inputs of each matrix of a model while it reads a text, for linear layers and experts alike.
 
 transformers runs the model. Products of activations with a parameter, or with matrices of a stack of experts, are
-recorded where torch computes them (see _PRODUCTS), so no architecture needs a rule of its own. Rows of the inputs are
-sampled into a file.
+recorded where torch computes them (see _PRODUCTS), so no architecture needs a rule of its own. What is kept of them is
+up to the recorder (inputs.py).
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,11 +17,8 @@ import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import SourceError
-from pqweights.measure.scale_search import Inputs
 
-Floats = npt.NDArray[np.float32]
 Place = tuple[str, int | None]  # a parameter of the model, and the number of a matrix if it is a stack
 
 # Functions that multiply: the names of their arguments up to the two that are multiplied, and the axis of the second
@@ -40,22 +35,6 @@ _PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
     torch.addmm: (("input", "mat1", "mat2"), -2),
 }
 
-_SAMPLES = Path("temporary file beside OUT")  # the name of the file in messages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """What is kept of the activations.
-
-    wanted: the matrices whose inputs are kept.
-    rows: how many rows are kept of each matrix, to search on and held back.
-    descriptor: the open file that they are written to.
-    """
-
-    wanted: Collection[Place]
-    rows: tuple[int, int]
-    descriptor: int
-
 
 @dataclass(frozen=True)
 class TextWindow:
@@ -63,77 +42,6 @@ class TextWindow:
 
     ids: npt.NDArray[np.int64]
     held_back: bool
-
-
-class _Sample:
-    """A random sample of rows in a file; every row that was offered is kept with the same chance (reservoir sampling).
-
-    descriptor: the open file.
-    offset: where the sample begins in it (bytes).
-    capacity: how many rows are kept.
-    columns: the length of a row.
-    seed: the seed of the choice.
-    """
-
-    def __init__(self, descriptor: int, *, offset: int, capacity: int, columns: int, seed: int) -> None:
-        self._descriptor, self._offset, self._capacity, self._columns = descriptor, offset, capacity, columns
-        self._random = np.random.default_rng(seed)
-        self._windows = np.zeros(capacity, dtype=np.int64)
-        self.seen = 0
-
-    def state(self) -> dict[str, Any]:
-        """Return what continues the sample besides its rows: JSON, but for the windows of the rows [capacity]."""
-        return {"seen": self.seen, "random": self._random.bit_generator.state, "windows": self._windows}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
-        self.seen, self._random.bit_generator.state = state["seen"], state["random"]
-        self._windows[:] = state["windows"]
-
-    @property
-    def windows(self) -> npt.NDArray[np.int64]:
-        """The number of the window that each kept row comes from, [rows]."""
-        return self._windows[: self.seen]
-
-    def add(self, rows: Floats, window: int) -> None:
-        """Offer rows [n, K] of a window."""
-        numbers = np.arange(self.seen, self.seen + len(rows))
-        places = np.where(numbers < self._capacity, numbers, self._random.integers(0, numbers + 1))
-        self.seen += len(rows)
-        for row in np.flatnonzero(places < self._capacity):
-            place = int(places[row])
-            self._windows[place] = window
-            view = np.ascontiguousarray(rows[row]).data.cast("B")
-            at = self._offset + place * self._columns * 4
-            with disk_errors(_SAMPLES):
-                while view:
-                    count = os.pwrite(self._descriptor, view, at)
-                    view, at = view[count:], at + count
-
-    def read(self) -> Floats:
-        """Return the kept rows, [rows, K]."""
-        result = np.empty((min(self.seen, self._capacity), self._columns), dtype=np.float32)
-        view, at = result.reshape(-1).data.cast("B"), self._offset
-        while view:
-            count = os.preadv(self._descriptor, [view], at)
-            assert count, "the file of the samples was cut"
-            view, at = view[count:], at + count
-        return result
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    """The inputs of one matrix.
-
-    along_rows: whether the model stores the matrix as [N, K].
-    squares: the sum of the squares of each channel, [K] f64.
-    rows, held_back: the samples of both kinds.
-    """
-
-    along_rows: bool
-    squares: npt.NDArray[np.float64]
-    rows: _Sample
-    held_back: _Sample
 
 
 class Recorder(Protocol):
@@ -144,84 +52,6 @@ class Recorder(Protocol):
     def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
         """Take the inputs [..., K] of the matrix at `place`; along_rows: whether the model stores it as [N, K]."""
         ...
-
-
-class Activations:
-    """The inputs of the wanted matrices that `watch` recorded. windows: of how many windows of the text."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self.windows = 0
-        self._sampling = sampling
-        self._records: dict[Place, _Record] = {}
-        self._end = 0
-
-    def state(self) -> list[dict[str, Any]]:
-        """Return what continues the recording besides the rows in the file, one entry for each matrix."""
-        return [
-            {
-                "place": place,
-                "along_rows": record.along_rows,
-                "squares": record.squares,
-                "samples": [record.rows.state(), record.held_back.state()],
-            }
-            for place, record in self._records.items()
-        ]
-
-    def restore(self, windows: int, state: Sequence[Mapping[str, Any]]) -> None:
-        """Take over a state, in the order in which its matrices were first seen, which places their rows."""
-        self.windows = windows
-        for entry in state:
-            record = self._new_record(entry["along_rows"], len(entry["squares"]))
-            record.squares[:] = entry["squares"]
-            for sample, kept in zip((record.rows, record.held_back), entry["samples"], strict=True):
-                sample.restore(kept)
-            name, number = entry["place"]
-            self._records[name, number] = record
-
-    def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
-        """Record the inputs [..., K] of the matrix at `place`."""
-        if place not in self._sampling.wanted:
-            return
-        rows = values.detach().reshape(-1, values.shape[-1]).float().cpu().numpy()
-        if place not in self._records:
-            self._records[place] = self._new_record(along_rows, rows.shape[1])
-        record = self._records[place]
-        if held_back:
-            record.held_back.add(rows, window)
-        else:
-            record.rows.add(rows, window)
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.add(record.squares, np.einsum("ij,ij->j", rows, rows, dtype=np.float64), out=record.squares)
-
-    def _new_record(self, along_rows: bool, columns: int) -> _Record:
-        samples = []
-        for capacity in self._sampling.rows:
-            samples.append(
-                _Sample(
-                    self._sampling.descriptor,
-                    offset=self._end,
-                    capacity=capacity,
-                    columns=columns,
-                    seed=len(self._records),
-                )
-            )
-            self._end += capacity * columns * 4
-        squares = np.zeros(columns, dtype=np.float64)
-        return _Record(along_rows=along_rows, squares=squares, rows=samples[0], held_back=samples[1])
-
-    def inputs(self, place: Place) -> Inputs | None:
-        """Return the inputs of one matrix, or None if it had none."""
-        record = self._records.get(place)
-        if record is None:
-            return None
-        return Inputs(
-            along_rows=record.along_rows,
-            tokens=record.rows.seen,
-            rms=np.sqrt(record.squares / max(record.rows.seen, 1)).astype(np.float32),
-            rows=record.rows.read(),
-            held_back=record.held_back.read(),
-            windows=record.held_back.windows,
-        )
 
 
 class _Watch(TorchFunctionMode):
@@ -357,3 +187,14 @@ def places(model: Any, names: Sequence[str]) -> dict[str, WeightPlace]:
             transposed = any(isinstance(op, Transpose) for op in converter.operations) if converter else False
             result[name] = WeightPlace((multiplied[renamed], int(expert[1]) if expert else None), transposed)
     return result
+
+
+def places_of(shape: tuple[int, ...], where: WeightPlace) -> list[Place]:
+    """Return the places of the matrices of a weight of this shape, in order.
+
+    A stack in the file is a stack in the model; an expert that is a tensor of its own is a part of a stack there.
+    """
+    name, expert = where.place
+    if len(shape) == 3:
+        return [(name, number) for number in range(shape[0])]
+    return [(name, expert)]

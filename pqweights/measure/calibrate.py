@@ -1,17 +1,13 @@
-"""Calibration: run a checkpoint over a text, and search scales for every weight that a recipe quantizes.
+"""Calibration: run a checkpoint over a text, and write statistics of the inputs of its matrices.
 
-recording.py runs the model, activations.py records the inputs of the weights, scale_search.py searches. What is found
-for each weight is kept in the folder of unfinished.py, from which the same command continues. The method is in
-docs/awq.md.
+They are second moments for `export --calibration`, or scales that are searched for the weights that a recipe quantizes,
+or both. collecting.py runs the model, inputs.py collects, scale_search.py searches. What is found is kept in the folder
+of unfinished.py, from which the same command continues. docs/moments.md and docs/awq.md have the methods.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
-import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,26 +18,33 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.scales import scale_shape
-from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.writer import disk_errors
-from pqweights.codecs import CODECS
+from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.errors import RecipeError
-from pqweights.measure.preparation import TextWindows, plan_original, text_windows, window_size
-from pqweights.measure.recording import LoadedModel, ModelRun, parts_of, places_of, rows_kept
-from pqweights.measure.scale_search import FEWEST_WINDOWS, Matrix, SearchResult, search
+from pqweights.measure.collecting import Collection, Layout, ModelRun, find_layout, keep_moments
+from pqweights.measure.layer_search import LayerReport, layer_from_record, layer_to_record, search_layer
+from pqweights.measure.preparation import LoadedModel, TextWindows, plan_original, text_windows, window_size
+from pqweights.measure.scale_search import FEWEST_WINDOWS
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
-from pqweights.planning.awq_file import open_awq, write_awq
-from pqweights.planning.plan import TensorPlan, coder_of
+from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.result_file import check_free
+from pqweights.planning.statistics_file import (
+    VERSION,
+    InputVector,
+    MomentsToWrite,
+    ScalesToWrite,
+    WeightInputs,
+    moments_bytes,
+    open_statistics,
+    write_statistics,
+)
 from pqweights.runtimes.folders import read_folder
 from pqweights.runtimes.packages import package
-from pqweights.runtimes.texts import Ids
 
 if TYPE_CHECKING:
-    from pqweights.measure.activations import Activations, WeightPlace
+    from pqweights.measure.inputs import VectorInputs
 
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
@@ -51,62 +54,45 @@ WINDOW = 512
 DEFAULT_TOKENS = 16384
 # One window in this many is held back from the search, to check its result.
 HELD_BACK_OF = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerReport:
-    """The result for one weight of the plan.
-
-    name: the weight.
-    codec, bits: what the scales were searched for.
-    matrices: one result, or one for each expert.
-    """
-
-    name: str
-    codec: str
-    bits: float
-    matrices: tuple[SearchResult, ...]
-
-    @property
-    def scaled(self) -> bool:
-        """Whether any of its matrices gets scales."""
-        return any(found.scaled for found in self.matrices)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the weight in the metadata of the file."""
-        return {
-            "codec": self.codec,
-            "bits": self.bits,
-            "scaled": self.scaled,
-            "matrices": [vars(matrix) for matrix in self.matrices],
-        }
+# The record of the layout in the journal.
+LAYOUT = "layout"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """The result of a calibration.
 
-    tokens, held_back_tokens: how many tokens of the text were searched on, and held back.
+    tokens, held_back_tokens: how many tokens of the text were collected from, and held back.
     bos: whether each window of them began with BOS.
-    layers: one report for each weight.
+    vectors: what is known of each distinct vector of inputs; None without moments.
+    weights: which of them each weight reads, by name; empty without moments.
+    layers: one report for each weight whose scales were searched; None without scales.
     bits_per_weight: what all scales add, over the quantized weights.
     """
 
     tokens: int
     held_back_tokens: int
     bos: bool
-    layers: tuple[LayerReport, ...]
+    vectors: tuple[InputVector, ...] | None
+    weights: dict[str, WeightInputs]
+    layers: tuple[LayerReport, ...] | None
     bits_per_weight: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of calibrate --json."""
-        return {
+        result: dict[str, Any] = {
             "tokens": self.tokens,
             "held_back_tokens": self.held_back_tokens,
             "bos": self.bos,
-            "bits_per_weight": self.bits_per_weight,
-            "weights": {layer.name: layer.to_json() for layer in self.layers},
         }
+        weights: dict[str, dict[str, Any]] = {name: dict(vars(reads)) for name, reads in self.weights.items()}
+        if self.layers is not None:
+            result["bits_per_weight"] = self.bits_per_weight
+            for layer in self.layers:
+                weights[layer.name] = weights.get(layer.name, {}) | layer.to_json()
+        if self.vectors is not None:
+            result["inputs"] = [vars(vector) for vector in self.vectors]
+        return result | {"weights": weights}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +106,7 @@ class CalibrationOptions:
     dtype: the dtype that the model runs in; auto for its own.
     device_map: as in transformers.
     threads: how many threads search.
-    overwrite: whether an existing file of scales may be replaced.
+    overwrite: whether an existing file of statistics may be replaced.
     """
 
     max_tokens: int = DEFAULT_TOKENS
@@ -137,25 +123,30 @@ class CalibrationOptions:
 class _CalibrationJob:
     """A calibration of which everything but the model has been read and checked.
 
-    planned: the weights that the recipe quantizes.
+    planned: the weights that the recipe quantizes, for which scales are searched; None without scales.
+    moments: whether moments are written.
     text: the windows of the text.
     """
 
     source: Path
     checkpoint: Checkpoint
-    planned: list[TensorPlan]
+    planned: list[TensorPlan] | None
+    moments: bool
     text: TextWindows
     options: CalibrationOptions
     progress: Progress
 
-    @property
-    def windows(self) -> list[Ids]:
-        """The windows of token ids, each [tokens]."""
-        return self.text.ids
-
     def is_held_back(self, window: int) -> bool:
-        """Whether a window is held back from the search."""
+        """Whether a window is held back."""
         return window % HELD_BACK_OF == HELD_BACK_OF - 1
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the matrices and stacks whose inputs are collected."""
+        tensors: Sequence[LogicalTensor | TensorPlan] = self.checkpoint.tensors
+        if not self.moments and self.planned is not None:
+            tensors = self.planned
+        return {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) in (2, 3)}
 
 
 def fewest_tokens(window: int) -> int:
@@ -168,66 +159,93 @@ def calibrate(
     out: Path,
     text: str,
     *,
-    recipe: Recipe,
+    recipe: Recipe | None = None,
+    moments: bool = False,
     options: CalibrationOptions = CalibrationOptions(),
     progress: Progress = lambda done, total, what: None,
 ) -> Calibration:
-    """Run a checkpoint over a text, search scales for the weights that the recipe quantizes, and write those that help.
+    """Run a checkpoint over a text, and write statistics of the inputs of its matrices.
 
-    source: the folder of the original checkpoint.
-    out: the file for the scales.
+    source: the folder of the original checkpoint, or, for moments alone, of a master.
+    out: the file for the statistics.
     text: what the model reads.
-    recipe: which weights are quantized, and how.
+    recipe: search scales for the weights that this recipe quantizes, and write those that help.
+    moments: write the second moments of the inputs of all linear layers and experts.
 
-    Raises SourceError, RecipeError, OutputError, EvaluationError, MissingDependencyError.
+    Raises SourceError, MasterError, RecipeError, OutputError, EvaluationError, MissingDependencyError.
     """
     with slow_step("reading the text with transformers"):
-        job = _prepare(source, out, text, recipe=recipe, options=options, progress=progress)
-    with open_unfinished(out, _inputs(job, text, recipe), job.checkpoint, overwrite=options.overwrite) as work:
-        _search_missing(job, work)
-        found = [_from_record(tensor.name, work.found[tensor.name]) for tensor in job.planned]
-        scales = {layer.name: values for layer, values in found if values is not None}
-        result = _result(job, [layer for layer, _ in found], scales)
+        job = _prepare(source, out, text, recipe=recipe, moments=moments, options=options, progress=progress)
+    asked = inputs_of(
+        job.checkpoint,
+        recipe={"recipe": None if recipe is None else recipe.to_json(), "moments": moments, "version": VERSION},
+        text=text,
+        windows=job.text.ids,
+        dtype=options.dtype,
+        device_map=options.device_map,
+    )
+    with open_unfinished(out, asked, job.checkpoint, overwrite=options.overwrite) as work:
+        vectors, weights = _collect(job, work)
+        layers = None if job.planned is None else [layer_from_record(t.name, work.found[t.name]) for t in job.planned]
+        result = _result(job, vectors if moments else None, weights if moments else {}, layers)
         about = {
-            "recipe": recipe.to_json(),
+            **({} if recipe is None else {"recipe": recipe.to_json()}),
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "tokens": result.tokens,
             "held_back_tokens": result.held_back_tokens,
-            "window": len(job.windows[0]),
+            "window": len(job.text.ids[0]),
             **job.text.about,
         }
-        write_awq(
+        write_statistics(
             out,
             checkpoint=job.checkpoint.fingerprint(),
             about=about,
-            weights=result.to_json()["weights"],
-            scales=scales,
+            moments=MomentsToWrite(vectors=vectors, weights=weights, data=_data(work.moments, vectors))
+            if moments
+            else None,
+            scales=None if layers is None else _scales(layers),
         )
     return result
 
 
-def _inputs(job: _CalibrationJob, text: str, recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the scales, by which an interrupted run is known."""
-    options = job.options
-    return inputs_of(
-        job.checkpoint,
-        recipe=recipe.to_json(),
-        text=text,
-        windows=job.windows,
-        dtype=options.dtype,
-        device_map=options.device_map,
+def _moments(work: Unfinished, vectors: Sequence[InputVector], weights: dict[str, WeightInputs]) -> MomentsToWrite:
+    return MomentsToWrite(vectors=vectors, weights=weights, data=_data(work.moments, vectors))
+
+
+def _scales(layers: Sequence[tuple[LayerReport, Floats | None]]) -> ScalesToWrite:
+    return ScalesToWrite(
+        weights={layer.name: layer.to_json() for layer, _ in layers},
+        scales={layer.name: values for layer, values in layers if values is not None},
     )
 
 
-def _result(job: _CalibrationJob, layers: Sequence[LayerReport], scales: Mapping[str, Floats]) -> Calibration:
-    held_back = sum(job.is_held_back(number) for number in range(len(job.windows)))
-    window = len(job.windows[0])
+def _data(path: Path, vectors: Sequence[InputVector]) -> Iterator[bytes]:
+    """Yield the moments in the work folder."""
+    left = sum(moments_bytes(vector.size, vector.held_back) for vector in vectors)
+    with open(path, "rb") as stream:
+        while left:
+            data = stream.read(min(left, COPY_BYTES))
+            assert data, "the file of the moments was cut"
+            left -= len(data)
+            yield data
+
+
+def _result(
+    job: _CalibrationJob,
+    vectors: Sequence[InputVector] | None,
+    weights: dict[str, WeightInputs],
+    layers: Sequence[tuple[LayerReport, Floats | None]] | None,
+) -> Calibration:
+    held_back, window = sum(map(job.is_held_back, range(len(job.text.ids)))), len(job.text.ids[0])
+    scales = 16 * sum(values.size for _, values in layers or () if values is not None)
     return Calibration(
-        tokens=window * (len(job.windows) - held_back),
+        tokens=window * (len(job.text.ids) - held_back),
         held_back_tokens=window * held_back,
         bos=job.text.bos,
-        layers=tuple(layers),
-        bits_per_weight=16 * sum(values.size for values in scales.values()) / sum(t.weights for t in job.planned),
+        vectors=None if vectors is None else tuple(vectors),
+        weights=weights,
+        layers=None if layers is None else tuple(layer for layer, _ in layers),
+        bits_per_weight=scales / max(1, sum(tensor.weights for tensor in job.planned or ())),
     )
 
 
@@ -251,59 +269,89 @@ def calibration_windows(source: Path, text: str, options: CalibrationOptions) ->
 
 
 def _prepare(
-    source: Path, out: Path, text: str, *, recipe: Recipe, options: CalibrationOptions, progress: Progress
+    source: Path,
+    out: Path,
+    text: str,
+    *,
+    recipe: Recipe | None,
+    moments: bool,
+    options: CalibrationOptions,
+    progress: Progress,
 ) -> _CalibrationJob:
     """Read and check everything that needs no model in memory."""
-    if recipe.target is not None:
+    if recipe is not None and recipe.target is not None:
         raise RecipeError(
             f"recipe {recipe.name!r}: expected given widths, because scales are searched for them; found a target, "
             "which chooses the widths"
         )
-    checkpoint, planned = plan_original(source, recipe)
-    check_free(out, options.overwrite, kind="scales", read=open_awq)
-    windows = calibration_windows(source, text, options)
+    checkpoint, planned = (open_local(source), None) if recipe is None else plan_original(source, recipe)
+    check_free(out, options.overwrite, kind="statistics", read=open_statistics)
     return _CalibrationJob(
-        source=source, checkpoint=checkpoint, planned=planned, text=windows, options=options, progress=progress
+        source=source,
+        checkpoint=checkpoint,
+        planned=planned,
+        moments=moments,
+        text=calibration_windows(source, text, options),
+        options=options,
+        progress=progress,
     )
 
 
-def _search_missing(job: _CalibrationJob, work: Unfinished) -> None:
-    """Search the weights that `work` does not have, and keep the result of each there."""
+def _collect(job: _CalibrationJob, work: Unfinished) -> tuple[list[InputVector], dict[str, WeightInputs]]:
+    """Find what `work` does not have, and keep it there; return which vectors there are, and what weights read."""
     from pqweights.measure.activations import TextWindow
-    from pqweights.measure.activations_file import load_activations
 
-    if all(tensor.name in work.found for tensor in job.planned):
-        return
     model = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
-    kept = load_activations(work.state, work.samples)
-    where = model.places([tensor.name for tensor in job.planned]) if kept is None else kept.where
-    rows = rows_kept(job.planned, where)
-    parts = parts_of(job.planned, where, rows)
-    windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.windows)]
-    with disk_errors(work.samples), _opened(work.samples) as samples:
-        for number, weights in enumerate(parts):
-            missing = [tensor for tensor in weights if tensor.name not in work.found]
-            if missing:
-                activations = ModelRun(work=work, samples=samples, number=number, rows=rows, where=where).run(
-                    model,
-                    windows,
-                    weights=weights,
-                    kept=kept,
-                    progress=lambda done, total: job.progress(done, total, "running the model"),
-                )
-                if number == len(parts) - 1:
-                    model.free()
-                _search_all(job, missing, work=work, where=where, activations=activations)
+    windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.text.ids)]
+    if LAYOUT not in work.found:
+        work.keep(LAYOUT, find_layout(model, job.shapes, windows[0]).to_json())
+    layout = Layout.from_json(work.found[LAYOUT])
+    collection = Collection.of(layout, scales=job.planned is not None, moments=job.moments)
+    names = list(layout.weights)
+    # The matrices of a weight are searched together, but moments may be collected one vector at a time.
+    units = [[number] for number in range(len(layout.sizes))]
+    if job.planned is not None:
+        units = [[vector for vector in layout.weights[name].vectors if vector is not None] for name in names]
+    parts = collection.parts(units)
+    vectors: list[InputVector] = []
+    for number, part in enumerate(parts):
+        numbers = sorted({vector for unit in part for vector in units[unit]})
+        weights = {names[unit] for unit in part} if job.planned is not None else set()
+        missing = [tensor for tensor in job.planned or () if tensor.name in weights and tensor.name not in work.found]
+        record = f"part {number}"
+        if missing or record not in work.found:
+            collected = ModelRun(work=work, collection=collection, number=number, vectors=numbers).run(
+                model,
+                windows,
+                progress=lambda done, total, before=number: job.progress(  # type: ignore[misc]
+                    before * total + done, len(parts) * total, "running the model"
+                ),
+            )
+            if number == len(parts) - 1:
+                model.free()
+            if record not in work.found:
+                work.keep(record, {"vectors": _written(job, work, collected, layout=layout, before=vectors)})
+            _search_all(job, missing, work=work, reads=layout.weights, collected=collected)
+        vectors += [InputVector(**entry) for entry in work.found[record]["vectors"]]
+    left = [tensor for tensor in job.planned or () if tensor.name not in work.found]
+    _search_all(job, left, work=work, reads=layout.weights, collected={})
+    return vectors, layout.weights
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file for reading and writing, which is created if it does not exist; yield its descriptor."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _written(
+    job: _CalibrationJob,
+    work: Unfinished,
+    collected: Mapping[int, VectorInputs],
+    *,
+    layout: Layout,
+    before: Sequence[InputVector],
+) -> list[dict[str, Any]]:
+    """Write the moments of the vectors that no earlier part has, and return what is known of them, as JSON."""
+    if not job.moments:
+        return []
+    new = {number: vector for number, vector in collected.items() if number >= len(before)}
+    known = sum(moments_bytes(vector.size, vector.held_back) for vector in before)
+    return [vars(vector) for vector in keep_moments(work, new, layout, known=known)]
 
 
 def _search_all(
@@ -311,16 +359,16 @@ def _search_all(
     planned: Sequence[TensorPlan],
     *,
     work: Unfinished,
-    where: Mapping[str, WeightPlace],
-    activations: Activations,
+    reads: Mapping[str, WeightInputs],
+    collected: Mapping[int, VectorInputs],
 ) -> None:
     """Search weights in threads, each of which keeps what it found; the first error stops the search."""
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
     pool = ThreadPoolExecutor(job.options.threads)
 
     def search_one(plan: TensorPlan) -> None:
-        found = _search_layer(plan, tensors[plan.name], where=where.get(plan.name), activations=activations)
-        work.keep(plan.name, _to_record(*found))
+        found = search_layer(plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
+        work.keep(plan.name, layer_to_record(*found))
 
     try:
         results = [pool.submit(search_one, plan) for plan in planned]
@@ -329,47 +377,3 @@ def _search_all(
             job.progress(number + 1, len(results), planned[number].name)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _to_record(layer: LayerReport, scales: Floats | None) -> dict[str, Any]:
-    """Return what was found for one weight as JSON. Scales are float16 numbers."""
-    stored = None
-    if scales is not None:
-        stored = {"shape": scales.shape, "float16": base64.b64encode(scales.astype("<f2").tobytes()).decode()}
-    return {**layer.to_json(), "scales": stored}
-
-
-def _from_record(name: str, record: Mapping[str, Any]) -> tuple[LayerReport, Floats | None]:
-    matrices = tuple(SearchResult(**matrix) for matrix in record["matrices"])
-    layer = LayerReport(name=name, codec=record["codec"], bits=record["bits"], matrices=matrices)
-    stored = record["scales"]
-    if stored is None:
-        return layer, None
-    values = np.frombuffer(base64.b64decode(stored["float16"]), dtype="<f2").astype(np.float32)
-    return layer, values.reshape(stored["shape"])
-
-
-def _search_layer(
-    planned: TensorPlan, tensor: LogicalTensor, *, where: WeightPlace | None, activations: Activations
-) -> tuple[LayerReport, Floats | None]:
-    """Search one weight; return its report, and its scales [..., K] or None."""
-    coder, shape = coder_of(planned), planned.shape
-    together = CODECS[coder.codec].block_size
-
-    def report(*results: SearchResult) -> LayerReport:
-        return LayerReport(name=planned.name, codec=coder.codec, bits=coder.bits, matrices=results)
-
-    if len(shape) not in (2, 3) or not planned.weights:
-        reason = f"expected a matrix or a stack of them, found shape {list(shape)}"
-        return report(SearchResult(scaled=False, reason=reason, tokens=0)), None
-    if where is None:
-        return report(SearchResult(scaled=False, reason="transformers does not load it", tokens=0)), None
-    results, scales = [], np.ones((math.prod(shape[:-2]), shape[-1]), dtype=np.float32)
-    for number, place in enumerate(places_of(planned, where)):
-        weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=together)
-        result, best = search(coder, weight, activations.inputs(place), transposed=where.transposed)
-        results.append(result)
-        if best is not None:
-            scales[number] = best
-    layer = report(*results)
-    return layer, scales.reshape(scale_shape(shape)) if layer.scaled else None

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import find_non_finite, open_local
+from pqweights.documents import as_json
 from pqweights.errors import SourceError
 from pqweights.kernels import HADAMARD_SIZE
 from pqweights.kernels.groups import rotate
@@ -50,10 +51,6 @@ class Normality:
     ks: float
     kurtosis: float
 
-    def to_json(self) -> dict[str, float]:
-        """Return both figures by name."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDistribution:
@@ -72,11 +69,6 @@ class TensorDistribution:
     sampled_weights: int
     before: Normality | None
     after: Normality | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the tensor in inspect --distribution --json."""
-        fits = {"before": self.before, "after": self.after}
-        return {**vars(self), "shape": list(self.shape), **{k: fit and fit.to_json() for k, fit in fits.items()}}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,9 +105,7 @@ class Distribution:
             "max_weights_per_tensor": MAX_WEIGHTS,
             "weights": self.weights,
             "sampled_weights": self.sampled_weights,
-            "before": self.before and self.before.to_json(),
-            "after": self.after and self.after.to_json(),
-            "tensors": [tensor.to_json() for tensor in self.tensors],
+            **as_json({"before": self.before, "after": self.after, "tensors": self.tensors}),
         }
 
 

@@ -1,24 +1,31 @@
-"""The second moments of the inputs of matrices while a model reads a text, with some rows that are held back.
+"""What a calibration collects of the inputs of matrices while a model reads a text, with some rows that are held back.
 
 Matrices with the same inputs (q, k and v; gate and up) share one vector. They are found by what they read in the first
-window, so no architecture needs a rule of its own.
+window, so no architecture needs a rule of its own. One pass collects everything that was asked for: the sum of x x',
+the sums of squares, and random samples of rows.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pqweights.checkpoint.writer import write_whole
 from pqweights.measure.activations import Place
-from pqweights.planning.moments_file import InputVector
+from pqweights.measure.scale_search import Inputs
+from pqweights.planning.statistics_file import InputVector
 
 Floats = npt.NDArray[np.float32]
+DIGEST_BYTES = 32
 
 
 class SeenInputs:
@@ -56,66 +63,148 @@ class SeenInputs:
         return found[0], found[2].hexdigest(), expert
 
 
-class VectorMoments:
-    """The inputs of one vector: the sum of x x', and a random sample of the rows that are held back.
+class Sample:
+    """A random sample of rows; every row that was offered is kept with the same chance (reservoir sampling).
 
-    size: K
-    capacity: how many rows are kept at most; every row that was held back is kept with the same chance
+    room: where the rows are kept, [capacity, K] f32
     seed: the seed of the choice
     """
 
-    def __init__(self, size: int, *, capacity: int, seed: int) -> None:
-        self._size, self._capacity, self._random = size, capacity, np.random.default_rng(seed)
-        self._sum: torch.Tensor | None = None
-        self._tokens = self._offered = 0
-        self._rows = np.empty((capacity, size), dtype=np.float32)
-        self._windows = np.zeros(capacity, dtype=np.int64)
+    def __init__(self, room: Floats, seed: int | tuple[int, ...]) -> None:
+        self._room, self.random, self.seen = room, np.random.default_rng(seed), 0
+        self.windows_of_rows = np.zeros(len(room), dtype=np.int64)
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Add rows [n, K] to the sum."""
-        if self._sum is None:
-            self._sum = torch.zeros((self._size, self._size), dtype=torch.float32, device=rows.device)
-        self._sum.addmm_(rows.T.to(self._sum.device), rows.to(self._sum.device))
-        self._tokens += len(rows)
+    def add(self, rows: Floats, window: int) -> None:
+        """Offer rows [n, K] of a window."""
+        capacity = len(self._room)
+        numbers = np.arange(self.seen, self.seen + len(rows))
+        into = np.where(numbers < capacity, numbers, self.random.integers(0, numbers + 1))
+        self.seen += len(rows)
+        for row in np.flatnonzero(into < capacity):
+            self._room[into[row]], self.windows_of_rows[into[row]] = rows[row], window
 
-    def hold_back(self, rows: Floats, window: int) -> None:
-        """Offer rows [n, K] of a window to the sample."""
-        numbers = np.arange(self._offered, self._offered + len(rows))
-        places = np.where(numbers < self._capacity, numbers, self._random.integers(0, numbers + 1))
-        self._offered += len(rows)
-        for row in np.flatnonzero(places < self._capacity):
-            self._rows[places[row]], self._windows[places[row]] = rows[row], window
+    @property
+    def rows(self) -> Floats:
+        """The rows that are kept, [rows, K]."""
+        return self._room[: self.seen]
+
+    @property
+    def windows(self) -> npt.NDArray[np.int64]:
+        """The number of the window that each kept row comes from, [rows]."""
+        return self.windows_of_rows[: self.seen]
+
+
+class VectorInputs:
+    """The inputs of one vector.
+
+    number: that of the vector, from which the samples are seeded
+    rows, held_back: the room for samples of rows and of rows held back, [capacity, K] f32; no sums of squares are kept
+        if there is no room for rows
+    with_moments: whether the sum of x x' is kept
+    """
+
+    def __init__(self, number: int, rows: Floats, held_back: Floats, *, with_moments: bool) -> None:
+        size = rows.shape[1]
+        self.rows, self.held_back, self.tokens = Sample(rows, (number, 1)), Sample(held_back, number), 0
+        self._squares = np.zeros(size if len(rows) else 0, dtype=np.float64)
+        self._sum = torch.zeros((size, size) if with_moments else (0, 0), dtype=torch.float32)
+        self._size = size
+
+    def add(self, rows: torch.Tensor, *, window: int, held_back: bool) -> None:
+        """Add rows [n, K] f32 of a window."""
+        if held_back:
+            self.held_back.add(rows.cpu().numpy(), window)
+            return
+        self.tokens += len(rows)
+        if len(self._sum):
+            self._sum = self._sum.to(rows.device).addmm_(rows.T, rows)
+        if len(self._squares):
+            values = rows.cpu().numpy()
+            self.rows.add(values, window)
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
+
+    def inputs(self) -> Inputs | None:
+        """Return what scales are searched on; None if there were no inputs."""
+        if not self.tokens and not self.held_back.seen:
+            return None
+        return Inputs(
+            tokens=self.tokens,
+            rms=np.sqrt(self._squares / max(self.tokens, 1)).astype(np.float32),
+            rows=np.array(self.rows.rows),
+            held_back=np.array(self.held_back.rows),
+            windows=self.held_back.windows,
+        )
 
     @property
     def about(self) -> InputVector:
         """What the file says of the vector."""
-        kept = min(self._offered, self._capacity)
-        windows = len(np.unique(self._windows[:kept]))
-        return InputVector(size=self._size, tokens=self._tokens, held_back=kept, windows=windows)
+        windows = self.held_back.windows
+        return InputVector(size=self._size, tokens=self.tokens, held_back=len(windows), windows=len(np.unique(windows)))
 
-    def data(self) -> tuple[Floats, Floats]:
+    def moments(self) -> tuple[Floats, Floats]:
         """Return the moments [K, K], which are zeros if there was no token, and the rows held back."""
-        kept = self._rows[: min(self._offered, self._capacity)]
-        if self._sum is None:
-            return np.zeros((self._size, self._size), dtype=np.float32), kept
-        return (self._sum / self._tokens).cpu().numpy(), kept
+        return (self._sum / max(self.tokens, 1)).cpu().numpy(), self.held_back.rows
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that continue the collection, as JSON; `arrays` and the samples' rows do the rest."""
+        samples = [(sample.seen, sample.random.bit_generator.state) for sample in (self.rows, self.held_back)]
+        return {"tokens": self.tokens, "samples": samples}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.tokens = state["tokens"]
+        for sample, (seen, random) in zip((self.rows, self.held_back), state["samples"], strict=True):
+            sample.seen, sample.random.bit_generator.state = seen, random
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return the arrays that continue the collection, which may be written to."""
+        self._sum = self._sum.cpu()
+        return [self._squares, self._sum.numpy(), self.rows.windows_of_rows, self.held_back.windows_of_rows]
 
 
-class RecordedMoments:
-    """The moments of some vectors, each recorded at one of the matrices that read it. windows: of how many windows."""
+class CollectedInputs:
+    """The inputs of some vectors, by number, each collected at one of the matrices that read it.
 
-    def __init__(self, places: Sequence[Place], sizes: Sequence[int], *, rows: int, seeds: Sequence[int]) -> None:
-        self.windows = 0
-        self.vectors = [VectorMoments(size, capacity=rows, seed=seed) for size, seed in zip(sizes, seeds, strict=True)]
-        self._by_place = dict(zip(places, self.vectors, strict=True))
+    windows: of how many windows of the text
+    """
+
+    def __init__(self, vectors: Mapping[int, VectorInputs], places: Mapping[Place, int]) -> None:
+        self.windows, self.vectors, self._places = 0, vectors, places
 
     def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
-        """Record the inputs [..., K] of the matrix at `place`."""
-        vector = self._by_place.get(place)
-        if vector is None:
+        """Collect the inputs [..., K] of the matrix at `place`."""
+        number = self._places.get(place)
+        if number is not None:
+            rows = values.detach().reshape(-1, values.shape[-1]).float()
+            self.vectors[number].add(rows, window=window, held_back=held_back)
+
+    def save(self, path: Path, identity: Any) -> None:
+        """Write what continues the collection: a line of JSON, arrays, and the sha256 of both. Raises OutputError."""
+        write_whole(path.parent, path, self._pieces(identity))
+
+    def _pieces(self, identity: Any) -> Iterator[bytes]:
+        states = [vector.state() for vector in self.vectors.values()]
+        digest = hashlib.sha256()
+        about = json.dumps({"identity": identity, "windows": self.windows, "vectors": states})
+        arrays = (array for vector in self.vectors.values() for array in vector.arrays())
+        for piece in itertools.chain([about.encode() + b"\n"], (array.tobytes() for array in arrays)):
+            digest.update(piece)
+            yield piece
+        yield digest.digest()
+
+    def restore(self, path: Path, identity: Any) -> None:
+        """Take over what `save` wrote; nothing if it is damaged, missing, or of another collection."""
+        data = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
             return
-        rows = values.detach().reshape(-1, values.shape[-1]).float()
-        if held_back:
-            vector.hold_back(rows.cpu().numpy(), window)
-        else:
-            vector.add(rows)
+        at = data.index(b"\n") + 1
+        about = json.loads(data[:at])
+        if about["identity"] != json.loads(json.dumps(identity)):
+            return
+        self.windows = about["windows"]
+        for vector, state in zip(self.vectors.values(), about["vectors"], strict=True):
+            vector.restore(state)
+            for array in vector.arrays():
+                array[...] = np.frombuffer(data, array.dtype, array.size, at).reshape(array.shape)
+                at += array.nbytes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.documents import as_json
 from pqweights.measure.kv_states import LayerStates
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ class KeyPair:
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name."""
-        return {**vars(self), **{key: list(getattr(self, key)) for key in PAIRED}, "outliers": self.outliers}
-
-
-PAIRED = ("channels", "magnitudes", "coordinate_cvs")
+        return {**as_json(self), "outliers": self.outliers}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, angle_density
+from pqweights.documents import as_json
 from pqweights.measure.distribution import Normality, Tally
 from pqweights.measure.kv_channels import OUTLIER, Doubles, KeyChannels, measure_channels
 from pqweights.measure.kv_states import LayerStates, ModelStates, StatesOptions, read_states
@@ -51,10 +52,6 @@ class AngleFit:
     total_variation: float
     by_chance: float
 
-    def to_json(self) -> dict[str, float]:
-        """Return all figures by name."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True, kw_only=True)
 class SideFigures:
@@ -70,12 +67,6 @@ class SideFigures:
     coordinates: Normality | None
     angles: tuple[AngleFit, ...]
     radius_cv: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all figures by name."""
-        coordinates = self.coordinates and self.coordinates.to_json()
-        angles = [fit.to_json() for fit in self.angles]
-        return {"coordinates": coordinates, "angles": angles, "radius_cv": self.radius_cv}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +87,6 @@ class StatesDistribution:
     norm_cv: float
     before: SideFigures
     after: SideFigures
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry in inspect --kv --json."""
-        sides = {"before": self.before.to_json(), "after": self.after.to_json()}
-        return {**vars(self), "sizes": list(self.sizes), **sides}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,9 +131,9 @@ class KVDistribution:
             "bos": self.bos,
             "runtime": self.runtime,
             "outlier_over_median": OUTLIER,
-            "layers": [each.to_json() for each in self.layers],
-            **{total.kind: total.to_json() for total in self.totals},
-            "key_channels": [each.to_json() for each in self.channels],
+            "layers": as_json(self.layers),
+            **{total.kind: as_json(total) for total in self.totals},
+            "key_channels": [channels.to_json() for channels in self.channels],
         }
 
 

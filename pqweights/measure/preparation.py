@@ -1,18 +1,25 @@
-"""What calibration and sensitivity read and check before they load a model: checkpoint, plan, windows of a text."""
+"""What calibration and sensitivity have in common: checkpoint, plan, windows of a text, and the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import EvaluationError, RecipeError, SourceError
+from pqweights.notices import slow_step
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import Quantize
 from pqweights.runtimes.folders import Folder
+from pqweights.runtimes.models import check_loaded
+from pqweights.runtimes.packages import Refused, quiet
 from pqweights.runtimes.texts import Ids, check_vocabulary, encode, with_bos
 from pqweights.units import counted
+
+if TYPE_CHECKING:
+    from pqweights.measure.activations import WeightPlace
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -87,3 +94,45 @@ def text_windows(
     check_vocabulary(folder, *encoded)
     pieces = (ids[at : at + size] for at in range(0, len(ids) - size + 1, size))
     return TextWindows([with_bos(piece, encoded.bos) for piece in pieces], encoded.bos is not None)
+
+
+class LoadedModel:
+    """The model of a measurement, which is loaded when it is first needed: perhaps never in a run that is continued.
+
+    source: its folder
+    dtype, device_map: as in CalibrationOptions
+    """
+
+    def __init__(self, source: Path, *, dtype: str, device_map: str | None) -> None:
+        self._source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
+
+    @property
+    def cannot_run(self) -> str:
+        """How messages about a model that transformers refuses begin."""
+        return f"{self._source}: transformers cannot run this model"
+
+    def get(self) -> Any:
+        """Return the model. Raises SourceError if it lacks weights: its activations would be those of random ones."""
+        from pqweights.integrations.transformers import load
+
+        if self._model is None:
+            with slow_step(f"loading {self._source}"), Refused(self.cannot_run), quiet():
+                loaded = load(
+                    self._source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
+                )
+            name = type(loaded.model).__name__
+            check_loaded(self._source, name, missing=loaded.missing, unexpected=loaded.unexpected)
+            self._model = loaded.model
+        return self._model
+
+    def places(self, names: Sequence[str]) -> dict[str, WeightPlace]:
+        """Return where tensors of the checkpoint are in the model."""
+        from pqweights.measure.activations import places
+
+        model = self.get()
+        with Refused(self.cannot_run), quiet():
+            return places(model, names)
+
+    def free(self) -> None:
+        """Free the memory of the model."""
+        self._model = None

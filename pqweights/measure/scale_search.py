@@ -47,7 +47,6 @@ CHECKED_WEIGHTS = 1 << 22
 class Inputs:
     """The inputs of one matrix with K input channels.
 
-    along_rows: whether the model stores the matrix as [N, K], with channels along its rows; some models store [K, N].
     tokens: how many rows there were in all, not counting those held back.
     rms: the root mean square of each channel over those rows, [K] f32.
     rows: a sample of those rows, [rows, K] f32.
@@ -55,7 +54,6 @@ class Inputs:
     windows: the number of the window of each row in held_back, [rows].
     """
 
-    along_rows: bool
     tokens: int
     rms: Floats
     rows: Floats
@@ -147,7 +145,7 @@ def search(
     coder: what will encode the matrix.
     weight: the matrix.
     inputs: its inputs; None if it had none.
-    transposed: whether the model stores the matrix transposed.
+    transposed: whether the matrix is stored as [K, N], with channels along its columns.
 
     Raises SourceError for weights that are not finite.
     """
@@ -218,7 +216,7 @@ def _why_not(weight: Matrix, inputs: Inputs | None, transposed: bool) -> str:
             f"expected at least {FEWEST_ROWS[0]} tokens, and {FEWEST_ROWS[1]} held back from {FEWEST_WINDOWS} windows; "
             f"found {seen}, and {held_back} from {windows}"
         )
-    if inputs.along_rows == transposed:
+    if transposed:
         return "its blocks run along the outputs, so scales of inputs change nothing"
     if len(inputs.rms) != weight.columns:
         return f"expected {weight.columns} input channels, found {len(inputs.rms)}"

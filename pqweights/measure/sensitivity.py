@@ -20,7 +20,7 @@ import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import EvaluationError, MissingDependencyError, SourceError
-from pqweights.measure.preparation import TextWindows, plan_original, text_windows, window_size
+from pqweights.measure.preparation import LoadedModel, TextWindows, plan_original, text_windows, window_size
 from pqweights.measure.unfinished import Unfinished, inputs_of, open_unfinished
 from pqweights.notices import slow_step
 from pqweights.planning.plan import TensorPlan, coder_of
@@ -35,8 +35,7 @@ from pqweights.planning.sensitivity_file import (
     write_sensitivity,
 )
 from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.models import check_loaded
-from pqweights.runtimes.packages import Refused, package, quiet
+from pqweights.runtimes.packages import Refused, package
 from pqweights.runtimes.texts import Ids, has_tokenizer, load_tokenizer, token_before_texts, with_bos
 
 # Relative squared errors: about those of 5, 4 and 3 bits, and one in between.
@@ -177,8 +176,12 @@ class _SensitivityJob:
 
 def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
     """Measure the groups that `work` does not have, and keep each there."""
-    with slow_step(f"loading {job.source}"):
-        model, where = _load(job.source, job.planned, job.options)
+    loaded = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
+    model, where = loaded.get().eval(), loaded.places([tensor.name for tensor in job.planned])
+    if model.get_output_embeddings() is None:
+        raise SourceError(
+            f"{job.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
+        )
     groups = groups_of(job.checkpoint, [(t.name, t.role) for t in job.planned if t.name in where])
     if not groups:
         raise SourceError(f"{job.source}: transformers loads none of the weights that the recipe quantizes")
@@ -206,26 +209,6 @@ def _torch() -> Any:
     torch = package("torch", "transformers", "measuring sensitivities")
     package("transformers", "transformers", "measuring sensitivities")
     return torch
-
-
-def _load(source: Path, planned: Sequence[TensorPlan], options: SensitivityOptions) -> tuple[Any, dict[str, Any]]:
-    """Load the model; return it, and where the planned weights are in it.
-
-    Raises SourceError for a model that transformers cannot load, that lacks weights, or that predicts no tokens.
-    """
-    from pqweights.integrations.transformers import load
-    from pqweights.measure.activations import places
-
-    with Refused(f"{source}: transformers cannot run this model"), quiet():
-        loaded = load(source, dtype=options.dtype, device_map=options.device_map, experts_implementation="eager")
-        model = loaded.model.eval()
-        where = places(model, [tensor.name for tensor in planned])
-    check_loaded(source, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
-    if model.get_output_embeddings() is None:
-        raise SourceError(
-            f"{source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
-        )
-    return model, where
 
 
 def _method(text: TextWindows, options: SensitivityOptions) -> dict[str, Any]:

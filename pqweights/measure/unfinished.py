@@ -1,8 +1,8 @@
 """What an interrupted measurement leaves beside its file, so that the same command continues it.
 
 The folder FILE.unfinished holds a journal: its first line states which measurement it belongs to, and each further line
-what was found for one weight or group. `calibrate` adds the activations that it has recorded (activations_file.py). The
-folder is removed when FILE is written.
+what was found for one weight or group. `calibrate` adds what it has collected of the inputs. The folder is
+removed when FILE is written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from pqweights.errors import EvaluationError, OutputError, PqweightsError, Sourc
 from pqweights.journal import append_line, journal_line, read_journal
 from pqweights.runtimes.texts import Ids
 
-JOURNAL_FILE, STATE_FILE, SAMPLES_FILE = "journal", "activations", "samples"
+JOURNAL_FILE, STATE_FILE, SAMPLES_FILE, MOMENTS_FILE = "journal", "activations", "samples", "moments"
 # Everything that the folder may hold, the journal last.
 OWN_FILES = tuple(
-    f"{name}{suffix}" for suffix in (PARTIAL_SUFFIX, "") for name in (STATE_FILE, SAMPLES_FILE, JOURNAL_FILE)
+    f"{name}{suffix}"
+    for suffix in (PARTIAL_SUFFIX, "")
+    for name in (STATE_FILE, SAMPLES_FILE, MOMENTS_FILE, JOURNAL_FILE)
 )
 UNFINISHED_VERSION = 1
 # What the fields of the first line are called in messages; those of the checkpoint have a message of their own.
@@ -102,13 +104,18 @@ class Unfinished:
 
     @property
     def state(self) -> Path:
-        """The file of the activations that were recorded."""
+        """The file of what was collected of the inputs, besides the sampled rows."""
         return self.folder / STATE_FILE
 
     @property
     def samples(self) -> Path:
-        """The file of the sampled rows of activations."""
+        """The file of the sampled rows of inputs."""
         return self.folder / SAMPLES_FILE
+
+    @property
+    def moments(self) -> Path:
+        """The file of finished moments."""
+        return self.folder / MOMENTS_FILE
 
     def keep(self, name: str, entry: Mapping[str, Any]) -> None:
         """Keep what was found for one weight or group; threads may call it at the same time.

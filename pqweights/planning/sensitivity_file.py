@@ -13,37 +13,38 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
-from pqweights.errors import PqweightsError, SourceError
+from pqweights.documents import Count, Document, Number, as_document
+from pqweights.errors import SourceError
 from pqweights.planning.groups import grouped
 from pqweights.planning.sensitivity_rule import heuristic_alphas
-from pqweights.strict_json import Fields, Wrong, is_number, json_bytes, parse_json, rounded
+from pqweights.strict_json import json_bytes, parse_json, rounded
 
 VERSION_KEY, VERSION = "pqweights_sensitivity", 1
 HEURISTIC = "heuristic"
 LEAST_OF_RULE = 1e-3  # an alpha is at least this share of what the rule of thumb gives
-KINDS = ("random tokens", "text")
 # No measurement gives more, and sums would leave the range of float64.
 MOST_ALPHA = 1e30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(Document, frozen=True, kw_only=True):
     """What was measured of one group of weights.
 
     name: the name of the group
-    weights: the names of its weights
     alpha: nats per token for a relative squared error of 1
     points: (t^2, KL divergence in nats per token) at each level of noise
+    weights: the names of its weights
     """
 
     name: str
-    weights: tuple[str, ...]
-    alpha: float
-    points: tuple[tuple[float, float], ...]
+    alpha: Annotated[float, Meta(ge=0, le=MOST_ALPHA)]
+    points: tuple[tuple[Number, Number], ...]
+    weights: Annotated[tuple[str, ...], Meta(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +73,24 @@ class Sensitivity:
                     "name": group.name,
                     "alpha": rounded(group.alpha),
                     "points": [[rounded(t2), rounded(kl)] for t2, kl in group.points],
-                    "weights": list(group.weights),
+                    "weights": group.weights,
                 }
                 for group in self.groups
             ],
         }
+
+
+class _Method(Document, frozen=True):
+    """What every file says of how its sensitivities were measured."""
+
+    kind: Literal["random tokens", "text"]
+    tokens: Count
+
+
+class _File(Document, frozen=True, kw_only=True):
+    checkpoint: str
+    method: _Method
+    groups: Annotated[tuple[Measured, ...], Meta(min_length=1)]
 
 
 def fitted_alpha(points: Sequence[tuple[float, float]]) -> float:
@@ -151,56 +165,18 @@ def read_sensitivity(path: Path) -> Sensitivity:
             "wrote"
         ) from None
     try:
-        value = parse_json(data)
+        value = parse_json(data, strict=True)
     except ValueError as error:
         raise SourceError(f"{path}: {error}; expected a file that pqweights sensitivity wrote") from None
     if not isinstance(value, dict) or value.get(VERSION_KEY) != VERSION:
         raise SourceError(f"{path}: expected a file that pqweights sensitivity wrote, with {VERSION_KEY} {VERSION}")
-    wrong = _wrong(path)
-    fields = Fields(value, wrong)
-    groups = tuple(_parse_group(path, entry) for entry in fields.items("groups"))
-    if not groups:
-        raise wrong("groups", "at least one group", [])
-    names = [name for group in groups for name in group.weights]
-    if len(set(names)) != len(names) or len({group.name for group in groups}) != len(groups):
+    file = as_document(value, _File, lambda problem: SourceError(f"{path}: {problem}; measure it again"))
+    names = [name for group in file.groups for name in group.weights]
+    if len(set(names)) != len(names) or len({group.name for group in file.groups}) != len(file.groups):
         raise SourceError(f"{path}: a weight or a group is there twice; measure it again")
     return Sensitivity(
-        checkpoint=fields.text("checkpoint"),
-        method=_checked_method(fields.fields("method"), fields.mapping("method"), wrong),
-        groups=groups,
+        checkpoint=file.checkpoint,
+        method=value["method"],
+        groups=file.groups,
         sha256=hashlib.sha256(data).hexdigest(),
     )
-
-
-def _checked_method(fields: Fields, method: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """Return a method whose kind is known."""
-    if fields.text("kind") not in KINDS:
-        raise wrong("kind", " or ".join(map(repr, KINDS)), fields.raw("kind"))
-    fields.count("tokens")
-    return method
-
-
-def _parse_group(path: Path, entry: Any) -> Measured:
-    name = Fields(entry, _wrong(path, "groups: "), "group").text("name")
-    wrong = _wrong(path, f"group {name[:80]!r}: ")
-    fields = Fields(entry, wrong)
-    alpha, weights = fields.number("alpha"), fields.texts("weights")
-    if not 0 <= alpha <= MOST_ALPHA:
-        raise wrong("alpha", f"a number from 0 to {MOST_ALPHA:g}", alpha)
-    if not weights:
-        raise wrong("weights", "at least one weight", weights)
-    points = []
-    for point in fields.items("points"):
-        if not isinstance(point, list) or len(point) != 2 or not all(map(is_number, point)):
-            raise wrong("points", "pairs of numbers", point)
-        points.append((float(point[0]), float(point[1])))
-    return Measured(name=name, weights=tuple(weights), alpha=alpha, points=tuple(points))
-
-
-def _wrong(path: Path, where: str = "") -> Wrong:
-    """Return the errors for fields of the file; `where` precedes the key."""
-
-    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-        return SourceError(f"{path}: {where}{key}: expected {expected}, found {str(found)[:80]!r}; measure it again")
-
-    return wrong

@@ -682,7 +682,6 @@ def test_search_by_the_model_finds_about_what_encoding_finds(tmp_path: Path, mon
     (tensor,) = open_local(source).tensors
     rows = gaussian(2048, 512, seed=4) * channels
     inputs = Inputs(
-        along_rows=True,
         tokens=1536,
         rms=np.sqrt(np.square(rows[:1536]).mean(axis=0)),
         rows=rows[:1536],

@@ -195,9 +195,9 @@ def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: A
 
 
 def test_moments_are_folded_like_the_inputs(driven: Path, calibrated: Any) -> None:
-    from pqweights.planning.moments_file import open_moments
+    from pqweights.planning.statistics_file import open_statistics
 
-    moments = open_moments(calibrated[0])
+    moments = open_statistics(calibrated[0])
     (vector,) = moments.weights[NAMES[0]].vectors
     assert vector is not None
     size = moments.vectors[vector].size

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
-from pqweights.planning.awq_file import write_awq
+from pqweights.planning.statistics_file import ScalesToWrite, write_statistics
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import find_manifest
 
@@ -116,7 +116,8 @@ def test_awq_scales_are_checked(tmp_path: Path) -> None:
     about = {name: {"codec": "hadamard-lloyd-max", "bits": 5, "scaled": True} for name in tensors}
     scales = {"a.q_proj.weight": np.full(256, 2.0, np.float32), "b.experts.up_proj": np.full((3, 128), 0.5, np.float32)}
     fingerprint = open_local(source).fingerprint()
-    write_awq(tmp_path / "awq.safetensors", checkpoint=fingerprint, about={}, weights=about, scales=scales)
+    found = ScalesToWrite(weights=about, scales=scales)
+    write_statistics(tmp_path / "awq.safetensors", checkpoint=fingerprint, about={}, scales=found)
     run_command({"quantize": str(source), "awq": str(tmp_path / "awq.safetensors")}, tmp_path / "master")
     export(tmp_path, tmp_path / "master", tmp_path / "sound")
     for name in tensors:

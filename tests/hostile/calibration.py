@@ -111,7 +111,7 @@ CALIBRATE_CASES = [
         "calibrate-moments-output-foreign",
         CALIBRATE + " --moments --overwrite",
         "scales.safetensors",
-        "file of moments",
+        "file of statistics",
         "move it away",
         content=stored(language_model()),
     ),

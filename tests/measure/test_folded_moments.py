@@ -18,7 +18,7 @@ from pqweights.exports.compensation import Compensation
 from pqweights.folding import fold as folds
 from pqweights.folding.fold import Fold
 from pqweights.folding.sizes import mean_squares
-from pqweights.planning.moments_file import Moments
+from pqweights.planning.statistics_file import Statistics
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.runtimes.decoders import export_weight
@@ -33,11 +33,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def moments(model: Path) -> Moments:
+def moments(model: Path) -> Statistics:
     return run(model, model.with_name("m.safetensors"))
 
 
-def folded_with(model: Path, moments: Moments, work: Path) -> Fold:
+def folded_with(model: Path, moments: Statistics, work: Path) -> Fold:
     checkpoint = open_local(model)
     fold = Fold(checkpoint, plain=kept(checkpoint), moments=moments)
     work.mkdir()
@@ -47,7 +47,7 @@ def folded_with(model: Path, moments: Moments, work: Path) -> Fold:
     return fold
 
 
-def test_folded_moments_are_those_of_the_folded_model(model: Path, moments: Moments, tmp_path: Path) -> None:
+def test_folded_moments_are_those_of_the_folded_model(model: Path, moments: Statistics, tmp_path: Path) -> None:
     fold = folded_with(model, moments, tmp_path / "work")
     compensation = Compensation(moments, {}, fold)
     folded = rewritten(model, tmp_path / "folded", {name: f32(each) for name, each in folded_values(fold).items()})
@@ -71,7 +71,7 @@ def test_folded_moments_are_those_of_the_folded_model(model: Path, moments: Mome
     assert changed
 
 
-def test_sizes_of_channels_are_those_of_the_inputs(model: Path, moments: Moments, tmp_path: Path) -> None:
+def test_sizes_of_channels_are_those_of_the_inputs(model: Path, moments: Statistics, tmp_path: Path) -> None:
     fold = folded_with(model, moments, tmp_path / "work")
     for link in fold.structure.links:
         found = mean_squares(link, moments)
@@ -98,7 +98,9 @@ def test_sizes_of_channels_are_those_of_the_inputs(model: Path, moments: Moments
     assert columns_of(fold)
 
 
-def test_masters_folded_with_data_are_exported_with_the_original(model: Path, moments: Moments, tmp_path: Path) -> None:
+def test_masters_folded_with_data_are_exported_with_the_original(
+    model: Path, moments: Statistics, tmp_path: Path
+) -> None:
     file = str(moments.path)
     run_command({"quantize": str(model), "fold": "equalize", "calibration": file}, tmp_path / "master")
     manifest = read_manifest(tmp_path / "master")
@@ -112,7 +114,7 @@ def test_masters_folded_with_data_are_exported_with_the_original(model: Path, mo
 
 @pytest.mark.parametrize("target", ["vllm", "mlx"])
 def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
-    target: str, model: Path, moments: Moments, tmp_path: Path
+    target: str, model: Path, moments: Statistics, tmp_path: Path
 ) -> None:
     """Experts that the runtime stacks have the factors of their own matrices."""
     if target == "mlx":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from key_value_states import HALVES, HEADS, SIZE, TOKENS, gaussian, layer_of, model_of, structured, with_circle
 
+from pqweights.documents import as_json
 from pqweights.kv.rope import RopePairs
 from pqweights.measure.kv_channels import OUTLIER, measure_channels
 from pqweights.measure.kv_distribution import (
@@ -138,7 +139,7 @@ def test_layers_are_added_up() -> None:
     ]
     joined = measured(torch.cat([each.keys for each in layers]), torch.cat([each.values for each in layers]))
     for total, expected in zip(found.totals, joined.layers, strict=True):
-        assert total.to_json() == {**expected.to_json(), "layer": None} | approximately(total, expected)
+        assert as_json(total) == {**as_json(expected), "layer": None} | approximately(total, expected)
     for kind in (KEYS, VALUES):
         for mine, other in zip(found.histograms[kind], joined.histograms[kind], strict=True):
             assert (mine.coordinates == other.coordinates).all() and (mine.angles == other.angles).all()
@@ -153,7 +154,7 @@ def approximately(total: StatesDistribution, expected: StatesDistribution) -> di
         assert mine.coordinates.kurtosis == pytest.approx(other.coordinates.kurtosis, rel=1e-9)
         assert mine.radius_cv == pytest.approx(other.radius_cv, rel=1e-9)
         assert (mine.coordinates.ks, mine.angles) == (other.coordinates.ks, other.angles)
-        sides[name] = mine.to_json()
+        sides[name] = as_json(mine)
     return {"norm_cv": total.norm_cv, **sides}
 
 

@@ -19,11 +19,12 @@ pytest.importorskip("transformers")
 import torch
 from test_unfinished import TEXT
 
-from pqweights.errors import OutputError, SourceError
-from pqweights.measure import moments as measured
-from pqweights.measure.calibrate import CalibrationOptions
-from pqweights.measure.moments import calibrate_moments
-from pqweights.planning.moments_file import Moments, open_moments
+from pqweights.errors import SourceError
+from pqweights.measure import collecting
+from pqweights.measure.calibrate import CalibrationOptions, calibrate
+from pqweights.planning.awq import open_awq
+from pqweights.planning.recipe import parse_recipe
+from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 
 WINDOW, WINDOWS = 64, 16
 Inputs = dict[str, np.ndarray[Any, Any]]
@@ -65,13 +66,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: families.build(each, tmp_path_factory.mktemp(name) / "model") for name, each in SMALL.items()}
 
 
-def run(source: Path, out: Path, **options: Any) -> Moments:
+def run(source: Path, out: Path, **options: Any) -> Statistics:
     asked = CalibrationOptions(**{"window": WINDOW, "max_tokens": WINDOW * WINDOWS, "dtype": "float32", **options})
-    calibrate_moments(source, out, TEXT, options=asked)
-    return open_moments(out)
+    calibrate(source, out, TEXT, moments=True, options=asked)
+    return open_statistics(out, MOMENTS)
 
 
-def matrix(found: Moments, vector: int) -> Any:
+def matrix(found: Statistics, vector: int) -> Any:
     return np.concatenate([strip for _, strip in found.strips(vector)])
 
 
@@ -161,35 +162,29 @@ def test_several_runs_of_the_model_give_the_bytes_of_one(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(models["llama"], tmp_path / "one.safetensors")
-    monkeypatch.setattr(measured, "PART_BYTES", 300_000)
+    monkeypatch.setattr(collecting, "MOMENTS_BYTES", 300_000)
     run(models["llama"], tmp_path / "many.safetensors")
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "many.safetensors").read_bytes()
 
 
-def test_interrupted_run_continues_with_the_next_part(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "m.safetensors"
-    monkeypatch.setattr(measured, "PART_BYTES", 300_000)
-    run(models["llama"], tmp_path / "whole.safetensors")
-    record, parts = measured._record_part, []
-
-    def interrupted(*args: Any, **keywords: Any) -> Any:
-        parts.append(keywords["part"])
-        if len(parts) == 3:
-            raise KeyboardInterrupt
-        return record(*args, **keywords)
-
-    monkeypatch.setattr(measured, "_record_part", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(models["llama"], out)
-    assert not out.exists()
-    with pytest.raises(OutputError, match="interrupted run"):
-        run(models["llama"], out, window=32)
-    run(models["llama"], out)
-    assert parts[2] == parts[3] and len(parts) == 1 + len({tuple(part) for part in parts})
-    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "whole.safetensors"]
+def test_one_pass_writes_scales_and_moments_into_one_file(models: dict[str, Path], tmp_path: Path) -> None:
+    asked = CalibrationOptions(window=WINDOW, max_tokens=WINDOW * WINDOWS, dtype="float32")
+    recipe, alone, both = (
+        parse_recipe("bits: 3", "three"),
+        tmp_path / "alone.safetensors",
+        tmp_path / "both.safetensors",
+    )
+    calibrate(models["llama"], alone, TEXT, recipe=recipe, options=asked)
+    calibrate(models["llama"], both, TEXT, recipe=recipe, moments=True, options=asked)
+    moments, found = run(models["llama"], tmp_path / "m.safetensors"), open_statistics(both)
+    assert found.holds == ("moments", "scales")
+    assert (found.vectors, found.weights) == (moments.vectors, moments.weights)
+    for vector in range(len(moments.vectors)):
+        assert np.array_equal(matrix(found, vector), matrix(moments, vector))
+        assert np.array_equal(found.held_back(vector), moments.held_back(vector))
+    assert open_awq(both).file.searched.keys() == open_awq(alone).file.searched.keys()
+    with pytest.raises(SourceError, match=r"expected moments .* found scales, which pqweights calibrate writes"):
+        open_statistics(alone, MOMENTS)
 
 
 def test_commands_calibrate_and_export(models: dict[str, Path], tmp_path: Path) -> None:
@@ -207,7 +202,7 @@ def test_commands_calibrate_and_export(models: dict[str, Path], tmp_path: Path) 
     assert np.isfinite(np.asarray(families.logits(loaded))).all()
 
 
-def test_scales_are_not_moments(models: dict[str, Path], tmp_path: Path) -> None:
+def test_empty_file_holds_no_statistics(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     with pytest.raises(SourceError):
-        open_moments(tmp_path / "x")
+        open_statistics(tmp_path / "x")

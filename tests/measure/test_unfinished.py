@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ import torch
 
 from pqweights.errors import EvaluationError, MissingDependencyError, OutputError, SourceChangedError, SourceError
 from pqweights.measure import calibrate as calibration
-from pqweights.measure import recording, sensitivity
+from pqweights.measure import collecting, preparation, sensitivity
 from pqweights.measure.calibrate import CalibrationOptions, calibrate
-from pqweights.measure.scale_search import SearchResult
 from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
 from pqweights.planning.recipe import parse_recipe
 from pqweights.runtimes import packages
@@ -74,8 +72,16 @@ def run_sensitivity(source: Path, out: Path, progress: Progress = lambda *_: Non
     measure_sensitivity(source, RECIPE, asked, out=out, progress=progress)
 
 
-RUNS = {"calibrate": run_calibrate, "sensitivity": run_sensitivity}
-FILES = {"calibrate": "out.safetensors", "sensitivity": "out.json"}
+def run_moments(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:
+    """Moments and scales together, in two parts: those of three vectors take too much room."""
+    asked = CalibrationOptions(window=64, max_tokens=WINDOWS * 64, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collecting, "MOMENTS_BYTES", 2 * 4 * 128 * (128 + 512))
+        calibrate(source, out, TEXT, recipe=RECIPE, moments=True, options=asked, progress=progress)
+
+
+RUNS = {"calibrate": run_calibrate, "moments": run_moments, "sensitivity": run_sensitivity}
+FILES = {"calibrate": "out.safetensors", "moments": "m.safetensors", "sensitivity": "out.json"}
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +116,14 @@ def interrupt(command: str, source: Path, out: Path, *, call: int, **options: An
 
 
 def save_after_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "SECONDS_BETWEEN_SAVES", 0.0)
-    monkeypatch.setattr(recording, "SAVING_SHARE", float("inf"))
+    monkeypatch.setattr(collecting, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(collecting, "SAVING_SHARE", float("inf"))
 
 
 # Calls of the callback: calibrate makes one for each window, then one for each weight; sensitivity one for each group.
-CALLS = [("calibrate", call) for call in (1, 4, WINDOWS, WINDOWS + 3, WINDOWS + WEIGHTS)]
-CALLS += [("sensitivity", call) for call in (1, 2, 4)]
+CALLS = [("calibrate", call) for call in (1, WINDOWS, WINDOWS + 3)]
+CALLS += [("sensitivity", call) for call in (1, 4)]
+CALLS += [("moments", call) for call in (4, WINDOWS, WINDOWS + 3)]
 
 
 @pytest.mark.parametrize(("command", "call"), CALLS)
@@ -136,7 +143,7 @@ def test_run_that_is_interrupted_again_and_again_ends_with_the_same_bytes(
 ) -> None:
     """The rows of all matrices do not fit, so the model runs for one part of the weights after the other."""
     save_after_each_window(monkeypatch)
-    monkeypatch.setattr(recording, "SAMPLE_BYTES", 4 * 128 * sum(recording.FEWEST_ROWS) * 3)
+    monkeypatch.setattr(collecting, "SAMPLE_BYTES", 4 * 128 * sum(collecting.FEWEST_ROWS) * 3)
     out = tmp_path / "out.safetensors"
     run_calibrate(source, out)
     expected = out.read_bytes()
@@ -154,20 +161,20 @@ def test_nothing_that_was_kept_is_computed_again(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[str] = []
-    search = calibration._search_layer
+    search = calibration.search_layer
 
     def counted(planned: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
         searched.append(planned.name)
         return search(planned, *args, **keywords)
 
-    monkeypatch.setattr(calibration, "_search_layer", counted)
+    monkeypatch.setattr(calibration, "search_layer", counted)
     out = tmp_path / "out.safetensors"
     interrupt("calibrate", source, out, call=WINDOWS + 3)
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the model was loaded again")
 
-    monkeypatch.setattr(recording.LoadedModel, "get", never)
+    monkeypatch.setattr(preparation.LoadedModel, "get", never)
     run_calibrate(source, out)
     assert len(searched) == len(set(searched)) == WEIGHTS
     assert out.read_bytes() == whole["calibrate"]
@@ -204,34 +211,26 @@ def test_groups_that_were_measured_are_not_measured_again(
     assert out.read_bytes() == whole["sensitivity"]
 
 
-KILLED = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-from pathlib import Path
-import test_unfinished as tests
-from pqweights.measure import recording
-recording.SECONDS_BETWEEN_SAVES, recording.SAVING_SHARE = 0.0, float("inf")
-tests.torch.set_num_threads(1)
-left = {call}
-def progress(*_):
-    global left
-    left -= 1
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-tests.RUNS[{command!r}](Path({source!r}), Path({out!r}), progress)
-"""
-
-
 @pytest.mark.parametrize(("command", "call"), [("calibrate", 6), ("calibrate", WINDOWS + 4), ("sensitivity", 3)])
 def test_killed_run_continues_to_the_same_bytes(
-    command: str, call: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+    command: str, call: int, source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / FILES[command]
-    path = [str(Path(__file__).parent), *(each for each in sys.path if each)]
-    script = KILLED.format(path=path, call=call, command=command, source=str(source), out=str(out))
-    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert [each.name for each in tmp_path.iterdir()] == [out.name + ".unfinished"]
+    save_after_each_window(monkeypatch)
+    out, calls = tmp_path / FILES[command], itertools.count(1)
+
+    def progress(*_: object) -> None:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        try:
+            RUNS[command](source, out, progress)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [out.name + ".unfinished"]
     RUNS[command](source, out)
     assert out.read_bytes() == whole[command]
     assert list(tmp_path.iterdir()) == [out]
@@ -289,15 +288,18 @@ def test_overwrite_continues_its_own_run(source: Path, whole: dict[str, bytes], 
 
 def test_changed_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(source, tmp_path / "model"))
-    out = tmp_path / "out.json"
+    out, config = tmp_path / "out.json", (model / "config.json").read_text()
     interrupt("sensitivity", model, out, call=3)
-    (file,) = model.glob("*.safetensors")
-    os.utime(file, (1, 1))
+    (model / "config.json").write_text(json.dumps(json.loads(config) | {"rms_norm_eps": 0.1}))
     with pytest.raises(SourceChangedError, match=r"not the one that the interrupted run in out\.json\.unfinished was"):
+        run_sensitivity(model, out)
+    (model / "config.json").write_text(config)
+    os.utime(model / "model.safetensors", (1, 1))
+    with pytest.raises(SourceChangedError, match="the checkpoint is not the one"):
         run_sensitivity(model, out)
 
 
-@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("command", ["calibrate", "sensitivity"])
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(
     file: str, command: str, source: Path, tmp_path: Path
@@ -314,7 +316,7 @@ def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("command", ["calibrate", "sensitivity"])
 def test_damaged_journal_is_refused_and_a_cut_one_continued(
     command: str, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -347,7 +349,7 @@ def test_damaged_activations_are_recorded_again(source: Path, whole: dict[str, b
         out = tmp_path / f"{number}.safetensors"
         file = interrupt("calibrate", source, out, call=WINDOWS + 3) / name
         content = file.read_bytes()
-        arrays = content.index(b"\n", 32) + 1
+        arrays = content.index(b"\n") + 1
         flipped = content[:arrays] + bytes(byte ^ 0x10 for byte in content[arrays:])
         file.write_bytes(flipped if name == "activations" else content[:1000])
         run_calibrate(source, out)
@@ -412,7 +414,7 @@ def test_commands_say_that_they_continue(
     for command, options in arguments.items():
         out = tmp_path / FILES[command]
         with monkeypatch.context() as patched:
-            patched.setattr(calibration, "_search_layer", stopped)
+            patched.setattr(calibration, "search_layer", stopped)
             patched.setattr(sensitivity, "_divergence", stopped)
             interrupted = invoke(command, source, out, *options)
         assert interrupted.exit_code != 0
@@ -440,21 +442,6 @@ def test_missing_transformers_is_named_with_what_needs_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_survive_the_journal_exactly(tmp_path: Path) -> None:
-    """A float16 scale and a float64 gain are the same after they were kept."""
-    scales = np.float32(np.random.default_rng(1).uniform(0.001, 900, (2, 5)).astype(np.float16))
-    matrices = tuple(
-        SearchResult(scaled=True, reason="", tokens=3, input_exponent=1 / 3, gain=gain, held_back_gain=None)
-        for gain in (0.1 + 0.2, 1e-300)
-    )
-    layer = calibration.LayerReport(name="w", codec="hadamard-trellis", bits=3.5, matrices=matrices)
-    record = json.loads(json.dumps(calibration._to_record(layer, scales)))
-    found, values = calibration._from_record("w", record)
-    assert found == layer
-    assert values is not None
-    assert np.array_equal(values, scales) and values.dtype == np.float32
-
-
 def test_passing_error_of_a_library_keeps_what_was_found(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,16 +460,6 @@ def test_passing_error_of_a_library_keeps_what_was_found(
 
 def fail(*_: Any) -> None:
     raise RuntimeError("no memory left")
-
-
-def test_another_configuration_of_the_model_is_refused(source: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(source, tmp_path / "model")
-    out = tmp_path / FILES["sensitivity"]
-    interrupt("sensitivity", copied, out, call=3)
-    config = json.loads((copied / "config.json").read_text()) | {"rms_norm_eps": 0.1}
-    (copied / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceChangedError, match="the checkpoint is not the one"):
-        RUNS["sensitivity"](copied, out)
 
 
 @pytest.mark.parametrize("left", ["journal.partial", "samples", "activations.partial"])

@@ -40,11 +40,10 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
 from pqweights.integrations.packed import pack
-from pqweights.measure import recording, scale_search
-from pqweights.measure.activations import WeightPlace
+from pqweights.measure import collecting, scale_search
 from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
-from pqweights.planning.awq_file import NO_SCALES, open_awq, write_awq
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.awq import open_awq
+from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, write_statistics
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
@@ -87,7 +86,8 @@ def searched(codec: str = "hadamard-lloyd-max", bits: int = 5, names: Any = SCAL
 
 def write_scales(path: Path, source: Path, weights: Any, scales: dict[str, Floats], about: Any = None) -> None:
     fingerprint = open_local(source).fingerprint()
-    write_awq(path, checkpoint=fingerprint, about=about or {}, weights=weights, scales=scales)
+    found = ScalesToWrite(weights=weights, scales=scales)
+    write_statistics(path, checkpoint=fingerprint, about=about or {}, scales=found)
 
 
 @pytest.fixture
@@ -338,10 +338,11 @@ def test_weight_that_the_recipe_keeps_is_not_scaled(source: Path, awq: Path, tmp
 
 def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "none.safetensors"
-    write_scales(path, source, {MATRIX: {"scaled": False}}, {})
-    assert open_awq(path).searched == {}
+    unscaled = {MATRIX: {"codec": "hadamard-lloyd-max", "bits": 5, "scaled": False}}
+    write_scales(path, source, unscaled, {})
+    assert open_awq(path).file.searched == {}
     run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
-    assert not any(name.endswith("_awq_scale") or NO_SCALES in name for name in read_all(tmp_path / "out"))
+    assert not any(name.endswith("_awq_scale") or name == NO_SCALES for name in read_all(tmp_path / "out"))
 
 
 def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
@@ -399,7 +400,6 @@ def a_layer(tmp_path: Path, weight: Floats) -> Any:
 def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
     rms = np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0)).astype(np.float32)
     return Inputs(
-        along_rows=True,
         tokens=len(rows),
         rms=rms,
         rows=rows,
@@ -530,38 +530,34 @@ def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
     assert (best >= 2.0**-14).all()
 
 
-def plan_of(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
-    return [
-        TensorPlan(
-            name=name,
-            shape=shape,
-            dtype="BF16",
-            role="attention",
-            action=QUANTIZE,
-            codec="hadamard-lloyd-max",
-            bits=5,
-            reason="",
-            bytes=0,
-            stored=(),
-        )
-        for name, shape in shapes.items()
-    ]
+def layout_of(weights: int, channels: int) -> collecting.Layout:
+    """The layout of pairs of weights, each of which reads a vector of its own."""
+    reads = {f"e{i}.{name}": WeightInputs(vectors=(i,), transposed=False) for i in range(weights) for name in "ab"}
+    places: list[Any] = [(f"e{i}.a", None) for i in range(weights)]
+    return collecting.Layout(sizes=[channels] * weights, places=places, weights=reads)
 
 
 def test_samples_of_a_large_model_stay_within_the_limit_on_disk() -> None:
-    small = plan_of({f"w{i}": (1024, 1024) for i in range(10)})
-    where = {tensor.name: WeightPlace((tensor.name, None), False) for tensor in small}
-    assert recording.rows_kept(small, where) == recording.MOST_ROWS
-    assert recording.parts_of(small, where, recording.MOST_ROWS) == [small]
+    small = collecting.Collection.of(layout_of(10, 1024), scales=True, moments=False)
+    assert small.rows == collecting.MOST_ROWS
+    assert small.parts([[number] for number in range(10)]) == [list(range(10))]
     # 4000 experts of two matrices each: the search needs that many rows, so the model is run several times
-    shapes = {f"e{i}.{name}": (768, 2048) for i in range(4000) for name in ("gate", "up")}
-    large = plan_of(shapes)
-    where = {name: WeightPlace((f"experts.{name.partition('.')[0]}", None), False) for name in shapes}
-    rows = recording.rows_kept(large, where)
-    rounds = recording.parts_of(large, where, rows)
-    assert rows == scale_search.FEWEST_ROWS
-    assert [tensor for part in rounds for tensor in part] == large
-    for part in rounds:
-        channels = 2048 * len({tensor.name.partition(".")[0] for tensor in part})  # gate and up have the same inputs
-        assert sum(rows) * 4 * channels <= recording.SAMPLE_BYTES
-    assert 1 < len(rounds) <= 2 + sum(rows) * 4 * 2048 * 4000 / recording.SAMPLE_BYTES
+    layout = layout_of(4000, 2048)
+    large = collecting.Collection.of(layout, scales=True, moments=False)
+    units = [[vector for vector in reads.vectors if vector is not None] for reads in layout.weights.values()]
+    parts = large.parts(units)
+    assert large.rows == scale_search.FEWEST_ROWS
+    assert [unit for part in parts for unit in part] == list(range(8000))
+    for part in parts:
+        channels = 2048 * len({vector for unit in part for vector in units[unit]})
+        assert sum(large.rows) * 4 * channels <= collecting.SAMPLE_BYTES
+    assert 1 < len(parts) <= 2 + sum(large.rows) * 4 * 2048 * 4000 / collecting.SAMPLE_BYTES
+
+
+def test_moments_of_a_large_model_stay_within_the_limit_in_memory() -> None:
+    layout = layout_of(8, 14336)
+    collection = collecting.Collection.of(layout, scales=False, moments=True)
+    assert collection.rows == (0, collecting.HELD_BACK_ROWS)
+    parts = collection.parts([[number] for number in range(8)])
+    assert [vector for part in parts for vector in part] == list(range(8))
+    assert all(4 * 14336 * 14336 * len(part) < collecting.MOMENTS_BYTES for part in parts)

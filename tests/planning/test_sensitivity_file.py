@@ -66,22 +66,26 @@ DAMAGED: list[tuple[str, Any, str]] = [
     ("null", None, "pqweights_sensitivity 1"),
     ("another document", json.dumps({"groups": []}).encode(), "pqweights_sensitivity 1"),
     ("another version", {"pqweights_sensitivity": 2}, "pqweights_sensitivity 1"),
-    ("no groups", {"groups": []}, "groups: expected at least one group"),
-    ("groups null", {"groups": None}, "groups: expected a list"),
-    ("groups a mapping", {"groups": {"a": GROUP}}, "groups: expected a list"),
-    ("a group of another kind", {"groups": [GROUP, 5]}, "groups: group: expected keys and values"),
-    ("a group that is a list", {"groups": [[]]}, "groups: group: expected keys and values"),
-    ("checkpoint a number", {"checkpoint": 5}, "checkpoint: expected a text"),
-    ("checkpoint null", {"checkpoint": None}, "checkpoint: expected a text"),
-    ("method a text", {"method": "random"}, "method: expected keys and values"),
-    ("method empty", {"method": {}}, "kind: expected a text"),
+    ("no groups", {"groups": []}, "groups: expected array of length >= 1, found []"),
+    ("groups null", {"groups": None}, "groups: expected array, found"),
+    ("groups a mapping", {"groups": {"a": GROUP}}, "groups: expected array, found"),
+    ("a group of another kind", {"groups": [GROUP, 5]}, "groups[1]: expected object, found 5"),
+    ("a group that is a list", {"groups": [[]]}, "groups[0]: expected object, found []"),
+    ("checkpoint a number", {"checkpoint": 5}, "checkpoint: expected str, found 5"),
+    ("checkpoint null", {"checkpoint": None}, "checkpoint: expected str, found None"),
+    ("method a text", {"method": "random"}, "method: expected object, found 'random'"),
+    ("method empty", {"method": {}}, "method: missing key kind"),
     (
         "method of an unknown kind",
         {"method": {"kind": "guess", "tokens": 5}},
-        "kind: expected 'random tokens' or 'text'",
+        "method.kind: invalid enum value 'guess'",
     ),
-    ("method of a kind that is a list", {"method": {"kind": ["text"], "tokens": 5}}, "kind: expected a text"),
-    ("method without tokens", {"method": {"kind": "text"}}, "tokens: expected a whole number"),
+    (
+        "method of a kind that is a list",
+        {"method": {"kind": ["text"], "tokens": 5}},
+        "method.kind: expected str, found",
+    ),
+    ("method without tokens", {"method": {"kind": "text"}}, "method: missing key tokens"),
     ("a group twice", {"groups": [GROUP, {**GROUP, "weights": ["b.weight"]}]}, "is there twice"),
     ("a weight twice", {"groups": [GROUP, {**GROUP, "name": "b"}]}, "is there twice"),
     ("a weight twice in a group", {"groups": [{**GROUP, "weights": ["a", "a"]}]}, "is there twice"),
@@ -110,10 +114,11 @@ for _key, _value in (
     ("points", [["x", 0.1]]),
     ("points", [[10**400, 0.1]]),
 ):
-    DAMAGED.append((f"{_key} {str(_value)[:12]}", {"groups": [{**GROUP, _key: _value}]}, "group"))
+    _expected = "is not a number of JSON" if _value in (math.inf, math.nan) else f"groups[0].{_key}"
+    DAMAGED.append((f"{_key} {str(_value)[:12]}", {"groups": [{**GROUP, _key: _value}]}, _expected))
 for _key in ("name", "alpha", "weights", "points"):
     _without = {key: value for key, value in GROUP.items() if key != _key}
-    DAMAGED.append((f"without {_key}", {"groups": [_without]}, f"{_key}: expected"))
+    DAMAGED.append((f"without {_key}", {"groups": [_without]}, f"groups[0]: missing key {_key}"))
 
 
 @pytest.mark.parametrize(("content", "expected"), [pytest.param(c, e, id=name) for name, c, e in DAMAGED])

@@ -10,7 +10,7 @@ import numpy as np
 from helpers import Array, gaussian
 
 from pqweights.checkpoint.source import open_local
-from pqweights.planning.moments_file import InputVector, WeightInputs, header_of, write_moments
+from pqweights.planning.statistics_file import InputVector, MomentsToWrite, WeightInputs, write_statistics
 
 ROWS, HELD_BACK = 1500, 256
 
@@ -59,6 +59,7 @@ def write_random_moments(
             held_back[tensor.name, matrix] = parts[1]
             data += [np.ascontiguousarray(part).tobytes() for part in parts]
         weights[tensor.name] = WeightInputs(vectors=tuple(range(first, len(vectors))), transposed=flipped)
-    about = {"checkpoint": checkpoint.fingerprint(), "text_sha256": "", "tokens": ROWS, "held_back_tokens": HELD_BACK}
-    write_moments(out, header_of(vectors, about, weights), data)
+    about = {"text_sha256": "", "tokens": ROWS, "held_back_tokens": HELD_BACK}
+    moments = MomentsToWrite(vectors=vectors, weights=weights, data=data)
+    write_statistics(out, checkpoint=checkpoint.fingerprint(), about=about, moments=moments)
     return held_back

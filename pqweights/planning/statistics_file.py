@@ -1,0 +1,354 @@
+"""The file of statistics that `calibrate` writes: safetensors, with a JSON description in its metadata.
+
+It holds one or both of two things. *Moments*: for each distinct vector that enters linear layers and experts,
+X' X / tokens as `inputs.N.moments` (F32 [K, K]) and rows that were held back as `inputs.N.held_back` (F32 [rows, K]).
+*Scales*: one float16 scale for each input channel of a weight (Lin et al., arXiv:2306.00978) as `X_awq_scale`. The
+description, under `pqweights_statistics`, says of which checkpoint they are and what belongs to which weight;
+docs/moments.md has its keys. Earlier versions wrote only one of the two, under a key that says which.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header
+from pqweights.checkpoint.names import awq_name
+from pqweights.checkpoint.source import Checkpoint, open_local, read_header
+from pqweights.checkpoint.writer import sha256_of_file, write_whole
+from pqweights.documents import Count, Damaged, Document, Number, as_document, read_document
+from pqweights.errors import SourceError
+
+Floats = npt.NDArray[np.float32]
+Kind = Literal["moments", "scales"]
+
+KEY, VERSION = "pqweights_statistics", 1
+MOMENTS: Kind = "moments"
+SCALES: Kind = "scales"
+# What writes each kind.
+COMMANDS: dict[Kind, str] = {SCALES: "pqweights calibrate", MOMENTS: "pqweights calibrate --moments"}
+# What the keys of earlier versions hold; their descriptions have the same fields.
+EARLIER_KEYS: dict[str, Kind] = {"pqweights_awq": SCALES, "pqweights_moments": MOMENTS}
+# A safetensors file of ours holds at least one tensor: this empty one if no weight is scaled.
+NO_SCALES = awq_name("no_weight_is_scaled")
+# Rows of a matrix of moments that are read together.
+STRIP_ROWS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputVector:
+    """One distinct vector of inputs.
+
+    size: K, its number of channels
+    tokens: how many rows its moments are the mean of
+    held_back: how many rows are held back
+    windows: of how many windows of the text those are
+    """
+
+    size: int
+    tokens: int
+    held_back: int
+    windows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightInputs:
+    """Which vectors a weight reads.
+
+    vectors: for each of its matrices the number of the vector; None for a matrix that had no inputs
+    transposed: whether input channels run along its columns, [..., K, N], not along its rows, [..., N, K]
+    """
+
+    vectors: tuple[int | None, ...]
+    transposed: bool
+
+
+class _Version(Document, frozen=True):
+    version: int
+
+
+class _Vector(Document, frozen=True):
+    tokens: Count
+    windows: Count
+
+
+class _ReadWeight(Document, frozen=True):
+    inputs: tuple[Count | None, ...]
+    transposed: bool
+
+
+class _SearchedWeight(Document, frozen=True):
+    codec: str
+    bits: Number
+    scaled: bool
+
+
+class _Description(Document, frozen=True, kw_only=True):
+    """The description of a file. `holds` is not in files of earlier versions; each weight has the keys of its kinds."""
+
+    checkpoint: str
+    holds: tuple[Kind, ...] = ()
+    inputs: tuple[_Vector, ...] = ()
+    weights: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Statistics:
+    """An opened file of statistics.
+
+    path: where it lies
+    file: the file as a checkpoint, from which the tensors are read
+    sha256: that of the file
+    checkpoint: the fingerprint of the checkpoint that the statistics are of
+    holds: what it holds
+    vectors: what is known of each vector
+    weights: what each weight reads, by name
+    searched: for each scaled weight, the codec and the bit width that its scales were searched for
+    stored: the tensors by name
+    """
+
+    path: Path
+    file: Checkpoint
+    sha256: str
+    checkpoint: str
+    holds: tuple[Kind, ...]
+    vectors: tuple[InputVector, ...]
+    weights: dict[str, WeightInputs]
+    searched: dict[str, tuple[str, float]]
+    stored: dict[str, StoredTensor] = field(repr=False)
+
+    def damaged(self, what: str) -> SourceError:
+        """Return the error for a damaged file."""
+        return _damaged(self.path, self.holds)(what)
+
+    def check(self, fingerprints: Mapping[str, str], kind: Kind = MOMENTS) -> None:
+        """Raise SourceError if the statistics are of none of these checkpoints.
+
+        fingerprints: by what messages call a checkpoint
+        kind: what of the file is used
+        """
+        if self.checkpoint in fingerprints.values():
+            return
+        wanted = " or ".join(f"{name} (fingerprint {found[:12]})" for name, found in fingerprints.items())
+        raise SourceError(
+            f"{self.path}: expected {kind} of {wanted}, found those of another checkpoint "
+            f"({self.checkpoint[:12]}); run {COMMANDS[kind]} on this one"
+        )
+
+    def strips(self, vector: int, *, columns: Floats | None = None) -> Iterator[tuple[int, Floats]]:
+        """Yield the moments of a vector as runs of rows, each with the number of the first: f32 [STRIP_ROWS, K].
+
+        columns: [K], the factors by which the columns of the weights were multiplied, and the inputs divided
+
+        Raises SourceError if a moment is not finite, or a mean of squares is negative.
+        """
+        size, name = self.vectors[vector].size, f"inputs.{vector}.moments"
+        for first in range(0, size, STRIP_ROWS):
+            count = min(STRIP_ROWS, size - first)
+            strip = self._read(name, first * size, count * size).reshape(count, size)
+            self._check_squares(name, np.diagonal(strip, first))
+            if columns is not None:
+                strip = strip / columns / columns[first : first + count, None]
+            yield first, strip
+
+    def mean_squares(self, vector: int) -> Floats:
+        """Read the mean square of each channel of a vector, [K].
+
+        Raises SourceError if one is not a number from 0 on.
+        """
+        size, name = self.vectors[vector].size, f"inputs.{vector}.moments"
+        result = np.array([self._read(name, row * (size + 1), 1)[0] for row in range(size)], dtype=np.float32)
+        self._check_squares(name, result)
+        return result
+
+    def _check_squares(self, name: str, squares: Floats) -> None:
+        if (squares < 0).any():
+            raise self.damaged(f"{name}: expected means of squares, found a negative one")
+
+    def held_back(self, vector: int, *, columns: Floats | None = None) -> Floats:
+        """Read the rows of a vector that were held back, [rows, K]; see `strips`."""
+        about = self.vectors[vector]
+        count = about.held_back * about.size
+        rows = self._read(f"inputs.{vector}.held_back", 0, count).reshape(about.held_back, about.size)
+        return rows if columns is None else rows / columns
+
+    def _read(self, name: str, start: int, count: int) -> Floats:
+        raw = np.empty(count * 4, dtype=np.uint8)
+        stored = self.stored[name]
+        self.file.storage.read_into(stored.file, stored.offset + start * 4, raw)
+        values = raw.view("<f4")
+        if not np.isfinite(values).all():
+            raise self.damaged(f"{name}: expected finite numbers, found a NaN or an infinity")
+        return values
+
+
+def open_statistics(path: Path, kind: Kind | None = None) -> Statistics:
+    """Open a file of statistics. kind: what it must hold; by default anything.
+
+    Raises SourceError if it does not exist, if `calibrate` did not write it, or if it does not hold that.
+    """
+    what, command = (kind, COMMANDS[kind]) if kind else ("statistics", COMMANDS[SCALES])
+    if not path.is_file():
+        raise SourceError(f"{path}: no such file; expected {what} that {command} wrote")
+    file = open_local(path)
+    (name,) = file.weight_files
+    stored, metadata = read_header(file.storage, name)
+    key = next((key for key in (KEY, *EARLIER_KEYS) if key in metadata), None)
+    if key is None:
+        raise SourceError(f"{path}: expected {what} that {command} wrote, found another file")
+    told = metadata[key].encode("utf-8", "surrogatepass")
+    if key in EARLIER_KEYS:
+        holds: tuple[Kind, ...] = (EARLIER_KEYS[key],)
+    else:
+        _check_version(path, told)
+        holds = read_document(told, _Description, _damaged(path, ())).holds
+    if kind is not None and kind not in holds:
+        found = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in holds) or "nothing"
+        raise SourceError(f"{path}: expected {what} that {command} wrote, found {found}")
+    return _opened(path, file, holds=holds, told=told, stored={part.name: part for part in stored})
+
+
+def _opened(
+    path: Path, file: Checkpoint, *, holds: tuple[Kind, ...], told: bytes, stored: dict[str, StoredTensor]
+) -> Statistics:
+    """Return the statistics of an opened file, by its description."""
+    damaged = _damaged(path, holds)
+    _check_version(path, told)
+    about = read_document(told, _Description, damaged)
+    vectors = tuple(_vector(entry, number, stored, damaged) for number, entry in enumerate(about.inputs))
+    weights, searched = {}, {}
+    for name, entry in about.weights.items():
+
+        def wrong(problem: str, name: str = name) -> SourceError:
+            return damaged(f"{name!r}: {problem}")
+
+        if MOMENTS in holds and (len(holds) == 1 or "inputs" in entry):
+            weight = as_document(entry, _ReadWeight, wrong)
+            if any(number is not None and number >= len(vectors) for number in weight.inputs):
+                raise wrong("expected numbers of its inputs")
+            weights[name] = WeightInputs(vectors=weight.inputs, transposed=weight.transposed)
+        if SCALES in holds and (len(holds) == 1 or "scaled" in entry):
+            search = as_document(entry, _SearchedWeight, wrong)
+            if search.scaled:
+                searched[name] = (search.codec, search.bits)
+    scales = [awq_name(name) for name in searched]
+    described = {spec.name for spec in specs_of(vectors)} | set(scales)
+    if stored.keys() != (described or {NO_SCALES}):
+        raise damaged("its metadata does not describe its tensors")
+    if any(stored[name].dtype != "F16" for name in scales):
+        raise damaged("expected float16 scales")
+    return Statistics(
+        path=path,
+        file=file,
+        sha256=sha256_of_file(path),
+        checkpoint=about.checkpoint,
+        holds=holds,
+        vectors=vectors,
+        weights=weights,
+        searched=searched,
+        stored=stored,
+    )
+
+
+def _check_version(path: Path, told: bytes) -> None:
+    version = read_document(told, _Version, _damaged(path, ())).version
+    if version != VERSION:
+        raise SourceError(f"{path}: version: expected {VERSION}, found {version!r}; a newer pqweights may read it")
+
+
+def _damaged(path: Path, holds: Sequence[Kind]) -> Callable[[str], SourceError]:
+    """Return the function that makes the error for a damaged file."""
+    command = COMMANDS[holds[0] if holds else SCALES]
+    return lambda what: SourceError(f"{path}: damaged: {what}; run {command} again")
+
+
+def _vector(about: _Vector, number: int, stored: Mapping[str, StoredTensor], damaged: Damaged) -> InputVector:
+    moments, held_back = (stored.get(f"inputs.{number}.{part}") for part in ("moments", "held_back"))
+    if moments is None or held_back is None or len(moments.shape) != 2 or {moments.dtype, held_back.dtype} != {"F32"}:
+        raise damaged(f"expected inputs.{number} as two float32 matrices")
+    size = moments.shape[1]
+    if moments.shape != (size, size) or len(held_back.shape) != 2 or held_back.shape[1] != size or not size:
+        raise damaged(f"inputs.{number}: expected moments [K, K] and rows [n, K]")
+    return InputVector(size=size, tokens=about.tokens, held_back=held_back.shape[0], windows=about.windows)
+
+
+def specs_of(vectors: Sequence[InputVector]) -> list[TensorSpec]:
+    """Return the tensors of moments, in the order in which their data follow each other."""
+    result = []
+    for number, vector in enumerate(vectors):
+        result.append(TensorSpec(f"inputs.{number}.moments", "F32", (vector.size, vector.size)))
+        result.append(TensorSpec(f"inputs.{number}.held_back", "F32", (vector.held_back, vector.size)))
+    return result
+
+
+def moments_bytes(size: int, rows: int) -> int:
+    """Return the size of the data of a vector with K channels and `rows` rows held back."""
+    return 4 * math.prod((size, size + rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentsToWrite:
+    """Moments of some vectors. data: the values of specs_of, in order"""
+
+    vectors: Sequence[InputVector]
+    weights: Mapping[str, WeightInputs]
+    data: Iterable[bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalesToWrite:
+    """Scales of some weights.
+
+    weights: for every weight that was considered, codec, bits, whether it is scaled, and more
+    scales: [..., K] by the name of the weight
+    """
+
+    weights: Mapping[str, Mapping[str, Any]]
+    scales: Mapping[str, Floats]
+
+
+def write_statistics(
+    path: Path,
+    *,
+    checkpoint: str,
+    about: Mapping[str, Any],
+    moments: MomentsToWrite | None = None,
+    scales: ScalesToWrite | None = None,
+) -> None:
+    """Write a file of statistics, whole or not at all.
+
+    checkpoint: the fingerprint of the checkpoint that they are of
+    about: how they were found
+
+    Raises OutputError.
+    """
+    specs: list[TensorSpec] = []
+    pieces: list[Iterable[bytes]] = []
+    holds: list[Kind] = []
+    entry: dict[str, Any] = {"version": VERSION, "holds": holds, "checkpoint": checkpoint, **about}
+    weights: dict[str, dict[str, Any]] = {}
+    if moments is not None:
+        holds.append(MOMENTS)
+        specs += specs_of(moments.vectors)
+        pieces.append(moments.data)
+        entry["inputs"] = [{"tokens": vector.tokens, "windows": vector.windows} for vector in moments.vectors]
+        for name, reads in moments.weights.items():
+            weights[name] = {"inputs": list(reads.vectors), "transposed": reads.transposed}
+    if scales is not None:
+        holds.append(SCALES)
+        specs += [TensorSpec(awq_name(name), "F16", values.shape) for name, values in scales.scales.items()]
+        pieces.append(values.astype("<f2").tobytes() for values in scales.scales.values())
+        for name, search in scales.weights.items():
+            weights[name] = weights.get(name, {}) | dict(search)
+    specs = specs or [TensorSpec(NO_SCALES, "F16", (0,))]
+    metadata = {"format": "pt", KEY: json.dumps(entry | {"weights": weights}, ensure_ascii=False)}
+    header = encode_header(specs, metadata)
+    write_whole(path.absolute().parent, path, itertools.chain([header], *pieces))
