@@ -143,10 +143,10 @@ class BlockRule:
         from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
 
         rows = values.reshape(-1, len(importance))
-        found = encode_blocks(self.type.name, rows, importance)
+        blocks = encode_blocks(self.type.name, rows, importance)
         if self.type.name in FACTORS:
-            found = with_gain(self.type.name, found, products_of(rows, self._decoded(found.data), importance))
-        return _groups(found)
+            blocks = with_gain(self.type.name, blocks, products_of(rows, self._decoded(blocks.data), importance))
+        return _groups(blocks)
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """Return the weights that llama.cpp decodes: [blocks, block size]."""
@@ -160,10 +160,10 @@ class BlockRule:
         return decoded.reshape(-1, self.group_size)
 
 
-def _groups(found: EncodedBlocks) -> Groups:
+def _groups(blocks: EncodedBlocks) -> Groups:
     """Return blocks in the form of groups, whose codes are the bytes of the blocks."""
-    none = np.zeros(len(found.data), dtype=np.float32)
-    return Groups(codes=found.data, scales=none, offsets=none, energies=found.energies, errors=found.errors)
+    none = np.zeros(len(blocks.data), dtype=np.float32)
+    return Groups(codes=blocks.data, scales=none, offsets=none, energies=blocks.energies, errors=blocks.errors)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class BlockLayout:
     ) -> list[StoredPiece]:
         """Return the bytes of some rows."""
         offset = first_row * self._row_bytes(shape, rule)
-        return [StoredPiece(stored_name=name, offset=offset, data=groups.codes.reshape(-1))]
+        return [StoredPiece(name, offset, groups.codes.reshape(-1))]
 
     def _row_bytes(self, shape: tuple[int, ...], rule: RoundingRule) -> int:
         return BLOCK_TYPES[rule.kind].row_bytes(shape[-1])

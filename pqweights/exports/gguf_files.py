@@ -59,7 +59,7 @@ class GgufOutput:
         runs = cuts(tensors, max_shard_bytes)
         headers = []
         for number, run in enumerate(runs):
-            held = [_listed(tensors[place]) for place in run]
+            held = [_listed(tensors[index]) for index in run]
             content = encode_header(metadata, held, FilePart(number, len(runs), len(tensors)))
             headers.append(FileHeader.of(content))
         return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
@@ -125,10 +125,10 @@ def _imatrix(model: GgufModel, importances: Importances) -> bytes:
         writer.add_uint32("imatrix.chunk_count", 1)
         most = 1
         for tensor in model.tensors:
-            found = importances.of(tensor)
-            if not found or any(each is None for each in found):
+            known = importances.of(tensor)
+            pairs = [pair for pair in known if pair is not None]
+            if not pairs or len(pairs) < len(known):
                 continue
-            pairs = [each for each in found if each is not None]
             counts = np.array([[tokens] for _, tokens in pairs], dtype=np.float32)
             most = max(most, int(counts.max()))
             writer.add_tensor(f"{tensor.name}.in_sum2", np.stack([mean for mean, _ in pairs]) * counts)

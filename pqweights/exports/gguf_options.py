@@ -77,7 +77,7 @@ def read_types(options: ExportOptions) -> TypeOptions:
         asked = replace(asked, mix=find_mix(options.type))
     if options.pure:
         asked = replace(asked, mix=replace(asked.mix, pure=True))
-    added = tuple(TypeRule(p, find_type(f"--set-type {p}={found}", found)) for p, found in options.set_type or ())
+    added = tuple(TypeRule(p, find_type(f"--set-type {p}={kind}", kind)) for p, kind in options.set_type or ())
     asked = replace(asked, rules=(*added, *asked.rules))
     if options.target_size is not None:
         asked = replace(asked, target_size=options.target_size)
@@ -97,7 +97,7 @@ def _recipe(path: Path) -> TypeOptions:
     Raises RecipeError for everything that is wrong in it.
     """
     fields = checked_fields(str(path), read_yaml(recipe_text(path), str(path)), RECIPE_KEYS)
-    mix = _found(path, lambda: find_mix(fields.defaulted("type", fields.text, DEFAULT_TYPE)))
+    mix = _in_recipe(path, lambda: find_mix(fields.defaulted("type", fields.text, DEFAULT_TYPE)))
     size, sensitivity = fields.raw("target_size"), fields.optional("sensitivity", fields.text, None)
     if size is not None and (isinstance(size, bool) or not isinstance(size, str | int)):
         raise RecipeError(f"{path}: target_size: expected a size such as 9GB, found {size!r}")
@@ -109,7 +109,7 @@ def _recipe(path: Path) -> TypeOptions:
     return TypeOptions(
         mix=replace(mix, pure=fields.defaulted("pure", fields.flag, False)),
         rules=tuple(rules),
-        target_size=None if size is None else _found(path, lambda: parse_size(size)),
+        target_size=None if size is None else _in_recipe(path, lambda: parse_size(size)),
         sensitivity=None if sensitivity in (None, HEURISTIC) else Path(str(sensitivity)),
     )
 
@@ -118,12 +118,12 @@ def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
     """Read one rule, which may have several patterns."""
     fields = checked_fields(f"{path}: {where}", entry, RULE_KEYS)
     kind, names = fields.text("type"), fields.raw("name")
-    found = _found(path, lambda: find_type(f"{where}: type {kind}", kind))
-    return [TypeRule(name, found) for name in ([names] if isinstance(names, str) else fields.texts("name"))]
+    chosen = _in_recipe(path, lambda: find_type(f"{where}: type {kind}", kind))
+    return [TypeRule(name, chosen) for name in ([names] if isinstance(names, str) else fields.texts("name"))]
 
 
-def _found(path: Path, find: Callable[[], Item]) -> Item:
-    """Return what a function finds; what it raises names the recipe."""
+def _in_recipe(path: Path, find: Callable[[], Item]) -> Item:
+    """Return what a function returns; what it raises names the recipe."""
     try:
         return find()
     except PqweightsError as error:

@@ -77,8 +77,8 @@ def shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
     values = {entry.key.removeprefix(f"{model.architecture}."): entry.value for entry in model.metadata}
 
     def number(key: str) -> int:
-        found = values.get(key, 0)
-        return int(found[0] if isinstance(found, list | tuple) else found)
+        value = values.get(key, 0)
+        return int(value[0] if isinstance(value, list | tuple) else value)
 
     heads, shared = number("attention.head_count"), number("attention.head_count_kv")
     layers = number("block_count")
@@ -115,11 +115,11 @@ def _by_mix(tensor: LogicalTensor, options: TypeOptions, shape: Shape) -> TypeCh
 
 def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
     """Return the type of a tensor whose rows the blocks of a type may not divide."""
-    found = fitting_type(wanted, tensor.shape[-1])
-    if found == wanted:
-        return TypeChoice(found, reason)
+    fitting = fitting_type(wanted, tensor.shape[-1])
+    if fitting == wanted:
+        return TypeChoice(fitting, reason)
     size = BLOCK_TYPES[wanted].block_size
-    return TypeChoice(found, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
+    return TypeChoice(fitting, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
 
 
 def _within(
@@ -143,7 +143,7 @@ def _within(
     roles = {name: role_of(tensors[0]) for name, tensors in sources.items()}
     groups = groups_of(checkpoint, list(roles.items()))
     alphas, _ = alphas_for(groups, roles=roles, known=_sensitivity(options, fingerprint))
-    members = {name: [tensor for each in names for tensor in sources[each]] for name, names in groups.items()}
+    members = {name: [tensor for source in names for tensor in sources[source]] for name, names in groups.items()}
     choices = [[_choice(kind, members[name], alphas[name]) for kind in CANDIDATES] for name in groups]
     solution = solve(choices, options.target_size - overhead)
     if solution is None:
@@ -160,10 +160,10 @@ def _choice(kind: str, tensors: Sequence[LogicalTensor], alpha: float) -> Choice
     """Return what a type costs for some tensors, and how much the loss is predicted to rise."""
     cost, error, weights = 0, 0.0, 0
     for tensor in tensors:
-        found = fitting_type(kind, tensor.shape[-1])
+        fitting = fitting_type(kind, tensor.shape[-1])
         count = math.prod(tensor.shape)
-        cost += aligned(type_bytes(found, tensor.shape), ALIGNMENT)
-        error += count * (F16_ERROR if found in PLAIN_TYPES else BLOCK_TYPES[found].distortion)
+        cost += aligned(type_bytes(fitting, tensor.shape), ALIGNMENT)
+        error += count * (F16_ERROR if fitting in PLAIN_TYPES else BLOCK_TYPES[fitting].distortion)
         weights += count
     return Choice(cost, alpha * error / weights)
 
@@ -189,10 +189,10 @@ def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity |
     """
     if options.sensitivity is None:
         return None
-    found = read_sensitivity(options.sensitivity)
-    if fingerprint is not None and found.checkpoint != fingerprint:
+    known = read_sensitivity(options.sensitivity)
+    if fingerprint is not None and known.checkpoint != fingerprint:
         raise SourceError(
             f"{options.sensitivity}: expected sensitivities of the model that the master was made from (fingerprint "
-            f"{fingerprint[:12]}), found those of another ({found.checkpoint[:12]})"
+            f"{fingerprint[:12]}), found those of another ({known.checkpoint[:12]})"
         )
-    return found
+    return known

@@ -1,6 +1,6 @@
 """The terms in which an integer target says which weights become integers, how, and where each number goes.
 
-The targets are torchao_int4.py, mlx.py and vllm.py; integer_export.py carries out what they say.
+integer_export.py carries out what the targets say.
 docs/exports.md has the rules.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.rewrite.transform import SmallFiles
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StoredPiece:
+class StoredPiece(NamedTuple):
     """Bytes of a stored tensor.
 
     stored_name: the stored tensor

@@ -84,6 +84,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     of_experts = {t.shape[-1] for t in encoded if t.name not in plain and _is_expert(t)}
     of_experts = {columns for columns in of_experts if groups.fitting([columns]) is not None}
     sizes: dict[str, int] = {}
+    removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
     for layer in _fused_layers(checkpoint.tensors):
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
@@ -93,12 +94,12 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
             fused_with[kept[0].name] = possible
             continue
         reasons, size = _reasons(possible, rules, groups, of_experts)
+        removable += reasons.values()
         if len(possible) < len(layer) or reasons:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
         else:
             sizes |= dict.fromkeys((tensor.name for tensor in possible), size)
     if not sizes:
-        removable = [reason for reason in plain.values() if "--" in reason]  # by another option
         why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {rules.groups.target}: {why}")
     return LinearWeights(sizes=sizes, plain=plain, warnings=fused_warnings(fused_with))

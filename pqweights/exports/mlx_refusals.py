@@ -47,14 +47,14 @@ def in_words(error: BaseException) -> str:
     said = textwrap.shorten(str(error).rstrip(". "), MOST_QUOTED, placeholder=" ...")
     frames = list(traceback.walk_tb(error.__traceback__))
     wrong = [line for frame, _ in frames for value in frame.f_locals.values() for line in _wrong_settings(value)]
-    if found := _UNKNOWN.fullmatch(str(error)):
-        return f"it has no model of type {found[1]!r}"
-    if found := _LACKING.fullmatch(str(error)):
-        return f"it needs settings that config.json does not have: {found[1]}"
-    if found := _LEFT_OVER.fullmatch(said):
-        return f"its model has no place for {found[1]} tensors: {found[2]}"
-    if found := _MISSING.fullmatch(said):
-        return f"its model needs {found[1]} tensors that the checkpoint does not have: {found[2]}"
+    if match := _UNKNOWN.fullmatch(str(error)):
+        return f"it has no model of type {match[1]!r}"
+    if match := _LACKING.fullmatch(str(error)):
+        return f"it needs settings that config.json does not have: {match[1]}"
+    if match := _LEFT_OVER.fullmatch(said):
+        return f"its model has no place for {match[1]} tensors: {match[2]}"
+    if match := _MISSING.fullmatch(said):
+        return f"its model needs {match[1]} tensors that the checkpoint does not have: {match[2]}"
     if _is_own_words(error, frames):
         return said
     if wrong:

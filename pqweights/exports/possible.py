@@ -42,14 +42,14 @@ def _one_of_each(named: Sequence[_Named]) -> Iterator[tuple[LogicalTensor, Tenso
     """Yield the tensors of the first of all layers, and within them of all experts, that are alike."""
     blocks: dict[tuple[str, str], list[_Named]] = {}
     for name, tensor, plan in named:
-        found = _NUMBERED.fullmatch(name)
-        if found is None:
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
             yield tensor, plan
         else:
-            blocks.setdefault((found[1], found[2]), []).append((found[3], tensor, plan))
+            blocks.setdefault((match[1], match[2]), []).append((match[3], tensor, plan))
     seen = set()
-    for (kind, _), block in blocks.items():
-        content = (kind, tuple((name, plan.shape, plan.dtype, plan.action) for name, _, plan in block))
+    for (prefix, _), block in blocks.items():
+        content = (prefix, tuple((name, plan.shape, plan.dtype, plan.action) for name, _, plan in block))
         if content not in seen:
             seen.add(content)
             yield from _one_of_each(block)

@@ -16,7 +16,7 @@ from pqweights.planning.plan import stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.units import counted, size_text
 
-# Integers are remarked that have at least this many bits more than the codes of the master, on average.
+# A warning is given if integers have at least this many bits more than the codes of the master, on average.
 REMARKED_BITS = 0.5
 PLAIN_BITS = 16
 
@@ -25,7 +25,7 @@ def remarks(outline: Outline, master: Checkpoint, *, from_original: bool, known:
     """Return warnings of the sizes of a result.
 
     from_original: whether the original's values are rounded
-    known: the names of the weights of which the error that the master has is known
+    known: the names of the weights whose error in the master is known
     """
     return (
         *_experts_warnings(outline),
@@ -58,18 +58,20 @@ def _bits_warnings(outline: Outline, known: Set[str]) -> tuple[str, ...]:
 
 def _experts_warnings(outline: Outline) -> tuple[str, ...]:
     """Return a warning for each reason why experts that the master encodes stay plain, with their bytes."""
-    found: dict[str, list[LogicalTensor]] = {}
+    by_reason: dict[str, list[LogicalTensor]] = {}
     for tensor in outline.tensors:
         decision = outline.decisions.get(tensor.name)
         if isinstance(decision, Stays) and decision.reason != FUSED_WITH_KEPT and _is_encoded_expert(tensor):
             fused = len(tensor.shape) > 2
-            found.setdefault("the format stores single linear layers" if fused else decision.reason, []).append(tensor)
+            by_reason.setdefault("the format stores single linear layers" if fused else decision.reason, []).append(
+                tensor
+            )
     return tuple(
         f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
         f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "
         f"{size_text(sum(part.byte_count for t in tensors for part in t.parts))} in the master: {reason}; the targets "
         "gguf and mlx round the experts of the models that they know"
-        for reason, tensors in found.items()
+        for reason, tensors in by_reason.items()
     )
 
 

@@ -66,16 +66,16 @@ class TorchaoInt4:
         """Decide which linear layers become integers; names and shapes are those of the source."""
         rules = LinearRules(groups=self.groups, experts=EXPERTS)
         unpadded = linear_weights(checkpoint, rules)
-        found = linear_weights(checkpoint, replace(rules, too_large=self._too_large))
-        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in found.plain.items()}
-        decisions |= {name: self._rounding(size) for name, size in found.sizes.items()}
+        linear = linear_weights(checkpoint, replace(rules, too_large=self._too_large))
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
+        decisions |= {name: self._rounding(size) for name, size in linear.sizes.items()}
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
-            metadata=self._metadata(checkpoint, found.sizes),
-            config=self._config(checkpoint, found.sizes),
-            warnings=self._padding_warnings(checkpoint, decisions, unpadded.sizes) + found.warnings,
+            metadata=self._metadata(checkpoint, linear.sizes),
+            config=self._config(checkpoint, linear.sizes),
+            warnings=self._padding_warnings(checkpoint, decisions, unpadded.sizes) + linear.warnings,
         )
 
     def _rounding(self, size: int) -> Rounding:
@@ -123,11 +123,11 @@ class TorchaoInt4:
 
         transformers reads the size of each weight from the metadata of the files.
         """
-        found = sorted(set(sizes.values()), reverse=True)
-        if len(found) == 1:
-            return self._weight_only(found[0])
+        different = sorted(set(sizes.values()), reverse=True)
+        if len(different) == 1:
+            return self._weight_only(different[0])
         layers: dict[str, Any] = {}
-        for size in found:
+        for size in different:
             own = [name for name in sizes if sizes[name] == size]
             others = [name for name in sizes if sizes[name] != size]
             layers |= dict.fromkeys(patterns(own, others), self._weight_only(size))
@@ -162,15 +162,15 @@ class TorchaoInt4:
 
         unpadded: the group sizes of the weights that could be integers if rows were not padded, by name
         """
-        found = least = 0
+        stored = least = 0
         for tensor in checkpoint.tensors:
             plain = element_count(tensor) * DTYPE_BITS[tensor.plain_dtype] // 8
             decision = decisions.get(tensor.name)
-            found += _stored_bytes(decision, tensor.shape) if isinstance(decision, Rounding) else plain
+            stored += _stored_bytes(decision, tensor.shape) if isinstance(decision, Rounding) else plain
             size = unpadded.get(tensor.name)
             rounding = None if size is None else replace(self._rounding(size), layout=PlainLayout())
             least += plain if rounding is None else _stored_bytes(rounding, tensor.shape)
-        share = 1 - least / found
+        share = 1 - least / stored
         if share < WORTH_A_WARNING:
             return ()
         return (
@@ -217,12 +217,12 @@ class PlainLayout:
         codes = pack_bits(groups.codes, 4) ^ np.uint8(0x88)
         per_row = columns // rule.group_size
         result = [
-            StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=codes),
+            StoredPiece(_stored(name, "qdata"), first_row * columns // 2, codes),
         ]
         for part, numbers in (("scale", groups.scales), ("zero_point", groups.offsets)):
             by_group = np.ascontiguousarray(numbers.reshape(-1, per_row).T)
             data = from_float32(by_group.reshape(-1), "BF16").reshape(per_row, -1)
-            result.append(StoredPiece(stored_name=_stored(name, part), offset=None, data=data))
+            result.append(StoredPiece(_stored(name, part), None, data))
         return result
 
 
@@ -263,8 +263,8 @@ class TileLayout:
         data = from_float32(pairs.reshape(-1), "BF16").reshape(len(pairs), -1)
         tiles = pack_tiles(codes)
         return [
-            StoredPiece(stored_name=_stored(name, "qdata"), offset=first_row * columns // 2, data=tiles),
-            StoredPiece(stored_name=_stored(name, "scale_and_zero"), offset=None, data=data),
+            StoredPiece(_stored(name, "qdata"), first_row * columns // 2, tiles),
+            StoredPiece(_stored(name, "scale_and_zero"), None, data),
         ]
 
 

@@ -69,17 +69,17 @@ class VllmFormat:
         Raises ExportError for a model whose layers compressed-tensors would not find.
         """
         early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
-        found = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
-        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in found.plain.items()}
-        for name, size in found.sizes.items():
+        linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
+        for name, size in linear.sizes.items():
             decisions[name] = Rounding(self._rule(size), PackedLayout())
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
             left_out={},
             metadata=DEFAULT_METADATA,
-            config=self._config(checkpoint, found.sizes),
-            warnings=found.warnings + _experts_warnings(checkpoint, found),
+            config=self._config(checkpoint, linear.sizes),
+            warnings=linear.warnings + _experts_warnings(checkpoint, linear),
         )
 
     def _rule(self, size: int) -> GroupRule:
@@ -129,9 +129,9 @@ class VllmFormat:
         }
 
 
-def _experts_warnings(checkpoint: Checkpoint, found: LinearWeights) -> tuple[str, ...]:
+def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
     """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
-    plain = [t.name for t in checkpoint.tensors if t.name not in found.sizes and _is_single_expert(t)]
+    plain = [t.name for t in checkpoint.tensors if t.name not in linear.sizes and _is_single_expert(t)]
     if not plain:
         return ()
     return (
@@ -152,14 +152,14 @@ def _targets(layers: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int,
     of the experts comes first: transformers takes the first one whose expressions contain "experts" for theirs, and
     those of a shared expert do, too.
     """
-    found = sorted(set(sizes.values()), reverse=True)
-    if len(found) == 1:
-        return [(found[0], ["Linear"])]
+    different = sorted(set(sizes.values()), reverse=True)
+    if len(different) == 1:
+        return [(different[0], ["Linear"])]
     result = []
-    for size in found:
+    for size in different:
         own = [name for name in layers if sizes.get(name) == size]
         targets = patterns(own, [name for name in layers if sizes.get(name) != size])
-        result.append((size, [*targets, "Linear"] if size == found[0] else targets))
+        result.append((size, [*targets, "Linear"] if size == different[0] else targets))
     of_experts = next((size for name, size in sizes.items() if ".experts." in name), None)
     return sorted(result, key=lambda group: group[0] != of_experts)
 
@@ -231,22 +231,15 @@ class PackedLayout:
         self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
     ) -> list[StoredPiece]:
         """Return the bytes of some rows; those of the shape come with the first row."""
-        _, columns = shape
+        columns = shape[1]
+        codes, scales = pack_bits(groups.codes, rule.bits), from_float32(groups.scales, "BF16")
         result = [
-            StoredPiece(
-                stored_name=f"{name}_packed",
-                offset=first_row * columns * rule.bits // 8,
-                data=pack_bits(groups.codes, rule.bits),
-            ),
-            StoredPiece(
-                stored_name=f"{name}_scale",
-                offset=first_row * (columns // rule.group_size) * 2,
-                data=from_float32(groups.scales, "BF16"),
-            ),
+            StoredPiece(f"{name}_packed", first_row * columns * rule.bits // 8, codes),
+            StoredPiece(f"{name}_scale", first_row * (columns // rule.group_size) * 2, scales),
         ]
         if first_row == 0:
             shape_bytes = np.array(shape, dtype="<i8").view(np.uint8)
-            result.append(StoredPiece(stored_name=f"{name}_shape", offset=0, data=shape_bytes))
+            result.append(StoredPiece(f"{name}_shape", 0, shape_bytes))
         return result
 
 

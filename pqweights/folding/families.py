@@ -43,8 +43,8 @@ class Family:
     """The layers of some architectures.
 
     norms, pairs: what can be folded
-    others: expressions for modules that neither read nor write one of these vectors, or only in a way that a factor
-        does not pass: norms of queries and keys, norms behind a layer, the parameters of linear attention
+    others: expressions for modules that neither read nor write one of these vectors, or through which no factor can
+        pass: norms of queries and keys, norms behind a layer, the parameters of linear attention
     zero_centred: norms multiply by 1 + weight
     """
 

@@ -48,7 +48,7 @@ def open_gguf(path: Path) -> GgufContents:
     count = first.number(SPLIT_COUNT) or 1
     if count == 1:
         return first
-    return _joined([_read_part(each) for each in _parts(file, count)])
+    return _joined([_read_part(part) for part in _parts(file, count)])
 
 
 def _only_model(folder: Path) -> Path:
@@ -66,8 +66,8 @@ def _only_model(folder: Path) -> Path:
 
 
 def _model_name(file: str) -> str:
-    found = _PART.fullmatch(file)
-    return found[1] + found[3] if found else file
+    match = _PART.fullmatch(file)
+    return match[1] + match[3] if match else file
 
 
 def _parts(file: Path, count: int) -> list[Path]:
@@ -89,11 +89,11 @@ def _joined(parts: list[GgufContents]) -> GgufContents:
     """Check that parts belong together, and return what all of them hold."""
     first = parts[0]
     for number, part in enumerate(parts):
-        found = part.number(SPLIT_NUMBER), part.number(SPLIT_COUNT)
-        if found != (number, len(parts)):
+        stated = part.number(SPLIT_NUMBER), part.number(SPLIT_COUNT)
+        if stated != (number, len(parts)):
             raise SourceError(
                 f"{part.path}: expected part {number} of {len(parts)} ({SPLIT_NUMBER}, {SPLIT_COUNT}), found "
-                f"{found[0]} of {found[1]}: fetch all parts again"
+                f"{stated[0]} of {stated[1]}: fetch all parts again"
             )
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     expected = first.number(SPLIT_TENSORS)

@@ -113,18 +113,18 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str,
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
     if missed:
         yield (
-            f"llama.cpp goes on generating behind {', '.join(map(repr, missed))}, where the model ends: a GGUF file "
+            f"llama.cpp goes on generating after {', '.join(map(repr, missed))}, where the model ends: a GGUF file "
             f"can name {len(ENDS)} tokens that end a text"
         )
 
 
 def _entry(key: str, value: Any) -> MetadataEntry:
     """The entry of a GGUFValue of the gguf package."""
-    kinds = gguf_package().GGUFValueType
-    if value.type != kinds.ARRAY:
+    types = gguf_package().GGUFValueType
+    if value.type != types.ARRAY:
         return MetadataEntry(key, value.value, int(value.type), None)
     items = sorted(value.value) if key == TEMPLATES + "s" else list(value.value)
-    return MetadataEntry(key, items, int(value.type), int(value.sub_type or kinds.get_type(items[0])))
+    return MetadataEntry(key, items, int(value.type), int(value.sub_type or types.get_type(items[0])))
 
 
 def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writer: Any, *, name: str | None) -> None:
@@ -159,7 +159,7 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period
-        if layers != [(place + 1) % period != 0 for place in range(len(layers))]:
+        if layers != [(layer + 1) % period != 0 for layer in range(len(layers))]:
             writer.add_sliding_window_pattern(layers)
     elif architecture.forced_window:
         writer.add_sliding_window(settings.number("max_position_embeddings"))

@@ -29,11 +29,11 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
 
     layers: FULL or SLIDING, for models in which these differ
     """
-    found = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    found = found.get(layers, found) if isinstance(found, dict) else found
-    if not isinstance(found or {}, dict):
-        raise settings.refusal(f"expected an object as its rope parameters, found {found!r}")
-    parameters = dict(found or {})
+    stated = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    stated = (stated.get(layers, stated) if isinstance(stated, dict) else stated) or {}
+    if not isinstance(stated, dict):
+        raise settings.refusal(f"expected an object as its rope parameters, found {stated!r}")
+    parameters = dict(stated)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
     parameters["rope_type"] = OLD_KINDS.get(kind, kind)
     for key, default in (("rope_theta", DEFAULT_BASE), ("partial_rotary_factor", 1.0)):
@@ -81,10 +81,10 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
 
 def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> float:
     """Return a positive number among the parameters."""
-    found = parameters.get(key)
-    if not is_positive(found):
-        raise settings.refusal(f"expected a positive number as {key} of its rope parameters, found {found!r}")
-    return float(found)
+    value = parameters.get(key)
+    if not is_positive(value):
+        raise settings.refusal(f"expected a positive number as {key} of its rope parameters, found {value!r}")
+    return float(value)
 
 
 def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> float | None:
@@ -113,9 +113,9 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
 def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
     """YaRN (arXiv:2309.00071). llama.cpp multiplies the attention's factor by its own default."""
     for key, taken in YARN_BETAS.items():
-        found = parameters.get(key) or taken
-        if found != taken:
-            raise settings.refusal(f"llama.cpp computes its YaRN with {key} {taken} only, found {found!r}")
+        value = parameters.get(key) or taken
+        if value != taken:
+            raise settings.refusal(f"llama.cpp computes its YaRN with {key} {taken} only, found {value!r}")
     if parameters.get("truncate") is False:
         raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
     factor = _number(settings, parameters, "factor")
@@ -146,10 +146,10 @@ def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any
     writer.add_rope_scaling_attn_factors(float(attention))
     factors = {}
     for name in ("long", "short"):
-        found = parameters.get(f"{name}_factor")
-        if not isinstance(found, list) or len(found) != rotated // 2 or not all(map(is_positive, found)):
+        numbers = parameters.get(f"{name}_factor")
+        if not isinstance(numbers, list) or len(numbers) != rotated // 2 or not all(map(is_positive, numbers)):
             raise settings.refusal(f"expected {rotated // 2} numbers as {name}_factor of its rope parameters")
-        factors[f"rope_factors_{name}.weight"] = np.array(found, dtype=np.float32)
+        factors[f"rope_factors_{name}.weight"] = np.array(numbers, dtype=np.float32)
     return factors
 
 

@@ -68,10 +68,10 @@ def _place_bytes(vocab: Mapping[str, int], tokens: list[str], types: list[int]) 
     """
     for byte in range(256):
         name = f"<0x{byte:02X}>"
-        place = vocab.get(name, vocab.get(chr(byte)) if byte < 128 else None)
-        if place is None:
+        token_id = vocab.get(name, vocab.get(chr(byte)) if byte < 128 else None)
+        if token_id is None:
             raise unmapped(f"it has no token {name}")
-        tokens[place], types[place] = name, int(gguf_package().TokenType.BYTE)
+        tokens[token_id], types[token_id] = name, int(gguf_package().TokenType.BYTE)
 
 
 def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
@@ -132,15 +132,15 @@ def from_model(raw: bytes, added: Sequence[Mapping[str, Any]], rows: int) -> Voc
         raise SourceError(f"{MODEL_FILE}: expected a model of SentencePiece, found a damaged file") from None
     if trainer.get(3, 1) != BPE or normalizer.get(1, b"").decode() not in IDENTITY:
         raise unmapped(f"{MODEL_FILE} is not a BPE model, or it changes the text")
-    vocab = {text: place for place, (text, _, _) in enumerate(pieces)}
+    vocab = {text: token_id for token_id, (text, _, _) in enumerate(pieces)}
     tokens, types = placed_tokens(vocab, added, rows)
     scores = [NO_SCORE] * rows
     fixed = {entry["id"] for entry in added}
-    for place, (text, score, kind) in enumerate(pieces):
-        if place not in fixed:
+    for token_id, (text, score, kind) in enumerate(pieces):
+        if token_id not in fixed:
             # The types of gguf.TokenType are those of SentencePiece.
-            types[place], scores[place] = kind, score
-            tokens[place] = text.replace(SPACE, " ") if kind == int(gguf_package().TokenType.USER_DEFINED) else text
+            types[token_id], scores[token_id] = kind, score
+            tokens[token_id] = text.replace(SPACE, " ") if kind == int(gguf_package().TokenType.USER_DEFINED) else text
     _place_bytes(vocab, tokens, types)
     return Vocabulary(
         model="llama",
@@ -169,34 +169,34 @@ def _parsed(raw: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], d
 
 def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the fields of a protobuf message: number, and an int, a float, or bytes."""
-    place = 0
-    while place < len(raw):
-        key, place = _varint(raw, place)
+    offset = 0
+    while offset < len(raw):
+        key, offset = _varint(raw, offset)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, place = _varint(raw, place)
+            value, offset = _varint(raw, offset)
             yield number, value
         elif wire == 5:
-            yield number, struct.unpack_from("<f", raw, place)[0]
-            place += 4
+            yield number, struct.unpack_from("<f", raw, offset)[0]
+            offset += 4
         elif wire == 1:
-            place += 8
+            offset += 8
         elif wire == 2:
-            count, place = _varint(raw, place)
-            if place + count > len(raw):
+            count, offset = _varint(raw, offset)
+            if offset + count > len(raw):
                 raise ValueError("a field ends behind its message")
-            yield number, raw[place : place + count]
-            place += count
+            yield number, raw[offset : offset + count]
+            offset += count
         else:
             raise ValueError(f"wire type {wire}")
 
 
-def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """Return a number of seven bits per byte, the low ones first, and the place behind it."""
+def _varint(raw: bytes, offset: int) -> tuple[int, int]:
+    """Return a number of seven bits per byte, the low ones first, and the position after it."""
     value = shift = 0
     while True:
-        byte = raw[place]
+        byte = raw[offset]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, place
+            return value, offset

@@ -45,22 +45,22 @@ class Settings:
 
         Raises ExportError if there is none.
         """
-        found, most = self.get(key), MOST.get(key, MOST_OF_ANY)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise self.refusal(f"expected a positive number as {key}, found {found!r}")
-        if found > most:
-            raise self.refusal(f"expected at most {most} as {key}, found {found}")
-        return found
+        value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(f"expected a positive number as {key}, found {value!r}")
+        if value > most:
+            raise self.refusal(f"expected at most {most} as {key}, found {value}")
+        return value
 
     def real(self, key: str) -> float:
         """Return a positive number.
 
         Raises ExportError if there is none.
         """
-        found = self.get(key)
-        if not is_positive(found):
-            raise self.refusal(f"expected a positive number as {key}, found {found!r}")
-        return float(found)
+        value = self.get(key)
+        if not is_positive(value):
+            raise self.refusal(f"expected a positive number as {key}, found {value!r}")
+        return float(value)
 
     def refusal(self, why: str) -> ExportError:
         """Return the error for a configuration that cannot be written."""
@@ -89,7 +89,7 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
     settings = Settings(model_type=str(model_type), architecture=architecture, values=values)
-    _check_kinds(settings, config)
+    _check_types(settings, config)
     _check_values(settings, config)
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
@@ -97,14 +97,14 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
         if settings.get(key) is None:
             values[key] = value
     if not architecture.free_head_dim and (width * heads != settings.number("hidden_size")):
-        raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is no multiple of the {heads} heads")
+        raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
     if not architecture.free_head_dim and settings.get("head_dim") != width:
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
     return settings
 
 
-def _check_kinds(settings: Settings, config: Mapping[str, Any]) -> None:
-    """Raise ExportError for an optional value of another kind than transformers takes."""
+def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Raise ExportError for an optional value of another type than transformers takes."""
     named = config.get("architectures")
     if not isinstance(named, list | None) or not all(isinstance(name, str) for name in named or []):
         raise settings.refusal(f"expected a list of names as architectures, found {named!r}")
@@ -120,7 +120,7 @@ def _check_kinds(settings: Settings, config: Mapping[str, Any]) -> None:
             settings.number(key)
     layers = settings.number("num_hidden_layers")
     types = settings.get("layer_types")
-    known = isinstance(types, list) and len(types) == layers and all(kind in (FULL, SLIDING) for kind in types)
+    known = isinstance(types, list) and len(types) == layers and all(layer in (FULL, SLIDING) for layer in types)
     if types is not None and not known:
         raise settings.refusal(
             f"expected {FULL} or {SLIDING} for each of {layers} layers as layer_types, found {types!r:.80}"
@@ -136,10 +136,10 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
         raise settings.refusal(f"{named[0]} does not predict text")
     architecture = settings.architecture
     for key, taken in architecture.values.items():
-        found = settings.get(key)
-        if found not in taken:
+        value = settings.get(key)
+        if value not in taken:
             expected = " or ".join(repr(value) for value in taken)
-            raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {found!r}")
+            raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {value!r}")
     if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
     if architecture.rotated_windows and not any(windowed_layers(settings)):
@@ -148,7 +148,7 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
         settings, architecture.unrotated_period
     ):
         raise settings.refusal(
-            f"llama.cpp computes each layer {architecture.unrotated_period} without rotary embeddings"
+            f"llama.cpp computes every {architecture.unrotated_period}th layer without rotary embeddings"
         )
     scalar = settings.get("query_pre_attn_scalar")
     if scalar is not None and scalar != _scalar(settings):
@@ -171,7 +171,7 @@ def _scalar(settings: Settings) -> int:
 
 def _all_but_each(settings: Settings, period: int) -> list[bool]:
     """True for all layers but the last of each period."""
-    return [(place + 1) % period != 0 for place in range(settings.number("num_hidden_layers"))]
+    return [(layer + 1) % period != 0 for layer in range(settings.number("num_hidden_layers"))]
 
 
 def _rotated_layers(settings: Settings) -> list[bool]:
@@ -195,7 +195,7 @@ def windowed_layers(settings: Settings) -> list[bool]:
         return [False] * settings.number("num_hidden_layers")
     types = settings.get("layer_types")
     period = settings.get("sliding_window_pattern") or settings.architecture.window_period
-    windowed = [kind == SLIDING for kind in types] if types else _all_but_each(settings, period)
+    windowed = [layer == SLIDING for layer in types] if types else _all_but_each(settings, period)
     if any(windowed) and not settings.get("sliding_window"):
         raise settings.refusal(
             f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"

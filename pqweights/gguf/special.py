@@ -29,26 +29,26 @@ KNOWN_ENDS = frozenset({*TURN_ENDS, *MESSAGE_ENDS, "<|return|>", "<|call|>", "<|
 
 
 def surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of the tokens that a tokenizer.json puts before and behind a text.
+    """Return the ids of the tokens that a tokenizer.json puts before and after a text.
 
     rows: the number of tokens of the model
 
-    Raises ExportError if llama.cpp cannot put them there, SourceError if they are no tokens.
+    Raises ExportError if llama.cpp cannot put them there, SourceError if they are not tokens.
     """
     try:
         before, behind = _around(tokenizer)
     except (AttributeError, LookupError, TypeError) as error:
         raise SourceError(f"{FAST}: its post_processor is damaged: {error!r:.100}") from None
-    for place in (*before, *behind):
-        if not isinstance(place, int) or not 0 <= place < rows:
-            raise SourceError(f"{FAST}: its post_processor has the token id {place!r}, and the model has {rows} tokens")
+    for token in (*before, *behind):
+        if not isinstance(token, int) or not 0 <= token < rows:
+            raise SourceError(f"{FAST}: its post_processor has the token id {token!r}, and the model has {rows} tokens")
     if len(before) > 1 or len(behind) > 1:
-        raise unmapped("it puts more than one token before or behind a text")
+        raise unmapped("it puts more than one token before or after a text")
     return tuple(before), tuple(behind)
 
 
 def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The ids before and behind a text, which are not checked."""
+    """The ids before and after a text, which are not checked."""
     processor = tokenizer.get("post_processor") or {"type": "Sequence", "processors": []}
     before: list[Any] = []
     behind: list[Any] = []
@@ -106,21 +106,21 @@ def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary)
         added["bos"] = "bos" in ids and added.get("bos", vocabulary.starts)
         added["eos"] = "eos" in ids and added.get("eos", False)
     else:
-        for kind, places in zip(("bos", "eos"), vocabulary.around, strict=True):
-            added[kind] = bool(places)
-            if places and ids.get(kind) != places[0]:
+        for kind, special in zip(("bos", "eos"), vocabulary.around, strict=True):
+            added[kind] = bool(special)
+            if special and ids.get(kind) != special[0]:
                 if kind == "eos" and "eos" in ids:
                     ids["eot"] = ids["eos"]  # it still ends what is generated
-                ids[kind] = places[0]
+                ids[kind] = special[0]
     if "eos" in ids:
         ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
 
 
 def _ends(storage: Storage, config: Mapping[str, Any]) -> list[Any]:
     """The ids of the tokens at which transformers ends what it generates."""
-    found = read_json(storage, "generation_config.json").get("eos_token_id")
-    found = config.get("eos_token_id") if found is None else found
-    return found if isinstance(found, list) else [found]
+    ends = read_json(storage, "generation_config.json").get("eos_token_id")
+    ends = config.get("eos_token_id") if ends is None else ends
+    return ends if isinstance(ends, list) else [ends]
 
 
 def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tuple[str, ...]:
@@ -128,17 +128,17 @@ def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tu
 
     The end of a message comes first: llama.cpp finds the end of a turn by its text, and also writes it.
     """
-    places = dict.fromkeys(place for place in ends if isinstance(place, int) and 0 <= place < len(tokens))
-    by_text = {tokens[place]: place for place in places}
+    ids_of_ends = dict.fromkeys(token for token in ends if isinstance(token, int) and 0 <= token < len(tokens))
+    by_text = {tokens[token]: token for token in ids_of_ends}
     for kind, texts in (("eom", MESSAGE_ENDS), ("eot", TURN_ENDS)):
         known = next((by_text[text] for text in texts if text in by_text), None)
         if known is not None:
             ids.setdefault(kind, known)
     named = {ids.get(kind) for kind in ENDS}
-    others = [place for text, place in by_text.items() if place not in named and text not in KNOWN_ENDS]
+    others = [token for text, token in by_text.items() if token not in named and text not in KNOWN_ENDS]
     free = [kind for kind in ("eom", "eot") if kind not in ids]
     ids.update(zip(free, others, strict=False))
-    return tuple(tokens[place] for place in others[len(free) :])
+    return tuple(tokens[token] for token in others[len(free) :])
 
 
 def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
@@ -156,7 +156,7 @@ def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> N
     generation = read_json(storage, "generation_config.json")
     ids = {}
     for kind in SPECIAL:
-        found = config.get(f"{kind}_token_id")
-        found = generation.get(f"{kind}_token_id") if found is None else found
-        ids[f"{kind}_token_id"] = found[0] if isinstance(found, list) and found else found
+        stated = config.get(f"{kind}_token_id")
+        stated = generation.get(f"{kind}_token_id") if stated is None else stated
+        ids[f"{kind}_token_id"] = stated[0] if isinstance(stated, list) and stated else stated
     (folder / "config.json").write_text(json.dumps(ids))

@@ -31,7 +31,7 @@ class Vocabulary:
     tokens, types: by id; the types are those of gguf.TokenType
     scores: by id, for the kinds that have some
     space_prefix: whether text gets a space before it; None for kinds to which this means nothing
-    around: the ids of the tokens before and behind a text; None if tokenizer_config.json says whether there are some
+    around: the ids of the tokens before and after a text; None if tokenizer_config.json says whether there are some
     starts: whether there is one before it if that file does not say so
     strips: whether special tokens take the spaces that follow them
     differs: on which texts llama.cpp makes other tokens, as far as is known
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 def unmapped(why: str) -> ExportError:
-    """Return the error for a tokenizer that no tokenizer of llama.cpp is equal to."""
+    """Return the error for a tokenizer that matches none of llama.cpp's."""
     return ExportError(f"the tokenizer cannot be mapped to one of llama.cpp's: {why}; {INSTEAD}")
 
 
@@ -66,29 +66,29 @@ def placed_tokens(
 
     Raises ExportError for ids that the model does not have, and for two tokens with the same text.
     """
-    kinds = gguf_package().TokenType
-    tokens, types = [f"[PAD{place}]" for place in range(rows)], [int(kinds.UNUSED)] * rows
-    for token, place in vocab.items():
-        _check_place(token, place, rows)
-        tokens[place], types[place] = token, int(kinds.NORMAL)
+    token_types = gguf_package().TokenType
+    tokens, types = [f"[PAD{token_id}]" for token_id in range(rows)], [int(token_types.UNUSED)] * rows
+    for token, token_id in vocab.items():
+        _check_id(token, token_id, rows)
+        tokens[token_id], types[token_id] = token, int(token_types.NORMAL)
     for entry in added:
-        content, place = entry.get("content"), entry.get("id", -1)
+        content, token_id = entry.get("content"), entry.get("id", -1)
         if not isinstance(content, str):
             raise SourceError(f"{FAST}: expected the text of an added token, found {content!r}")
-        _check_place(content, place, rows)
+        _check_id(content, token_id, rows)
         if entry.get("special") or _looks_special(content):
-            tokens[place], types[place] = content, int(kinds.CONTROL)
+            tokens[token_id], types[token_id] = content, int(token_types.CONTROL)
         else:
             text = content.replace(SPACE, " ") if content in spaced else content
-            tokens[place], types[place] = text, int(kinds.USER_DEFINED)
+            tokens[token_id], types[token_id] = text, int(token_types.USER_DEFINED)
     if len(set(tokens)) < rows:
         raise unmapped("several tokens have the same text")
     return tokens, types
 
 
-def _check_place(token: str, place: Any, rows: int) -> None:
-    if not isinstance(place, int) or not 0 <= place < rows:
-        raise ExportError(f"{FAST}: token {token!r} has the id {place!r}, and the model has {rows} tokens")
+def _check_id(token: str, token_id: Any, rows: int) -> None:
+    if not isinstance(token_id, int) or not 0 <= token_id < rows:
+        raise ExportError(f"{FAST}: token {token!r} has the id {token_id!r}, and the model has {rows} tokens")
 
 
 def _looks_special(token: str) -> bool:
@@ -113,11 +113,10 @@ def beside_added(added: Sequence[Mapping[str, Any]], stripping: Collection[str])
         if entry.get("lstrip") or bool(entry.get("rstrip")) != (entry["content"] in stripping)
     ]
     words = [entry["content"] for entry in added if entry.get("single_word")]
-    kinds = (("text with spaces beside", spaces), ("words that hold", words))
     return tuple(
-        f"{kind} {', '.join(map(repr, found[:3]))}{' and others' if len(found) > 3 else ''}"
-        for kind, found in kinds
-        if found
+        f"{texts} {', '.join(map(repr, tokens[:3]))}{' and others' if len(tokens) > 3 else ''}"
+        for texts, tokens in (("text with spaces beside", spaces), ("words that hold", words))
+        if tokens
     )
 
 
@@ -129,12 +128,12 @@ def read_json(storage: Storage, name: str) -> dict[str, Any]:
     if name not in storage.files():
         return {}
     try:
-        found = parse_json(read_file(storage, name))
+        content = parse_json(read_file(storage, name))
     except ValueError as error:
         raise SourceError(f"{name}: {error}") from None
-    if not isinstance(found, dict):
-        raise SourceError(f"{name}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise SourceError(f"{name}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def read_tokenizer(storage: Storage) -> dict[str, Any]:

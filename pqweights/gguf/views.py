@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file that are no tensors of the checkpoint: rows in another order, gains with an offset, constants.
+"""Tensors of a GGUF file that differ from those of the checkpoint: rows reordered, gains with an offset, constants.
 
 They are read in ranges from the checkpoint, like those in checkpoint/views.py.
 """
@@ -73,7 +73,7 @@ class FlatTensor(RenamedTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class InterleavedTensor(RenamedTensor):
-    """A matrix or a bias whose rows are those of heads, with the rows of the two halves of each head in turns.
+    """A matrix or a bias whose rows are those of heads, with the rows of the two halves of each head alternating.
 
     transformers rotates channel i of a head with channel i + size / 2; llama.cpp, for some models, 2 i with 2 i + 1.
     Rows of both halves are read together, so that each block of an encoded weight is decoded about once.

@@ -121,9 +121,9 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     around = surrounding(tokenizer, rows)
     if is_sentencepiece(tokenizer):
         return replace(from_json(tokenizer, rows), around=around)
-    pre, found = pre_tokenizer(tokenizer)
+    pre, rules = pre_tokenizer(tokenizer)
     if pre is None:
-        raise unmapped(f"{FAST} splits text by {found}")
+        raise unmapped(f"{FAST} splits text by {rules}")
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
@@ -150,8 +150,8 @@ def _added(storage: Storage) -> list[dict[str, Any]]:
     listed = read_json(storage, "added_tokens.json")
     decoder = read_json(storage, CONFIG).get("added_tokens_decoder") or {}
     try:
-        found = {int(place): {"content": token} for token, place in listed.items()}
-        found.update({int(place): token for place, token in decoder.items()})
-        return [{"id": place, "content": token["content"], **token} for place, token in found.items()]
+        added = {int(token_id): {"content": token} for token, token_id in listed.items()}
+        added.update({int(token_id): token for token_id, token in decoder.items()})
+        return [{"id": token_id, "content": token["content"], **token} for token_id, token in added.items()]
     except (AttributeError, LookupError, TypeError, ValueError):
         raise SourceError(f"{CONFIG}: expected tokens with their ids as added tokens") from None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import families
-import numpy as np
 import pytest
 import safetensors
 from added_target import ENTRY, LABEL_KEY, NAME
@@ -16,9 +14,8 @@ from commands import answer, done, invoke, refused
 from helpers import folder_bytes, read_all, run_command
 from rewriting import interrupt
 
-from pqweights.errors import OptionError, OutputError
-from pqweights.exports import ALIASES, EXPORTS, get_target
-from pqweights.exports.options import ExportOptions
+from pqweights.errors import OutputError
+from pqweights.exports import ALIASES, EXPORTS
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
 
@@ -75,11 +72,6 @@ def test_option_that_a_target_lacks_exits_with_2(
     assert not (tmp_path / "out").exists()
 
 
-def test_library_refuses_an_option_that_a_target_lacks() -> None:
-    with pytest.raises(OptionError, match="--qparams"):
-        get_target(NAME).settings(ExportOptions(qparams="best"))
-
-
 def test_help_and_errors_list_the_target(tmp_path: Path) -> None:
     assert f"{NAME}: a target of the tests" in " ".join(invoke("export", "--help").output.split())
     line = refused("export", tmp_path, tmp_path / "out", "-t", "onnx", code=2)
@@ -111,7 +103,7 @@ def test_inspect_shows_target_and_options(labelled: Path) -> None:
     assert "\nexport: " in done("inspect", labelled).stdout
 
 
-def test_card_has_the_load_section_tags_and_library_of_the_target(labelled: Path, tmp_path: Path) -> None:
+def test_card_has_the_load_section_tags_and_library_of_the_target(labelled: Path, base: Path) -> None:
     text = done("card", labelled, "--print", "--repo", "someone/out").stdout
     front = facts(text)
     assert front["library_name"] == "test-library"
@@ -119,21 +111,7 @@ def test_card_has_the_load_section_tags_and_library_of_the_target(labelled: Path
     assert "## Load\n\nEvery shard has the label first.\n\n" in text
     assert "from_pretrained(" in blocks(text, "python")[0]
     assert f"This is an export for the target `{NAME}`, mode `first`." in text
-
-
-def test_master_card_lists_the_target(base: Path) -> None:
     assert f"`{NAME}`" in done("card", families.master(base, "llama"), "--print").stdout
-
-
-def test_eval_runs_the_export_with_transformers(labelled: Path, base: Path, tmp_path: Path) -> None:
-    words = np.random.default_rng(8).integers(0, 500, 200)
-    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in words))
-    plain = families.exported(base, "llama", "bf16")
-    options = ("--text", tmp_path / "text.txt", "--window", "64", "--no-record", "--json")
-    result = done("eval", labelled, plain, *options)
-    found, expected = json.loads(result.stdout)["models"]
-    assert found["runtime"] == "transformers"
-    assert found["perplexity"] == expected["perplexity"]
 
 
 def test_second_run_is_recognised_and_another_label_refused(labelled: Path, base: Path) -> None:

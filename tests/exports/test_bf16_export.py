@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 from helpers import (
@@ -86,16 +87,6 @@ def test_tensors_get_the_requested_dtype(dtype: str, target_dtype: str, tmp_path
     assert "quantization_config" not in config
 
 
-def test_bf16_export_rounds_the_float32_export_once(tmp_path: Path) -> None:
-    """Rounding is to nearest even."""
-    source = model_of("F32", tmp_path / "model")
-    master, exported = master_and_export(source, tmp_path)
-    run_command({"export": str(master), "target": "bf16", "dtype": "source"}, tmp_path / "exact")
-    for name, tensor in read_all(tmp_path / "exact").items():
-        if tensor[0] == "F32":
-            assert bf16(tensor[1])[1].tobytes() == read_all(exported)[name][1].tobytes()
-
-
 @pytest.mark.parametrize("target_dtype", ["bf16", "source"])
 def test_tensors_in_another_dtype_than_the_model_keep_it(target_dtype: str, tmp_path: Path) -> None:
     tensors = {
@@ -119,9 +110,13 @@ def test_float32_weight_of_a_bf16_model_is_exported_in_the_requested_dtype(tmp_p
     tensors = {WEIGHT: f32(gaussian(64, 128)), "model.embed_tokens.weight": bf16(gaussian(64, 128, seed=1))}
     source = write_checkpoint(tmp_path / "model", tensors, config={"dtype": "bfloat16"})
     master, exported = master_and_export(source, tmp_path)
-    assert read_all(exported)[WEIGHT][0] == "BF16"
-    run_command({"export": str(master), "target": "bf16", "dtype": "source"}, tmp_path / "source-dtypes")
-    assert read_all(tmp_path / "source-dtypes")[WEIGHT][0] == "F32"
+    work = {"export": str(master), "target": "bf16", "dtype": "source"}
+    run_command(work, tmp_path / "exact", threads=5)
+    (dtype, rounded), exact = read_all(exported)[WEIGHT], read_all(tmp_path / "exact")[WEIGHT]
+    assert (dtype, exact[0]) == ("BF16", "F32")
+    assert bf16(exact[1])[1].tobytes() == rounded.tobytes()  # rounded once, to nearest even
+    run_command(work, tmp_path / "one thread", threads=1)
+    assert folder_bytes(tmp_path / "one thread") == folder_bytes(tmp_path / "exact")
 
 
 def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path) -> None:
@@ -152,22 +147,15 @@ def test_other_files_pass_through_master_and_export(tmp_path: Path) -> None:
     assert not (exported / "README.md").exists()
 
 
-@pytest.mark.parametrize("name", ["vq_codes", "vq_norms"])
-def test_kept_tensor_may_be_named_like_codes_or_norms(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("vq_codes",), ("vq_norms",), ("vq_codes", "vq_norms")])
+def test_kept_tensors_may_be_named_like_codes_and_norms(names: tuple[str, ...], tmp_path: Path) -> None:
     """A buffer of the source may have a name that ends like those of codes or norms."""
-    tensors = {WEIGHT: bf16(gaussian(64, 128)), name: ("U8", np.arange(16, dtype=np.uint8))}
+    buffers = {"vq_codes": ("U8", np.zeros((4, 80), dtype=np.uint8)), "vq_norms": f16(np.ones((4, 1)))}
+    tensors = {WEIGHT: bf16(gaussian(64, 128)), **{name: buffers[name] for name in names}}
     _, exported = master_and_export(write_checkpoint(tmp_path / "model", tensors), tmp_path)
-    assert read_all(exported)[name][1].tobytes() == tensors[name][1].tobytes()
-
-
-def test_pair_of_kept_tensors_may_be_named_like_codes_and_norms(tmp_path: Path) -> None:
-    tensors = {
-        WEIGHT: bf16(gaussian(64, 128)),
-        "vq_codes": ("U8", np.zeros((4, 80), dtype=np.uint8)),
-        "vq_norms": f16(np.ones((4, 1))),
-    }
-    _, exported = master_and_export(write_checkpoint(tmp_path / "model", tensors), tmp_path)
-    assert read_all(exported).keys() == tensors.keys()
+    after = read_all(exported)
+    assert after.keys() == tensors.keys()
+    assert all(after[name][1].tobytes() == buffers[name][1].tobytes() for name in names)
 
 
 @pytest.mark.parametrize("how", ["source", "exported"])
@@ -177,13 +165,9 @@ def test_folder_that_is_not_a_master_is_refused(how: str, tmp_path: Path) -> Non
     with pytest.raises(SourceError, match="master"):
         run_command({"export": str(folder), "target": "bf16"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_quantizing_a_master_is_refused(tmp_path: Path) -> None:
-    source = model_of("BF16", tmp_path / "model")
-    run_command({"quantize": str(source)}, tmp_path / "master")
-    with pytest.raises(SourceError, match="already a pqweights master"):
-        run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
+    if how == "exported":
+        with pytest.raises(SourceError, match="already a pqweights master"):
+            run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
 
 
 def test_export_is_an_ordinary_checkpoint_that_can_be_quantized(tmp_path: Path) -> None:
@@ -195,7 +179,7 @@ def test_export_is_an_ordinary_checkpoint_that_can_be_quantized(tmp_path: Path) 
 
 
 def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> None:
-    """Runs are killed at every rename and removal, and at some writes."""
+    """Runs are killed at some renames, removals and writes; rewrite/test_resuming.py tries all."""
     run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 40_000}
     run_command(work, tmp_path / "undisturbed")
@@ -204,19 +188,11 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> No
     assert folder_bytes(tmp_path / "counted") == undisturbed
     points = [
         {"out": str(tmp_path / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
-        for name, step in (("replace", 1), ("unlink", 1), ("rmdir", 1), ("pwrite", 7))
+        for name, step in (("replace", 2), ("unlink", 2), ("rmdir", 1), ("pwrite", 20))
         for number in range(1, counts[name] + 1, step)
         for when in ("before", "after")
     ]
     check_killed_runs_resume(work, points, undisturbed)
-
-
-def test_output_is_identical_across_thread_counts(tmp_path: Path) -> None:
-    run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
-    work = {"export": str(tmp_path / "master"), "target": "bf16"}
-    for threads in (1, 5):
-        run_command(work, tmp_path / str(threads), threads=threads)
-    assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "5")
 
 
 def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
@@ -240,17 +216,11 @@ def test_help_lists_every_target_with_its_summary() -> None:
         assert f"{name}{short}: {' '.join(target.summary.split())}" in shown
 
 
-def test_unknown_target_error_lists_the_targets(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out"), "--target", "onnx"])
-    assert result.exit_code == 2
-    assert result.stderr == f"error: --target onnx: expected {', '.join([*EXPORTS, *ALIASES])}\n"
-
-
 @pytest.mark.parametrize(
     ("written", "nearest"),
     [
-        ("mlx-q8", "mlx-q4"),
-        ("vllm-int8", "vllm-int4"),
+        ("mlx-q8", "mlx"),
+        ("vllm-int8", "vllm"),
         ("torch", "torchao"),
         ("bf-16", "bf16"),
     ],
@@ -260,7 +230,7 @@ def test_unknown_target_error_names_the_nearest(written: str, nearest: str) -> N
         get_target(written)
 
 
-@pytest.mark.parametrize(("alias", "name"), [("mlx-q4", "mlx"), ("vllm-int4", "vllm"), ("torchao", "torchao-int4")])
+@pytest.mark.parametrize(("alias", "name"), [("mlx", "mlx"), ("vllm", "vllm"), ("torchao", "torchao-int4")])
 def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Path) -> None:
     assert get_target(alias) is get_target(name)
     if name == "mlx":
@@ -270,7 +240,7 @@ def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Pat
         run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
     assert folder_bytes(tmp_path / alias) == folder_bytes(tmp_path / name)
     stated = read_manifest(tmp_path / alias).made_by["target"]
-    assert stated == {"vllm": "vllm-int4"}.get(name, name)  # as in the manifests of earlier versions
+    assert stated == {"vllm": "vllm"}.get(name, name)  # as in the manifests of earlier versions
     assert target_name(stated) == name
 
 
@@ -300,8 +270,7 @@ def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_pat
     assert not described.keys() & OWN_KEYS
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("target_dtype", ["bf16", "source"])
+@pytest.mark.parametrize(("tied", "target_dtype"), [(True, "bf16"), (False, "source")])
 def test_transformers_loads_the_export(tied: bool, target_dtype: str, tmp_path: Path) -> None:
     """Every parameter of a tiny Llama is loaded, and its logits are near those of the original."""
     torch = pytest.importorskip("torch")
@@ -329,3 +298,23 @@ def test_transformers_loads_the_export(tied: bool, target_dtype: str, tmp_path: 
     with torch.inference_mode():
         exact, found = model(ids).logits, loaded.eval().float()(ids).logits
     assert float((exact - found).norm() / exact.norm()) < 0.15
+
+
+# With tensors in float32, fused and linear attention, and transposed weights; test_architectures.py tries all others.
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "gpt2"])
+def test_bf16_export_keeps_kept_tensors_and_loads(name: str, base: Path) -> None:
+    family, source = families.FAMILIES[name], read_all(families.model(base, name))
+    exported = families.exported(base, name, "bf16")
+    after, manifest = read_all(exported), read_manifest(families.master(base, name))
+    assert after.keys() == source.keys()
+    for tensor in manifest.tensors:
+        dtype, values = after[tensor.name]
+        if tensor.action == "quantize":
+            assert dtype == "BF16", tensor.name
+        else:
+            assert dtype == source[tensor.name][0], tensor.name
+            assert values.tobytes() == source[tensor.name][1].tobytes(), tensor.name
+    in_float32 = {n for n, (dtype, _) in after.items() if dtype == "F32"}
+    assert in_float32 == {n for n in after if n.endswith(family.float32 or ("?",))}
+    assert bool(in_float32) == bool(family.float32)
+    families.load(exported, family, "bfloat16")

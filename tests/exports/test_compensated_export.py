@@ -51,8 +51,7 @@ def decoded(folder: Path, kind: str, name: str, shape: tuple[int, ...]) -> Array
     return from_compressed_tensors(tensors, name)
 
 
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("kind", COMPENSATED)
+@pytest.mark.parametrize(("kind", "original"), [("tile", False), ("nibbles", True), ("vllm", False), ("vllm", True)])
 def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
     kind: str, original: bool, driven: Path, calibrated: Any, tmp_path: Path
 ) -> None:
@@ -81,7 +80,7 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
     assert verify(tmp_path / "gptq", threads=2).ok
 
 
-@pytest.mark.parametrize(("threads", "chunk_weights"), [(1, 1 << 20), (3, 1 << 20), (2, 1000)])
+@pytest.mark.parametrize(("threads", "chunk_weights"), [(3, 1 << 20), (2, 1000)])
 def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     threads: int, chunk_weights: int, driven: Path, calibrated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,8 +110,8 @@ def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated:
     assert account is not None and account["dampings"][0] in compensation.DAMPINGS
     entry = next(t for t in report.to_json()["tensors"] if t["name"] == NAMES[0])
     assert entry["rounding"] == account
-    again = run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out")
-    assert again.already_done
+    json.dumps(report.to_json())
+    assert run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out").already_done
 
 
 def test_other_moments_are_another_run(driven: Path, calibrated: Any, tmp_path: Path) -> None:
@@ -210,10 +209,6 @@ def test_moments_are_folded_like_the_inputs(driven: Path, calibrated: Any) -> No
     assert np.abs(moments.held_back(vector, columns=factors) - rows).max() < 1e-4
 
 
-def test_json_of_a_report_is_json(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    json.dumps(run_command(command(driven, "tile", calibrated[0]), tmp_path / "out").to_json())
-
-
 def from_mlx(tensors: Any, module: str) -> Array:
     """A stack of weights [experts, N, K] of an mlx export in 4 bits."""
     words = tensors[f"{module}.weight"][1]
@@ -262,4 +257,4 @@ def test_embeddings_and_floats_are_rounded_plainly(base: Path, tmp_path: Path) -
     report = run_command({**asked, "calibration": tmp_path / "m.safetensors"}, tmp_path / "out")
     accounts = {record.name: record.rounding for record in report.records if record.rounding}
     assert accounts["model.embed_tokens.weight"]["rounded_plainly"] == {"it is looked up, not multiplied by inputs": 1}
-    assert all(each["compensated"] for name, each in accounts.items() if "embed" not in name)
+    assert all(account["compensated"] for name, account in accounts.items() if "embed" not in name)

@@ -22,8 +22,10 @@ from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import Manifest, read_manifest
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("threads", "chunk_weights"), [(1, 1 << 20), (3, 4096), (2, 1000)])
+@pytest.mark.parametrize(
+    ("kind", "threads", "chunk_weights"),
+    [("tile", 3, 4096), ("tile", 1, 1 << 20), ("nibbles", 2, 1000), ("vllm", 3, 1000), ("original", 2, 4096)],
+)
 def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     threads: int, chunk_weights: int, kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,7 +36,7 @@ def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     assert folder_bytes(tmp_path / "out") == folder_bytes(driven / kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["tile", "original"])
 def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
     kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +50,7 @@ def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["tile", "vllm"])
 def test_verify_accepts_an_export_and_finds_a_flipped_byte(kind: str, driven: Path, tmp_path: Path) -> None:
     assert verify(driven / kind, threads=2).ok
     damaged = shutil.copytree(driven / kind, tmp_path / "damaged")
@@ -77,19 +79,19 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(kind: str, driven: Pa
     points = [
         {"out": str(tmp_path / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
         for name, step, moments in (
-            ("replace", 4, ("before", "after")),
-            ("fsync", 5, ("before", "after")),
-            ("pwrite", counts["pwrite"] // 6, ("half", "after")),
+            ("replace", 8, ("before", "after")),
+            ("fsync", 10, ("before", "after")),
+            ("pwrite", counts["pwrite"] // 3, ("half", "after")),
         )
         for number in range(1, counts[name] + 1, step)
         for when in moments
     ]
     assert len({point["function"] for point in points}) == 3
-    assert len(points) > 20
+    assert len(points) > 12
     check_killed_runs_resume(command, points, undisturbed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nibbles", "original"])
 def test_finished_export_is_left_alone(kind: str, driven: Path, tmp_path: Path) -> None:
     out = shutil.copytree(driven / kind, tmp_path / "out")
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*")}

@@ -1,4 +1,4 @@
-"""Integer exports and the modules of transformers: exactly the linear layers that are not ignored are rounded."""
+"""The expressions with which a vllm-int4 export names layers: compressed-tensors finds those that are meant."""
 
 from __future__ import annotations
 
@@ -20,30 +20,8 @@ transformers = pytest.importorskip("transformers")
 is_match = pytest.importorskip("compressed_tensors.utils").is_match
 
 # Model types that differ in the names or kinds of their layers.
-MODEL_TYPES = (
-    "llama",
-    "qwen2",
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "phi3",
-    "gemma3",
-    "qwen3_5",
-    "qwen3_vl",
-    "lfm2_vl",
-    "mamba2",
-    "falcon_h1",
-    "bart",
-    "t5",
-    "bert",
-    "roberta",
-    "modernbert",
-    "whisper",
-    "electra",
-    "blt",
-    "rembert",
-)
+MODEL_TYPES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phi3", "qwen3_5", "qwen3_vl", "lfm2_vl", "falcon_h1")
+MODEL_TYPES += ("t5", "modernbert", "whisper", "electra", "blt", "rembert")
 
 
 def test_expression_of_fused_experts_matches_only_them() -> None:
@@ -112,8 +90,68 @@ def test_ignore_list_covers_the_linear_layers_that_stay_plain(model_type: str) -
         is_master=True,
     )
     outline = read_options(ExportOptions()).outline(checkpoint)
-    rounded = {name.removesuffix(".weight") for name, found in outline.decisions.items() if isinstance(found, Rounding)}
+    rounded = {name.removesuffix(".weight") for name, how in outline.decisions.items() if isinstance(how, Rounding)}
     ignored = outline.config["quantization_config"]["ignore"]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert rounded <= linear.keys()
     assert {name for name, module in linear.items() if not is_match(name, module, ignored)} == rounded
+
+
+def matched(expressions: list[str], modules: list[str]) -> list[str]:
+    """The modules that compressed-tensors' match_name finds."""
+    from compressed_tensors.utils.match import match_name
+
+    return [module for module in modules if any(match_name(module, expression) for expression in expressions)]
+
+
+def weights(*modules: str) -> list[str]:
+    return [f"{module}.weight" for module in modules]
+
+
+def both(*modules: str) -> list[str]:
+    """Modules under the prefixes of text and image-text models, and without a prefix."""
+    return [
+        prefix + module
+        for module in modules
+        for prefix in ("model.", "model.language_model.", "language_model.model.", "")
+    ]
+
+
+LAYERS = [
+    f"layers.{n}.{layer}" for n in (0, 1, 10) for layer in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")
+]
+
+
+def test_patterns_match_under_any_prefix() -> None:
+    chosen = [n for n in LAYERS if n.endswith("q_proj")]
+    others = [n for n in LAYERS if not n.endswith("q_proj")]
+    found = patterns(weights(*(f"model.{n}" for n in chosen)), weights(*(f"model.{n}" for n in others)))
+    assert len(found) == 1
+    assert matched(found, both(*LAYERS)) == both(*(n for n in LAYERS if n in chosen))
+
+
+def test_pattern_of_one_layer_matches_no_other_layer() -> None:
+    """A pattern leaves the number of the layer open only if it then matches no other layer."""
+    chosen = ["layers.1.self_attn.q_proj"]
+    others = [n for n in LAYERS if n not in chosen]
+    found = patterns(weights(*(f"model.{n}" for n in chosen)), weights(*(f"model.{n}" for n in others)))
+    assert matched(found, both(*LAYERS)) == both(*chosen)
+    assert matched(found, ["model.layers.11.self_attn.q_proj", "model.layers.1.self_attn.q_proj_2"]) == []
+
+
+def test_patterns_tell_text_from_vision_layers_of_the_same_name() -> None:
+    text = [f"model.language_model.{n}" for n in LAYERS]
+    seeing = [f"model.vision_tower.encoder.{n}" for n in LAYERS]
+    for chosen, others in ((text, seeing), (seeing, text)):
+        found = patterns(weights(*chosen), weights(*others))
+        assert matched(found, text + seeing) == chosen
+        assert patterns(weights(*chosen), []) != []
+    assert matched(patterns(weights(*seeing), weights(*text)), [f"model.{n}" for n in LAYERS]) == []
+
+
+def test_dots_of_names_match_only_dots() -> None:
+    found = patterns(weights("h.0.c_fc"), weights("h.0.c_proj"))
+    assert matched(found, ["h.0.c_fc", "transformer.h.3.c_fc", "h.0.cxfc", "hx0.c_fc", "h.0xc_fc", "xh.0.c_fc"]) == [
+        "h.0.c_fc",
+        "transformer.h.3.c_fc",
+    ]

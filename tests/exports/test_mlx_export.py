@@ -14,8 +14,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from commands import refused
-from families import FAMILIES
+from commands import done, refused
 from helpers import (
     Array,
     Tensor,
@@ -29,9 +28,7 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
-from pqweights_cli.main import app
 from rewriting import interrupt
-from typer.testing import CliRunner
 
 from pqweights.errors import ExportError
 from pqweights.installing import pip_install
@@ -113,7 +110,11 @@ def assert_same(found: Path, expected: Path) -> None:
         assert place.get("rope_theta") == rope.get("rope_theta", place.get("rope_theta"))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Of each layout one; test_architectures.py compares the outputs of others.
+LAYOUTS = ("llama-tied", "llama-uneven", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe", "qwen3_vl", "gpt2")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_tensors_match_mlx_lm_convert(name: str, base: Path, tmp_path: Path) -> None:
     exported = families.exported(base, name, "mlx", qparams="minmax")
     assert_same(exported, converted(name, base, tmp_path))
@@ -138,7 +139,6 @@ def test_modes_and_bit_widths_match_mlx_lm_convert(options: dict[str, Any], base
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
         if tensor.action == "integer":
             assert record.relative_mse == pytest.approx(measured(tmp_path / "out", base, tensor.name), rel=1e-5)
-    generate(tmp_path / "out")
 
 
 def measured(out: Path, base: Path, name: str) -> float:
@@ -166,20 +166,7 @@ def generate(folder: Path) -> None:
     assert all(0 <= token < families.VOCABULARY for token in seen)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_mlx_lm_are_near_those_of_transformers(name: str, base: Path) -> None:
-    """At 8 bits the logits are near those of the BF16 export, so no weight or setting is misplaced."""
-    exported = families.exported(base, name, "mlx", bits=8)
-    model, _ = mlx_lm.load(str(exported))
-    model.apply(lambda values: values.astype(mx.float32) if mx.issubdtype(values.dtype, mx.floating) else values)
-    found = np.array(model(mx.array(families.IDS)))[0]
-    loaded = families.load(families.exported(base, name, "bf16"), FAMILIES[name])
-    expected = families.logits(loaded)
-    assert np.linalg.norm(found - expected) < 0.035 * np.linalg.norm(expected)
-    generate(exported)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 8])
 def test_best_has_a_smaller_error_than_minmax_in_every_weight(bits: int, base: Path, tmp_path: Path) -> None:
     errors = {}
     for qparams in ("best", "minmax"):
@@ -193,23 +180,11 @@ def test_best_has_a_smaller_error_than_minmax_in_every_weight(bits: int, base: P
         assert error < errors["minmax"][name] * (0.95 if bits < 8 else 1.0), name
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_5_moe"])
-def test_best_has_a_smaller_error_than_minmax_for_experts(name: str, base: Path) -> None:
-    best, minmax = (
-        {r.name: r for r in read_manifest(families.exported(base, name, "mlx", qparams=qparams)).records}
-        for qparams in ("best", "minmax")
-    )
-    assert best.keys() == minmax.keys()
-    for tensor, record in best.items():
-        if record.relative_mse is not None:
-            assert record.relative_mse < minmax[tensor].relative_mse, tensor
-
-
 # --- tensors ---
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_vl"])
-def test_tensors_that_mlx_lm_does_not_hold_are_named(name: str, base: Path, tmp_path: Path) -> None:
+def test_tensors_that_mlx_lm_does_not_hold_are_named(base: Path, tmp_path: Path) -> None:
+    name = "qwen3_vl"
     master = families.master(base, name)
     seeing = {tensor for tensor in read_all(families.model(base, name)) if ".visual." in tensor}
     assert len(seeing) > 10
@@ -218,14 +193,12 @@ def test_tensors_that_mlx_lm_does_not_hold_are_named(name: str, base: Path, tmp_
     manifest = read_manifest(tmp_path / "out")
     assert manifest.identity.left_out == report.plan.left_out_tensors
     assert all("does not hold" in reason for reason in manifest.identity.left_out.values())
-    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx"])
-    assert result.exit_code == 0, result.stderr
-    assert "already holds this result" in result.stderr
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("left out: ") and " tensor" in line]
-    assert line.startswith(f"left out: {len(seeing)} tensors: mlx-lm's model of type")
-    assert "visual" in line
-    result = CliRunner().invoke(app, ["export", str(master), str(tmp_path / "out"), "-t", "mlx", "--json"])
-    assert set(json.loads(result.stdout)["left_out_tensors"]) == seeing
+    shown = done("export", master, tmp_path / "out", "-t", "mlx")
+    assert "already holds this result" in shown.stderr
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("left out: ") and " tensor" in line]
+    assert line.startswith(f"left out: {len(seeing)} tensors: mlx-lm's model of type") and "visual" in line
+    shown = done("export", master, tmp_path / "out", "-t", "mlx", "--json")
+    assert set(json.loads(shown.stdout)["left_out_tensors"]) == seeing
 
 
 @pytest.mark.parametrize("rule", ["name: lm_head.weight", "role: embedding", 'name: "*.0.self_attn.k_proj.weight"'])
@@ -244,41 +217,6 @@ def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_pat
     module = name.removesuffix(".weight")
     assert f"{module}.scales" not in found
     assert "model.layers.1.self_attn.k_proj.scales" in found
-    generate(tmp_path / "out")
-
-
-def test_transposed_experts_are_quantized_along_their_input(base: Path) -> None:
-    """gpt-oss stores experts as [E, in, out] with gate and up interleaved; mlx quantizes rows [out, in]."""
-    exported = families.exported(base, "gpt_oss", "mlx", qparams="minmax")
-    plain, found = (
-        read_all(families.exported(base, "gpt_oss", "bf16")),
-        mx.load(str(next(exported.glob("*.safetensors")))),
-    )
-    for layer in (0, 1):
-        experts = f"model.layers.{layer}.mlp.experts"
-        fused = as_float32(plain[f"{experts}.gate_up_proj"])
-        parts = {"gate_proj": fused[..., ::2], "up_proj": fused[..., 1::2]}
-        parts["down_proj"] = as_float32(plain[f"{experts}.down_proj"])
-        for part, values in parts.items():
-            rows = mx.array(np.ascontiguousarray(values.swapaxes(1, 2))).astype(mx.bfloat16)
-            expected = mx.quantize(rows, group_size=64, bits=4)
-            for kind, array in zip(("weight", "scales", "biases"), expected, strict=True):
-                assert mx.array_equal(found[f"{experts}.{part}.{kind}"], array), (part, kind)
-
-
-def test_float32_tensors_are_those_that_mlx_lm_keeps_in_float32(base: Path) -> None:
-    """A_log keeps its bytes; the norms of Qwen3.5 are stored minus one, so one is added."""
-    source, found = (
-        read_all(families.model(base, "qwen3_5")),
-        read_all(families.exported(base, "qwen3_5", "mlx", qparams="minmax")),
-    )
-    a_log = "model.layers.0.linear_attn.A_log"
-    assert found[f"language_model.{a_log}"][0] == "F32"
-    theirs = source[a_log.replace("model.", "model.language_model.", 1)]
-    assert found[f"language_model.{a_log}"][1].tobytes() == theirs[1].tobytes()
-    norm = "model.layers.0.input_layernorm.weight"
-    stored = as_float32(source[norm.replace("model.", "model.language_model.", 1)])
-    assert found[f"language_model.{norm}"][1].tobytes() == bf16(stored + 1)[1].tobytes()
 
 
 # --- the driver's guarantees ---
@@ -286,8 +224,7 @@ def test_float32_tensors_are_those_that_mlx_lm_keeps_in_float32(base: Path) -> N
 WORK = {"target": "mlx", "max_shard_bytes": 400_000}
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
-@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize(("name", "original"), [("gpt_oss", False), ("qwen3_5_moe", True)])
 def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     name: str, original: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +254,7 @@ def test_interrupted_run_resumes_to_the_same_folder(
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("options", [{}, {"qparams": "minmax"}, {"mode": "nvfp4"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mode": "nvfp4"}], ids=str)
 def test_errors_are_measured_with_the_original_and_predicted_without(
     options: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
@@ -369,13 +306,13 @@ def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_total_error_of_a_kept_weight_is_known(name: str, base: Path, tmp_path: Path) -> None:
+def test_total_error_of_a_kept_weight_is_known(base: Path, tmp_path: Path) -> None:
     """It is the error of rounding alone, so the summary can state an error over all weights."""
-    report = run_command({"export": str(families.master(base, name)), "target": "mlx"}, tmp_path / "out")
+    master = families.master(base, "gpt_oss")
+    report = run_command({"export": str(master), "target": "mlx"}, tmp_path / "out")
     assert all(r.total_mse is not None for r in report.records if r.relative_mse is not None)
-    result = CliRunner().invoke(app, ["export", str(families.master(base, name)), str(tmp_path / "out"), "-t", "mlx"])
-    assert "unknown without the master's manifest" not in result.stdout
+    shown = done("export", master, tmp_path / "out", "-t", "mlx")
+    assert "unknown without the master's manifest" not in shown.stdout
 
 
 # --- bad input ---
@@ -411,21 +348,14 @@ def small_llama(folder: Path, width: int = 192) -> Path:
     return folder / "master"
 
 
-def test_summary_says_which_tensors_stay_plain_and_why(tmp_path: Path) -> None:
-    master, out = small_llama(tmp_path, 144), tmp_path / "out"
-    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx"])
-    (plain,) = [line for line in result.stdout.splitlines() if line.startswith("plain: ")]
-    assert plain.startswith("plain: 1 tensor (18432 weights), groups of 64 or 32 do not divide its rows of 144 weights")
-    assert plain.endswith("model.layers.0.mlp.down_proj.weight")
-
-
 def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
     master, out = small_llama(tmp_path, 144), tmp_path / "out"
     line = refused("export", master, out, "-t", "mlx", "--group-size", "64")
     assert "down_proj" in line and "rows of 144" in line and line.endswith("would: none\n")
     assert not out.exists()
-    result = CliRunner().invoke(app, ["export", str(master), str(out), "-t", "mlx"])
-    assert result.exit_code == 0, result.stderr
+    (plain,) = [x for x in done("export", master, out, "-t", "mlx").stdout.splitlines() if x.startswith("plain: ")]
+    assert plain.startswith("plain: 1 tensor (18432 weights), groups of 64 or 32 do not divide its rows of 144 weights")
+    assert plain.endswith("model.layers.0.mlp.down_proj.weight")
     (stays,) = [tensor for tensor in read_manifest(out).tensors if tensor.name.endswith("down_proj.weight")]
     assert stays.bits is None
     assert stays.reason.startswith(
@@ -434,15 +364,6 @@ def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
     generate(out)
     line = refused("export", master, out, "-t", "mlx", "--group-size", "100", code=2)
     assert "--group-size 100: the target mlx takes 32, 64, 128" in line
-
-
-def test_group_size_error_names_the_sizes_that_fit(tmp_path: Path) -> None:
-    line = refused("export", small_llama(tmp_path), tmp_path / "out", "-t", "mlx", "--group-size", "128")
-    assert (
-        "down_proj" in line
-        and "rows of 192" in line
-        and "would: 32, 64; without --group-size each layer gets one" in line
-    )
 
 
 @pytest.mark.parametrize(

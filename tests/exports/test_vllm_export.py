@@ -13,7 +13,6 @@ import pytest
 from families import FAMILIES
 from helpers import Array, as_float32, f32, read_all, write_checkpoint
 from integer_exports import (
-    LINEAR_FAMILIES,
     as_loaded,
     expected_layers,
     from_compressed_tensors,
@@ -25,8 +24,8 @@ def with_decoded(base: Path, name: str, out: Path, decoded: Mapping[str, Array])
     """Write the BF16 export in float32, with some of its weights replaced."""
     exported = families.exported(base, name, "bf16")
     config = json.loads((exported / "config.json").read_bytes())
-    for place in (config, *(value for key, value in config.items() if key.endswith("_config"))):
-        place["dtype"] = "float32"
+    for settings in (config, *(value for key, value in config.items() if key.endswith("_config"))):
+        settings["dtype"] = "float32"
     tensors = {tensor: f32(as_float32(value)) for tensor, value in read_all(exported).items()}
     assert decoded.keys() <= tensors.keys()
     for tensor, values in decoded.items():
@@ -57,9 +56,11 @@ def assert_the_rest_is_plain(base: Path, name: str, exported: Path, rounded: set
         assert tensors[tensor][1].tobytes() == plain[tensor][1].tobytes(), tensor
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"), [*((name, 4) for name in LINEAR_FAMILIES), ("llama", 8), ("mixtral", 8), ("qwen3_5_moe", 8)]
-)
+# Of each kind of layers one; test_architectures.py loads others.
+NAMES = ("llama-tied", "llama-uneven", "llama-biased", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_vl")
+
+
+@pytest.mark.parametrize(("name", "bits"), [*((name, 4) for name in NAMES), ("mixtral", 8)])
 def test_transformers_computes_with_the_integers_of_vllm_int4(name: str, bits: int, base: Path, tmp_path: Path) -> None:
     """Its logits match those of a plain model with the decoded integers as weights."""
     pytest.importorskip("compressed_tensors")

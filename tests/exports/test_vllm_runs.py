@@ -31,7 +31,7 @@ bits: 8
 rules:
   - {name: model.layers.0.self_attn.k_proj.weight, keep: true}
 """
-NAMES = {"llama": "llama", "qwen3": "qwen3", "llama-kept": "llama", "llama-uneven": "llama-uneven"}
+NAMES = {"llama-kept": "llama", "llama-uneven": "llama-uneven"}
 # BF16 makes the log probabilities of a token differ by 0.008 on average and by 0.04 at most, INT4 by 0.25 on average.
 MOST_ON_AVERAGE, MOST = 0.02, 0.12
 LEAST_OF_INT4 = 0.1

@@ -1,20 +1,23 @@
-"""What an export warns of: more bits than the master has, and padding."""
+"""What an export to integers says: warnings of bits, padding, experts and sizes; which weights stay plain, and why."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 from commands import done, refused
-from helpers import bf16, gaussian, run_command, write_checkpoint
-from integer_exports import LAYER, integer_names, quantization
+from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
+from integer_exports import LAYER, ROUNDED, integer_names, quantization
 
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.units import size_text
 
 ATTENTION, MLP = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"
 
@@ -72,15 +75,6 @@ def test_more_bits_than_the_master_holds_are_remarked_where_its_error_is_unknown
     assert warned(folder, tmp_path / "measured", *options, "--source", tmp_path / "src") == []
 
 
-@pytest.mark.usefixtures("inflating")
-def test_less_than_half_a_bit_more_is_not_remarked(tmp_path: Path) -> None:
-    """The master has 3.75 bits a weight."""
-    recipe = unknown_errors(tmp_path, 'bits: 4\nrules: [{name: "*.mlp.*", bits: 3}]')
-    folder = master(tmp_path, {ATTENTION: 3 * 128, MLP: 128}, recipe)
-    assert {tensor.bits for tensor in read_manifest(folder).tensors} == {3, 4}
-    assert warned(folder, tmp_path / "out", "-t", "vllm") == []
-
-
 @pytest.mark.parametrize(
     ("recipe", "options", "dominates"),
     [
@@ -105,15 +99,6 @@ def test_a_master_of_most_of_the_error_is_remarked(
         [f"the error of the master is {share:.0%}"] if dominates else []
     )
     assert warned(folder, tmp_path / "measured", *options, "--source", tmp_path / "src") == []
-
-
-def test_mlx_export_of_more_bits_than_the_master_is_remarked(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlx_lm")
-    import families
-
-    (found,) = warned(families.master(base, "llama"), tmp_path / "out", "-t", "mlx", "--bits", "8")
-    assert found.startswith("the error of the master is 96% of the error against the original")
-    assert warned(families.master(base, "llama"), tmp_path / "four", "-t", "mlx") == []
 
 
 def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path) -> None:
@@ -169,3 +154,140 @@ def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> Non
     for module in (LAYER + ".self_attn.o_proj", "layers.7.self_attn.o_proj", "pooler.dense", "bert.pooler.dense"):
         assert not is_ignored(module), module
     assert is_ignored("another_pooler.dense")
+
+
+def warnings_of(master: Path, out: Path, *options: object) -> list[str]:
+    found: list[str] = json.loads(done("export", master, out, *options, "--json").stdout)["warnings"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "reason"),
+    [
+        ("gpt_oss", "vllm", "the format stores single linear layers"),
+        ("gpt_oss", "torchao-int4", "the format stores single linear layers"),
+        ("qwen3_moe", "torchao-int4", "transformers stacks experts as it loads them"),
+    ],
+)
+def test_experts_that_stay_plain_are_named_with_their_bytes(
+    family: str, target: str, reason: str, base: Path, tmp_path: Path
+) -> None:
+    master = families.master(base, family)
+    packing = (
+        ("--packing", "plain") if target == "torchao-int4" else ()
+    )  # tiles of so narrow layers are as large as BF16
+    found = warnings_of(master, tmp_path / "out", "-t", target, *packing)
+    (said,) = [text for text in found if text.startswith("experts stay in BF16: ")]
+    plain = [t for t in read_manifest(tmp_path / "out").tensors if t.role == "expert" and t.action == "decode"]
+    weights = sum(math.prod(tensor.shape) for tensor in plain)
+    held = sum(tensor.bytes for tensor in read_manifest(master).tensors if tensor.name in {t.name for t in plain})
+    assert plain and all(tensor.stored[0].dtype == "BF16" for tensor in plain)
+    assert f": {len(plain)} tensors of {weights} weights, {size_text(2 * weights)} in place of" in said
+    assert f" in place of {size_text(held)} in the master: {reason}" in said and "gguf and mlx" in said
+    (near,) = [text for text in found if "bits per parameter, nearer to the 16 of BF16" in text]
+    assert "the master that it is made from is smaller (" in near
+
+
+@pytest.mark.parametrize(("kept_rows", "is_near"), [(90, False), (110, True)])
+def test_result_that_saves_less_than_half_of_what_it_could_is_remarked(
+    kept_rows: int, is_near: bool, tmp_path: Path
+) -> None:
+    """Integers take 4.125 bits; of as many weights in BF16 as integers, the result has half way between, 10.1."""
+    tensors = {f"{LAYER}.mlp.down_proj.weight": bf16(gaussian(100, 1024))}
+    tensors |= {"model.embed_tokens.weight": bf16(gaussian(kept_rows, 1024, seed=1))}
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    found = warnings_of(tmp_path / "master", tmp_path / "out", "-t", "vllm")
+    assert len(found) == is_near
+    bits = 8 * sum(values.nbytes for _, values in read_all(tmp_path / "out").values()) / (100 + kept_rows) / 1024
+    for text in found:
+        assert text.startswith(f"{bits:.3g} bits per parameter, nearer to the 16 of BF16 than to the 4.13 of its")
+        assert f"{size_text(kept_rows * 1024 * 2)} are weights that stay plain" in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("num_attention_heads", [4], "num_attention_heads: expected int, found [4]"),
+        ("hidden_size", None, "hidden_size: expected int, found null"),
+        ("layer_types", 3, "layer_types: expected"),
+        ("vocab_size", ..., "it needs settings that config.json does not have: 'vocab_size'"),
+    ],
+)
+def test_mlx_refusal_names_the_setting_that_mlx_lm_does_not_take(
+    setting: str, value: object, said: str, base: Path, tmp_path: Path
+) -> None:
+    """Without an error of Python such as "object of type 'int' has no len()"."""
+    pytest.importorskip("mlx_lm")
+    source = tmp_path / "src"
+    write_checkpoint(source, read_all(families.model(base, "llama")))
+    config = json.loads((families.model(base, "llama") / "config.json").read_bytes()) | {setting: value}
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
+    assert f"mlx-lm does not support this model ('llama'): {'it' if value is ... else 'it does not'}" in line
+    assert said in line and "Error" not in line and "len()" not in line and "__init__" not in line
+
+
+def test_plan_says_that_fused_experts_stay_plain_in_exports_of_linear_layers(base: Path) -> None:
+    source = families.model(base, "gpt_oss")
+    stacks = [v for n, (_, v) in read_all(source).items() if ".experts." in n and v.ndim == 3 and "bias" not in n]
+    weights = sum(values.size for values in stacks)
+    shown = done("plan", source).stdout
+    said = f"fused experts: {len(stacks)} tensors of {weights} weights: vllm and torchao-int4 store them in BF16"
+    assert f"{said} ({size_text(2 * weights)}); gguf and mlx round them\n" in shown
+    assert "fused experts" not in done("plan", families.model(base, "qwen3_moe")).stdout
+
+
+# The summary.
+
+
+@pytest.mark.usefixtures("narrow_layers_packed")
+@pytest.mark.parametrize("target", ["torchao-int4", "vllm"])
+def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path, tmp_path: Path) -> None:
+    result = done("export", driven / "master", tmp_path / "out", "-t", target)
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("tensors in 1 file")
+    (plain,) = [line for line in lines if "fc1" in line]
+    assert plain.startswith(
+        "plain: 1 tensor (5200 weights), groups of 128 or 64 or 32 do not divide its rows of 130 weights "
+        "(--group-size that would: none)"
+    )
+    assert any(line.startswith("plain: 1 tensor (12288 weights), embedding") for line in lines)
+    assert any(line.strip().startswith("4 bits, ") and line.endswith(": 6 tensors") for line in lines)
+    assert any("computed from the error of the master; --source measures it" in line for line in lines)
+    reasons = {t.name: t.reason for t in read_manifest(tmp_path / "out").tensors}
+    assert reasons[f"{LAYER}.mlp.fc1.weight"].startswith("groups of 128 or 64 or 32 do not divide its rows of 130")
+
+
+@pytest.mark.usefixtures("narrow_layers_packed")
+@pytest.mark.parametrize("target", ["bf16", "vllm"])
+def test_summary_has_the_bits_of_inspect_and_no_records_of_pqweights(target: str, driven: Path, tmp_path: Path) -> None:
+    result = done("export", driven / "master", tmp_path / "out", "-t", target)
+    (bits,) = [line for line in result.stdout.splitlines() if line.startswith("bits, all overhead counted: ")]
+    assert bits in done("inspect", tmp_path / "out").stdout.splitlines() and bits.endswith(" per parameter")
+    assert ("coverage: " in result.stdout) == (target != "bf16")
+    assert "pqweights.json" not in result.stdout
+    found = json.loads(done("export", driven / "master", tmp_path / "out", "-t", target, "--json").stdout)
+    assert "pqweights.json" in found["left_out_files"]
+
+
+@pytest.mark.usefixtures("narrow_layers_packed")
+def test_bits_per_weight_count_scales_and_padding(driven: Path, tmp_path: Path) -> None:
+    result = done("export", driven / "master", tmp_path / "out", "-t", "torchao-int4", "--json")
+    totals = json.loads(result.stdout)["totals"]
+    stored = read_all(tmp_path / "out")
+    of_integers = sum(values.nbytes for name, (_, values) in stored.items() if "._weight_" in name)
+    shapes = {name: values.shape for name, (_, values) in read_all(driven / "src").items()}
+    count = sum(math.prod(shapes[name]) for name in ROUNDED)
+    assert totals["bits_per_weight"] == pytest.approx(8 * of_integers / count)
+    assert totals["quantized_weights"] == count
+
+
+@pytest.mark.usefixtures("narrow_layers_packed")
+@pytest.mark.parametrize("target", ["torchao-int4", "vllm"])
+def test_gpt2_is_refused_because_its_weights_are_transposed(target: str, base: Path, tmp_path: Path) -> None:
+    line = refused("export", families.master(base, "gpt2"), tmp_path / "out", "-t", target)
+    assert target in line and "gpt2: it stores its linear weights transposed" in line
+    assert line.endswith("use --target mlx or bf16\n")
+    assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from folding_models import CONFIG, HEAD, KEY_HEADS, LAYERS, Floats, columns_of, folded_values, llama_tensors, measured
 from helpers import Tensor, as_float32, f16, f32, folder_bytes, read_all, run_command, write_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqweights.checkpoint.source import open_local
@@ -142,28 +142,23 @@ def test_property_factors_minimize_the_expected_error() -> None:
         assert error(columns) <= error(columns * random.lognormal(0, 0.1, (1, 64))) * (1 + 1e-4)
 
 
-@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=40), st.booleans(), st.integers(0, 2**32 - 1))
-def test_property_a_folded_gain_keeps_the_product(weight: list[float], zero_centred: bool, seed: int) -> None:
+@pytest.mark.parametrize(("dtype", "largest", "width", "spread"), [("BF16", 8, 32, 2), ("F16", 60000, 16, 5)])
+@settings(deadline=None)
+@given(data=st.data(), zero_centred=st.booleans(), seed=st.integers(0, 2**32 - 1))
+def test_property_a_folded_gain_keeps_the_product(
+    dtype: str, largest: int, width: Any, spread: int, data: st.DataObject, zero_centred: bool, seed: int
+) -> None:
+    weight = data.draw(st.lists(st.floats(-largest, largest, width=width), min_size=1, max_size=40))
     values = np.array(weight, dtype=np.float32)
-    columns = rounded_to_8_bits(np.random.default_rng(seed).lognormal(0, 2, len(values)).astype(np.float32))
-    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False, dtype="BF16")
-    gain = values.astype(np.float64) + zero_centred
+    columns = rounded_to_8_bits(np.random.default_rng(seed).lognormal(0, spread, len(values)).astype(np.float32))
+    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False, dtype=dtype)
+    assert dtype != "F16" or np.array_equal(found.stored.astype(np.float16), found.stored)
     # A model multiplies by 1 + weight in float32.
     computed = (found.stored + np.float32(zero_centred)).astype(np.float64)
-    assert np.allclose(computed * found.columns, gain, rtol=2.0**-22, atol=1e-37)
+    assert np.allclose(computed * found.columns, values.astype(np.float64) + zero_centred, rtol=2.0**-22, atol=1e-37)
 
 
 # --- Plain tensors in float16 ----------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.floats(-60000, 60000, width=16), min_size=1, max_size=40), st.booleans(), st.integers(0, 2**32 - 1))
-def test_property_a_gain_in_float16_keeps_the_product(weight: list[float], zero_centred: bool, seed: int) -> None:
-    values = np.array(weight, dtype=np.float32)
-    columns = rounded_to_8_bits(np.random.default_rng(seed).lognormal(0, 5, len(values)).astype(np.float32))
-    found = folded_gain(values, columns, zero_centred=zero_centred, exact=False, dtype="F16")
-    assert np.array_equal(found.stored.astype(np.float16), found.stored)
-    computed = (found.stored + np.float32(zero_centred)).astype(np.float64)
-    assert np.allclose(computed * found.columns, values.astype(np.float64) + zero_centred, rtol=2.0**-22, atol=1e-37)
 
 
 @given(st.lists(st.floats(-60000, 60000, width=16), min_size=1, max_size=40), st.integers(0, 2**32 - 1))

@@ -32,34 +32,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_verify_accepts_a_folded_master(folder: Path) -> None:
-    assert json.loads(done("verify", folder / "folded", "--json").stdout)["ok"]
-
-
-def test_verify_accepts_exports_of_a_folded_master(folder: Path, tmp_path: Path) -> None:
-    for number, options in enumerate(([], ["--source", folder / "src"])):
-        for target in ("vllm", "mlx", "torchao-int4"):
-            out = tmp_path / f"{target}-{number}"
-            done("export", folder / "folded", out, "--target", target, *options)
-            assert json.loads(done("verify", out, "--json").stdout)["ok"]
-    done("export", folder / "folded", tmp_path / "bf16", "--target", "bf16")
-    assert json.loads(done("verify", tmp_path / "bf16", "--json").stdout)["ok"]
-
-
-def test_inspect_says_what_was_folded(folder: Path) -> None:
-    found = json.loads(done("inspect", folder / "folded", "--json").stdout)
+def test_commands_read_a_folded_master(folder: Path, tmp_path: Path) -> None:
+    """test_folded_exports.py has its exports to integers."""
+    master = Path(shutil.copytree(folder / "folded", tmp_path / "folded"))
+    assert json.loads(done("verify", master, "--json").stdout)["ok"]
+    found = json.loads(done("inspect", master, "--json").stdout)
     assert found["fold"]["kind"] == "equalize"
     by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
     assert by_name["model.norm.weight"]["folded"] == ["model.norm"]
-    done("inspect", folder / "folded")
-
-
-def test_card_of_a_folded_master_is_written(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "folded", tmp_path / "folded")
-    done("card", tmp_path / "folded")
-    assert (tmp_path / "folded" / "README.md").stat().st_size > 500
-    done("export", folder / "folded", tmp_path / "vllm", "--target", "vllm")
-    done("card", tmp_path / "vllm")
+    done("inspect", master)
+    done("card", master)
+    assert (master / "README.md").stat().st_size > 500
+    for target in ("bf16", "vllm"):
+        done("export", master, tmp_path / target, "--target", target)
+        assert json.loads(done("verify", tmp_path / target, "--json").stdout)["ok"]
+        done("card", tmp_path / target)
 
 
 def test_json_of_quantize_and_plan_has_the_fold(folder: Path, tmp_path: Path) -> None:
@@ -71,13 +58,10 @@ def test_json_of_quantize_and_plan_has_the_fold(folder: Path, tmp_path: Path) ->
     assert folded["lm_head.weight"] == ["model.norm"]
     unfolded = json.loads(done("plan", folder / "src", "--json").stdout)
     assert "fold" not in unfolded
-    held = [each["totals"]["peak_memory_bytes"] for each in (planned, unfolded)]
-    assert held[0] > held[1]
-
-
-def test_unfolded_master_says_nothing_of_folds(folder: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(folder / "src")}, tmp_path / "plain")
     assert b"fold" not in (tmp_path / "plain/pqweights.json").read_bytes()
+    held = [plan["totals"]["peak_memory_bytes"] for plan in (planned, unfolded)]
+    assert held[0] > held[1]
 
 
 def test_result_with_another_fold_is_named(folder: Path) -> None:
@@ -204,10 +188,10 @@ def test_errors_of_folded_weights_are_not_compared_with_unfolded_ones(folder: Pa
 def test_kept_reader_of_a_norm_gets_powers_of_two(folder: Path, tmp_path: Path) -> None:
     out, name = tmp_path / "out", "model.layers.1.mlp.gate_proj.weight"
     done("quantize", folder / "src", out, "--fold", "equalize", "--keep", name)
-    stored, source = (as_float32(read_all(each)[name]) for each in (out, folder / "src"))
+    stored, source = (as_float32(read_all(path)[name]) for path in (out, folder / "src"))
     ratios = stored / source
     assert (ratios == ratios[:1]).all() and len(set(ratios[0])) > 2
     assert all((ratio.hex().rstrip("0123456789")).startswith("0x1.0") for ratio in ratios[0].astype(float).tolist())
     norm = "model.layers.1.post_attention_layernorm.weight"
-    gains = [as_float32(read_all(each)[norm]) for each in (out, folder / "src")]
+    gains = [as_float32(read_all(path)[norm]) for path in (out, folder / "src")]
     assert (gains[0] * ratios[0] == gains[1]).all()

@@ -213,7 +213,7 @@ def test_every_cut_is_refused(short: bytes) -> None:
             assert parse(short[:count]).tensors == whole.tensors
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), data=st.data())
 def test_changed_bytes_raise_nothing_but_source_errors(
     short: bytes, changes: list[tuple[int, int]], data: st.DataObject

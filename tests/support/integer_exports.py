@@ -9,12 +9,9 @@ from typing import Any
 
 import families
 import numpy as np
-from families import FAMILIES
 from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, read_all, write_checkpoint
 
 from pqweights.rewrite.manifest import read_manifest
-
-LINEAR_FAMILIES = [name for name, family in FAMILIES.items() if family.linear]
 
 
 def quantization(folder: Path) -> dict[str, Any]:

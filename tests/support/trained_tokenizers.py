@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def byte_level(*expressions: str, whole_words: bool = False, digits: bool = Fals
     """
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole_words))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in expressions]
+    steps += [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in expressions]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not expressions))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +103,7 @@ def sentencepiece(*, prefix: str = "always", gemma: bool = False, starts: bool =
     if gemma:
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-        tokenizer.add_tokens([AddedToken(each, normalized=False) for each in fixed])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in fixed])
     elif prefix == "legacy":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
@@ -131,7 +133,7 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-KINDS = {
+_MADE: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": byte_level,
     "digits": lambda: byte_level(digits=True),
     "llama3": lambda: byte_level(pretokenizers.LLAMA3, whole_words=True, starts=True),
@@ -145,3 +147,12 @@ KINDS = {
     "metaspace": sentencepiece,
     "gemma": lambda: sentencepiece(gemma=True),
 }
+
+
+@functools.cache
+def _trained(kind: str) -> str:
+    return str(_MADE[kind]().to_str())
+
+
+# Each call returns another tokenizer, which a test may change; training takes longer than most tests.
+KINDS = {kind: (lambda kind=kind: Tokenizer.from_str(_trained(kind))) for kind in _MADE}
