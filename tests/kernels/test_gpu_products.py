@@ -120,7 +120,6 @@ def test_products_match_the_decoded_weight(
     outputs, columns = SHAPES[number % len(SHAPES)]
     coding = BlockCoding(
         codebook=codebook(bits),
-        rotate=number % 5 != 0,
         signed=number % 5 > 2,
         norm_exponent=(0, -11, 14)[number % 4 % 3],
     )
@@ -317,7 +316,7 @@ def ptx(kernel, processor, pointers, constants, options):
 folder = Path(sys.argv[1])
 for processor in (80, 90):
     for kind, half in (("fp16", True), ("fp32", False)):
-        constants = {"SCALED": not half, "ROTATION": 2, "HALF": half}
+        constants = {"SCALED": not half, "SIGNED": True, "HALF": half}
         code = ptx(products._prepare, processor, {"out": "*" + kind}, constants, products.PREPARE_OPTIONS)
         (folder / f"prepare-{kind}-{processor}").write_text(code)
     for bits in (5, 8):
