@@ -76,9 +76,9 @@ def special_blocks():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("signed", [False, True])
-def test_blocks_of_an_incomplete_group_have_the_same_bytes(bits, dtype, signed):
+def test_blocks_of_an_incomplete_group_have_the_same_bytes(bits, dtype):
     """One group or two, more or less: the bytes of the reference, and those of the same blocks in smaller calls."""
+    signed = (bits + DTYPES.index(dtype)) % 2 == 0
     all_blocks = np.concatenate([FAMILIES["gaussian"][:20], FAMILIES["tiny"][:5], FAMILIES["constant"][:5] * 0.01])
     all_blocks = np.concatenate([FAMILIES["zero"], all_blocks])
     for count in GROUPS:
