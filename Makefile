@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -275,7 +275,10 @@ docs: $(VENV)-docs/.ready ## build the documentation as a site, in SITE=site; wa
 DIST_BUILD = PQWEIGHTS_LEVELS=all PQWEIGHTS_OBJECTS=$(CURDIR)/build/kernels $(VENV)-dist/bin/python -m build --no-isolation --outdir $(DIST)
 OTHER_TARGETS = $(filter-out $(shell $(PYTHON) -c "import sys; sys.path.append('tools'); import build_kernels as b; print(b.own_target())"),linux-x86_64 linux-aarch64 macos-x86_64 macos-arm64)
 
-wheels: $(VENV)-dist/.ready ## build the sdist and wheels of Linux and macOS, x86-64 and aarch64, in DIST=dist; open and check each
+objects: $(VENV)-dist/.ready ## compile the kernels of all wheels, with all cores
+	$(VENV)-dist/bin/python tools/build_kernels.py --objects
+
+wheels: objects ## build the sdist and wheels of Linux and macOS, x86-64 and aarch64, in DIST=dist; open and check each
 	rm -rf $(DIST) build/lib* build/bdist*
 	$(DIST_BUILD) . > $(VENV)-dist/build.log 2>&1 || (cat $(VENV)-dist/build.log; false)
 	for target in $(OTHER_TARGETS); do rm -rf build/lib* build/bdist*; \

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from pqweights.codecs import CODECS, lloyd_max
 from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
 from pqweights.codecs.protocol import Bytes, Codec, Doubles, Floats, State
-from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarCodec, ScalarCoder
-from pqweights.dtypes import item_bytes, to_float32
+from pqweights.codecs.scalar import ScalarState
+from pqweights.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
+from pqweights.kernels.reference import unpack
 
 UNROTATED = "none"
 ROOT_OF_BLOCK_SIZE = np.float32(math.sqrt(BLOCK_SIZE))
@@ -41,46 +45,33 @@ ABSMAX_DISTORTION: dict[int, float] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonCodec(ScalarCodec):
+class ComparisonCodec(HadamardLloydMax):
     """A codec for comparison.
 
     name: its key in CODECS
-    rotated: whether blocks are rotated by the Hadamard matrix
     uniform: whether levels are uniform up to the largest magnitude, which is then the stored norm; otherwise they are
         the Lloyd-Max levels, and the norm is the L2 norm
     """
 
     name: str
-    rotated: bool
     uniform: bool
     orthogonal_error = False  # because no norm here is that of least squares
 
-    def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
-        """See Codec."""
-        return self._with_rotation(super().coder(bits, effort))
-
-    def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
-        """See Codec."""
-        return self._with_rotation(super().coder_from_tables(bits, tables))
-
-    def _with_rotation(self, coder: ScalarCoder) -> ScalarCoder:
-        return coder if self.rotated else UnrotatedCoder(self, coder.codebook)
-
     @property
-    def rotations(self) -> tuple[str, ...]:
-        """See ScalarCodec; there is no rescue without a rotation."""
-        return (HADAMARD, SIGNED_HADAMARD) if self.rotated else (UNROTATED,)
+    def rotated(self) -> bool:
+        """Whether blocks are rotated by the Hadamard matrix."""
+        return self.rotations != (UNROTATED,)
 
     def distortion(self, bits: int) -> float:
-        """See ScalarCodec; the weights, or the rotated weights, are taken as Gaussian."""
+        """See HadamardLloydMax; the weights, or the rotated weights, are taken as Gaussian."""
         return (ABSMAX_DISTORTION if self.uniform else lloyd_max.DISTORTION)[bits]
 
     def codebook(self, bits: int) -> Codebook:
-        """See ScalarCodec."""
+        """See HadamardLloydMax."""
         return uniform_codebook(bits) if self.uniform else lloyd_max.codebook(bits)
 
     def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-        """See ScalarCodec."""
+        """See HadamardLloydMax."""
         blocks, block_bytes = len(out.codes), BLOCK_SIZE * item_bytes(dtype)
         smallest, largest, first_bad = math.inf, 0.0, -1
         for first in range(0, blocks, PIECE_BLOCKS):
@@ -139,12 +130,35 @@ class ComparisonCodec(ScalarCodec):
         return norm, np.float32(1) if self.rotated else ROOT_OF_BLOCK_SIZE, norm
 
 
+class UnrotatedCodec(ComparisonCodec):
+    """One that does not rotate blocks; then there is no rescue, either."""
+
+    rotations = (UNROTATED,)
+
+    def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
+        """See Codec."""
+        return UnrotatedCoder(self, super().coder(bits, effort).codebook)
+
+    def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
+        """See Codec."""
+        return UnrotatedCoder(self, super().coder_from_tables(bits, tables).codebook)
+
+
 class UnrotatedCoder(ScalarCoder):
     """A scalar coder whose codes are those of the weights themselves."""
 
-    def coding(self, state: State) -> BlockCoding:
-        """See ScalarCoder."""
-        return replace(super().coding(state), rotate=False)
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
+        """See Coder."""
+        decoded = self.decode_torch([torch.from_numpy(part) for part in parts], state).numpy()
+        values[:] = from_float32(decoded.reshape(-1).clip(*FINITE_RANGES[dtype]), dtype)
+
+    def decode_torch(self, parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
+        """See Coder."""
+        assert isinstance(state, ScalarState)
+        codes, norms = parts[0], parts[1].reshape(-1).view(torch.float16)
+        levels = torch.from_numpy(self.codebook.levels).to(codes.device)
+        scale = (norms.double() * (2.0**state.norm_exponent * ORTHONORMAL)).float()
+        return levels[unpack(codes, self.bits).long()] * scale[:, None]
 
 
 class _EncodedPiece(NamedTuple):
@@ -249,10 +263,10 @@ def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:  # [
 COMPARED: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        ComparisonCodec(name="absmax", rotated=False, uniform=True),
-        ComparisonCodec(name="hadamard-absmax", rotated=True, uniform=True),
-        ComparisonCodec(name="lloyd-max", rotated=False, uniform=False),
-        ComparisonCodec(name="hadamard-lloyd-max-l2", rotated=True, uniform=False),
+        UnrotatedCodec(name="absmax", uniform=True),
+        ComparisonCodec(name="hadamard-absmax", uniform=True),
+        UnrotatedCodec(name="lloyd-max", uniform=False),
+        ComparisonCodec(name="hadamard-lloyd-max-l2", uniform=False),
     )
 }
 

@@ -13,14 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.kv.bits import halves, pack, unpack
-from pqweights.kv.quantizer import TOKENS_TOGETHER, Parts, StateQuantizer
-from pqweights.kv.rotation import SEED, rotation
-from pqweights.kv.scalar import RotatedScalar
-from pqweights.kv.schemes import SCHEMES, LayerModel, Scheme
-from pqweights.kv.schemes.hadamard import Hadamard
-from pqweights.kv.schemes.scheme import WINDOWS, digits
-from pqweights.kv.uniform import affine_codes
+from pqweights.kv.codes import halves, pack, unpack
+from pqweights.kv.polar_rope import affine_codes
+from pqweights.kv.rotated import SEED, RotatedScalar, rotation
+from pqweights.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Scheme, digits
+from pqweights.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 
 
 class Groups:

@@ -1,11 +1,12 @@
 """Compile the kernels: one shared library for each level of processor.
 
     python tools/build_kernels.py [--out FOLDER] [--target linux-x86_64] [--levels own]
+    python tools/build_kernels.py --objects
 
 The compiler is the clang inside the PyPI package ziglang, which compiles for every target from any machine, or the
 clang that the environment variable CXX names, for this machine alone. Objects are kept in build/kernels, or in the
-folder that PQWEIGHTS_OBJECTS names, so what did not change is not compiled again. Needs nothing but the standard
-library, as setup.py runs it before anything is there.
+folder that PQWEIGHTS_OBJECTS names, so what did not change is not compiled again; --objects makes those of all targets
+and levels, and no libraries. Needs nothing but the standard library, as setup.py runs it before anything is there.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _is_clang(command: list[str]) -> bool:
 def build(target: str, levels: list[str], out: Path) -> list[Path]:
     """Compile what changed, and return the libraries, one for each level."""
     compiler = Compiler(target)
-    objects = compiled(compiler, levels)
+    (objects,) = compiled({compiler: levels})
     out.mkdir(parents=True, exist_ok=True)
     libraries = [out / f"{level}.so" for level in levels]
     for level, library in zip(levels, libraries, strict=True):
@@ -158,12 +159,20 @@ def build(target: str, levels: list[str], out: Path) -> list[Path]:
     return libraries
 
 
-def compiled(compiler: Compiler, levels: list[str]) -> dict[str, list[Path]]:
-    """The objects of each level, compiled unless they are there."""
+def compiled(wanted: dict[Compiler, list[str]]) -> list[dict[str, list[Path]]]:
+    """The objects of each level of each compiler, compiled unless they are there."""
+    known = [objects_of(compiler, levels) for compiler, levels in wanted.items()]
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    run_all([job for _, jobs in known for job in jobs])
+    return [objects for objects, _ in known]
+
+
+def objects_of(compiler: Compiler, levels: list[str]) -> tuple[dict[str, list[Path]], list[tuple[list[str], Path]]]:
+    """The objects of each level, and the commands that make those of them that are not there."""
     headers = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("*.inc")]))
     own_flags = {"level.cpp": "-DPQWEIGHTS_LEVEL={level}", "interface.cpp": '-DPQWEIGHTS_SOURCES="{digest}"'}
     digest = _sources_module().sources_digest()
-    jobs, objects = [], {level: list[Path]() for level in levels}
+    jobs, objects = list[tuple[list[str], Path]](), {level: list[Path]() for level in levels}
     for level in levels:
         number = list(LEVELS[compiler.kind]).index(level) + 2  # of level.cpp
         for source in sorted(SOURCES.glob("*.cpp")):
@@ -177,9 +186,7 @@ def compiled(compiler: Compiler, levels: list[str]) -> dict[str, list[Path]]:
             objects[level].append(path)
             if not path.exists():
                 jobs.append(([*command, "-c", str(source)], path))
-    OBJECTS.mkdir(parents=True, exist_ok=True)
-    run_all(jobs)
-    return objects
+    return objects, jobs
 
 
 def run_all(jobs: list[tuple[list[str], Path]]) -> None:
@@ -205,7 +212,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=LIBRARIES)
     parser.add_argument("--target", choices=TARGETS, default=own_target())
     parser.add_argument("--levels", default="own", help="own, all, or names with commas between them")
+    parser.add_argument("--objects", action="store_true", help="compile for all targets and levels, and link nothing")
     arguments = parser.parse_args()
+    if arguments.objects:
+        compiled({Compiler(target): levels_of(target, "all") for target in TARGETS})
+        return
     for library in build(arguments.target, levels_of(arguments.target, arguments.levels), arguments.out):
         print(library)
 

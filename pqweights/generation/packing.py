@@ -10,7 +10,7 @@ from typing import Any
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
-from pqweights.codecs.scalar import ScalarCodec
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.errors import GenerationError
 from pqweights.exports.target import MLX
 from pqweights.kernels import BLOCK_SIZE
@@ -95,7 +95,7 @@ def _multiplied(encoded: Sequence[EncodedTensor], config: Mapping[str, Any]) -> 
     weights = [
         (
             math.prod(each.shape),
-            isinstance(CODECS.get(each.coder.codec), ScalarCodec) and not each.shape[-1] % BLOCK_SIZE,
+            isinstance(CODECS.get(each.coder.codec), HadamardLloydMax) and not each.shape[-1] % BLOCK_SIZE,
         )
         for each in encoded
         if len(each.shape) > 1

@@ -59,14 +59,11 @@ class BlockCoding:
     """How blocks become codes and norms, and back.
 
     codebook: the levels and thresholds.
-    rotate: apply the Walsh-Hadamard rotation. Decoding without it gives the coordinates as they are coded, which for
-        rotated blocks are those of H b / sqrt(128).
-    signed: flip coordinates by SIGNS before the rotation; only with `rotate`.
+    signed: flip coordinates by SIGNS before the rotation.
     norm_exponent: a norm is stored as float16(norm * 2**-norm_exponent).
     """
 
     codebook: Codebook
-    rotate: bool = True
     signed: bool = False
     norm_exponent: int = 0
 
@@ -87,7 +84,7 @@ class Backend(Protocol):
         self,
         values: npt.NDArray[np.uint8],  # [blocks * 128 * itemsize] raw bytes of the weights
         dtype: str,  # BF16, F16 or F32
-        coding: BlockCoding,  # with `rotate`
+        coding: BlockCoding,
         out: EncodedArrays,
     ) -> EncodeStats:
         """Encode whole blocks into `out`, with norms of least squared error."""

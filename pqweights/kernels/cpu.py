@@ -11,7 +11,6 @@ import numpy.typing as npt
 from pqweights.dtypes import item_bytes
 from pqweights.kernels import (
     BLOCK_SIZE,
-    ORTHONORMAL,
     SIGNS,
     VALUE_DTYPES,
     BlockCoding,
@@ -109,8 +108,7 @@ def decode(
         VALUE_DTYPES[dtype],
         blocks,
         book.bits,
-        coding.rotate,
-        math.ldexp(2**-7 if coding.rotate else ORTHONORMAL, coding.norm_exponent),
+        math.ldexp(1, coding.norm_exponent - 7),
     )
 
 

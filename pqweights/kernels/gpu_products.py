@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, BlockCoding
+from pqweights.kernels import BLOCK_SIZE, SIGNS, BlockCoding
 from pqweights.kernels.products import InputBasis
 
 # Blocks of a row of W that one program reads at a time: with 16 rows, 4 kB of codes of 4 bits.
@@ -61,7 +61,7 @@ def _prepare(
     out: tl.tensor,  # [blocks, 8, rows, 16] f32 or f16, in the order of _code_bytes
     scales: tl.tensor,  # out: f32 [blocks, rows], what a one stands for; not written for f32
     SCALED: tl.constexpr,  # whether inputs are divided by awq
-    ROTATION: tl.constexpr,  # see InputBasis
+    SIGNED: tl.constexpr,  # see InputBasis
     HALF: tl.constexpr,  # whether inputs become f16
 ) -> None:
     row, rows = tl.program_id(0), tl.num_programs(0)
@@ -71,11 +71,10 @@ def _prepare(
     x = tl.load(values + row.to(tl.int64) * blocks * 128 + column).to(tl.float32)
     if SCALED:
         x = x / tl.load(awq + column)
-    if ROTATION == 2:
+    if SIGNED:
         x = x * tl.load(signs + j)
-    if ROTATION:
-        for stage in tl.static_range(7):
-            x = _butterfly(x, 1 << stage)
+    for stage in tl.static_range(7):
+        x = _butterfly(x, 1 << stage)
     if HALF:
         # The largest magnitude by its bits, which order like the number and put infinities and NaN on top.
         bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
@@ -118,7 +117,7 @@ def prepare(x: Tensor, basis: InputBasis, awq: Tensor | None) -> GpuInputs:
     values = torch.empty(blocks, 8, rows, 16, dtype=torch.float16 if half else torch.float32, device=x.device)
     scales = torch.empty(blocks, rows, dtype=torch.float32, device=x.device)
     signs = _uploaded(SIGNS.tobytes(), x.device)
-    constants = {"SCALED": awq is not None, "ROTATION": basis.rotation, "HALF": half}
+    constants = {"SCALED": awq is not None, "SIGNED": basis.signed, "HALF": half}
     arguments = (x, signs, signs if awq is None else awq, values, scales)
     _run(_prepare, (rows, blocks), arguments, constants | PREPARE_OPTIONS)
     return GpuInputs(values=values, scales=scales, basis=basis)
@@ -282,8 +281,7 @@ class GpuProduct:
     @functools.cached_property
     def basis(self) -> InputBasis:
         """That in which it takes its inputs."""
-        rotation = int(self.coding.rotate) + int(self.coding.rotate and self.coding.signed)
-        return InputBasis(rotation, b"" if self.awq is None else self.awq.cpu().numpy().tobytes())
+        return InputBasis(self.coding.signed, b"" if self.awq is None else self.awq.cpu().numpy().tobytes())
 
     @functools.cached_property
     def _levels(self) -> tuple[dict[torch.dtype, Tensor], int]:
@@ -293,7 +291,7 @@ class GpuProduct:
         """
         levels = self.coding.codebook.levels.astype(np.float64)
         shift = math.frexp(float(np.abs(levels).max()))[1] - 1
-        levels = np.ldexp(levels if self.coding.rotate else levels * (ORTHONORMAL * 128), -shift).astype(np.float32)
+        levels = np.ldexp(levels, -shift).astype(np.float32)
         exact = _uploaded(levels.tobytes(), self.words.device)
         return {torch.float32: exact, torch.float16: exact.half()}, self.coding.norm_exponent - 7 + shift
 

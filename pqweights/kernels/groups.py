@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.dtypes import FLOAT4_VALUES, float8_table
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, native
+from pqweights.kernels import BLOCK_SIZE, native
 
 # How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does
 # (native/group_rules.cpp).
@@ -203,7 +203,7 @@ def _written(out: Groups) -> list[native.Array]:
 def rotate(values: npt.NDArray[np.float32]) -> None:
     """Multiply each run of 128 values by H / sqrt(128), in place; its own inverse."""
     blocks = len(values) // BLOCK_SIZE
-    native.call("rotate", native.array(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks, ORTHONORMAL)
+    native.call("rotate", native.array(values, np.float32, blocks * BLOCK_SIZE, written=True), blocks)
 
 
 def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:

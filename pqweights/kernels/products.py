@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.buffers import pageable
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, BlockCoding, native
+from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, native
 
 # Levels and inputs as integers, at most: see native/products.cpp.
 MOST_LEVEL, MOST_INPUT = 8191, 16383
@@ -35,11 +35,11 @@ _SIGNS = native.array(SIGNS, np.float32, BLOCK_SIZE)
 class InputBasis:
     """What inputs go through before they meet the codes of a weight.
 
-    rotation: 0 for none, 1 for Hadamard, 2 for Hadamard with signs
+    signed: whether coordinates are flipped by SIGNS before the rotation
     awq: the bytes of the f32 scales by which they are divided; empty without scales
     """
 
-    rotation: int
+    signed: bool
     awq: bytes
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class InputBasis:
         """The scales and the signs, where there are such."""
         awq = np.frombuffer(self.awq, dtype=np.float32)
         scales = native.array(awq, np.float32, len(awq)) if self.awq else None
-        return scales, _SIGNS if self.rotation == 2 else None
+        return scales, _SIGNS if self.signed else None
 
 
 class PreparedInputs:
@@ -83,7 +83,7 @@ class PreparedInputs:
         if len(self.arrays) != 1 + whole or self.arrays[0].size < rows * columns:
             self._make_room(rows * columns, whole)
         self.rows, self.columns, self.basis = rows, columns, None  # until they are there
-        sizes = rows, columns // BLOCK_SIZE, basis.rotation > 0, *((VALUE_DTYPES[dtype],) if whole else ())
+        sizes = rows, columns // BLOCK_SIZE, *((VALUE_DTYPES[dtype],) if whole else ())
         native.call("prepare" if whole else "prepare_f32", given, *basis.factors, *self._written, *sizes)
         self.basis = basis
 
@@ -120,15 +120,14 @@ class Product:
 
         Raises ValueError for arrays that do not fit together.
         """
-        rotation = int(coding.rotate) + int(coding.rotate and coding.signed)
-        self.basis = InputBasis(rotation, b"" if awq is None else awq.tobytes())
+        self.basis = InputBasis(coding.signed, b"" if awq is None else awq.tobytes())
         book, blocks = coding.codebook, len(codes) // outputs
         if len(norms) != outputs * blocks:
             raise ValueError(f"expected {outputs} rows of whole blocks with a norm each, found {len(norms)} norms")
         whole, exponent = dtype != "F32", coding.norm_exponent
         levels, factor = level_integers(book.levels) if whole else (book.levels, 1.0)
         table: Any = np.tile(levels, max(1, 32 // len(levels)))  # the smallest look-up takes 32 entries
-        self._factor = factor * (math.ldexp(1, exponent - 7) if coding.rotate else math.ldexp(ORTHONORMAL, exponent))
+        self._factor = math.ldexp(factor, exponent - 7)
         self._weight = (
             native.array(codes, np.uint8, len(norms) * 16 * book.bits),
             native.array(norms, np.uint16, len(norms)),

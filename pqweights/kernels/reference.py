@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -123,15 +123,13 @@ def encode_blocks(x: Tensor, coding: BlockCoding) -> tuple[Tensor, Tensor, Tenso
 
 
 def decode_blocks(packed: Tensor, norms: Tensor, coding: BlockCoding) -> Tensor:
-    """The inverse of `encode_blocks`, up to quantization; without `coding.rotate`, the blocks as H b / sqrt(128).
+    """The inverse of `encode_blocks`, up to quantization.
 
     packed: u8 [blocks, 16 * bits]. norms: f16 [blocks]. Returns f32 [blocks, 128].
     """
     levels = torch.from_numpy(coding.codebook.levels).to(packed.device)
-    factor = 2.0 ** (coding.norm_exponent - 7) if coding.rotate else 2.0**coding.norm_exponent * ORTHONORMAL
-    scale = (norms.double() * factor).float()
-    x = levels[unpack(packed, coding.codebook.bits).long()]
-    x = (hadamard(x) if coding.rotate else x) * scale[:, None]
+    scale = (norms.double() * 2.0 ** (coding.norm_exponent - 7)).float()
+    x = hadamard(levels[unpack(packed, coding.codebook.bits).long()]) * scale[:, None]
     return x * torch.from_numpy(SIGNS).to(packed.device) if coding.signed else x
 
 

@@ -143,7 +143,7 @@ def decode(
         native.array(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
         _room("stream", np.uint16, 2 * (cut.stride // 2 + _TILE_WORDS + _LANES)),
         native.array(status, np.int64, 2, written=True),
-        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype], True),
+        *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype]),
     )
     return int(status[0]), int(status[1])
 

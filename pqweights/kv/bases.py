@@ -12,7 +12,7 @@ from torch import Tensor
 from pqweights.errors import OptionError
 from pqweights.kv.klt import LayerBases, StateBasis, Turning
 from pqweights.kv.model import FULL, HYBRID, CachedModel
-from pqweights.kv.rope import RopePairs
+from pqweights.kv.polar_rope import RopePairs
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
 LEAST_SHARE = 1e-4

@@ -17,13 +17,8 @@ from pqweights.kv.layer import PackedHybridLayer, PackedLayer
 from pqweights.kv.model import FULL, HYBRID, CachedModel, cached_model
 from pqweights.kv.on_codes import NAME as ON_CODES
 from pqweights.kv.on_codes import VALUE_UNIT, may_attend_on_codes
-from pqweights.kv.quantizer import TOKENS_TOGETHER
-from pqweights.kv.schemes import Scheme
-from pqweights.kv.schemes.hadamard import Hadamard
-from pqweights.kv.schemes.polar_rope import PolarRope
-from pqweights.kv.schemes.scheme import UNQUANTIZED
-from pqweights.kv.spec import parse_spec
-from pqweights.kv.states import tensor_bytes
+from pqweights.kv.schemes import UNQUANTIZED, Hadamard, PolarRope, Scheme, parse_spec
+from pqweights.kv.states import TOKENS_TOGETHER, tensor_bytes
 
 
 class KVCache(Cache):

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pqweights.kv.bits import halves
-from pqweights.kv.levels import MOST_BITS, Runs, coded, levels_of
-from pqweights.kv.quantizer import Parts
-from pqweights.kv.rope import RopePairs
+from pqweights.kv.codes import MOST_BITS, Runs, coded, halves, levels_of
+from pqweights.kv.polar_rope import RopePairs
+from pqweights.kv.states import Parts
 
 # Coefficients with the same number of bits, in the order of their variances.
 TOGETHER = 8

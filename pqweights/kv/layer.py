@@ -8,12 +8,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from pqweights.errors import OptionError
-from pqweights.kv.decoded import DecodedStates
 from pqweights.kv.klt import LayerBases
 from pqweights.kv.model import CachedModel
 from pqweights.kv.on_codes import PAST, PastOfLayer, attends_on_codes, has_kernels
 from pqweights.kv.schemes import LayerModel, Scheme
-from pqweights.kv.states import PackedStates
+from pqweights.kv.states import DecodedStates, PackedStates
 
 
 class PackedLayer(DynamicLayer):

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from pqweights.errors import OptionError
-from pqweights.kv.rope import RopePairs, rope_pairs
+from pqweights.kv.polar_rope import RopePairs, rope_pairs
 from pqweights.kv.schemes import Scheme
 
 # Layers with keys and values of all tokens; in those of the second kind beside a recurrent state.

@@ -16,8 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pqweights.kernels.attention import MOST_ROWS, MOST_SIZE
 from pqweights.kv.model import CachedModel
-from pqweights.kv.quantizer import Parts
-from pqweights.kv.states import Chunk, PackedStates
+from pqweights.kv.states import Chunk, PackedStates, Parts
 
 NAME = "pqweights_codes"
 PAST = "pqweights_past"

@@ -1,14 +1,58 @@
-"""The keys, or the values, of one layer: packed rows that only grow, and a window of recent tokens as they came."""
+"""The keys, or the values, of one layer: packed rows that only grow, and a window of recent tokens as they came.
+
+A `StateQuantizer` packs the rows: two functions between states and parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pqweights.kv.quantizer import Parts, StateQuantizer
+# Tensors by name. Each has the sequences of the batch as its first axis, and the heads, or 1 for all, as its second.
+Parts = Mapping[str, Tensor]
+
+# The tokens whose codes lie together where codes are stored channel by channel.
+TOKENS_TOGETHER = 32
+
+
+class StateQuantizer(Protocol):
+    """A quantizer of states: the keys or the values of a layer, [batch, heads, tokens, size].
+
+    Tokens are encoded in rows of `step` tokens, and decoded from the parts of their rows and from `shared` parts, which
+    many rows have in common.
+    """
+
+    @property
+    def step(self) -> int:
+        """How many tokens are encoded together."""
+        ...
+
+    @property
+    def first(self) -> int:
+        """How many tokens there must be before the first are encoded, because something is measured on them."""
+        ...
+
+    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
+        """Return the shared parts with which states are encoded: those of earlier states if they serve.
+
+        states: [batch, heads, tokens, size] f32
+        shared: those of earlier states of the same layer; None for the first ones
+        start: the position of the first of the tokens
+        """
+        ...
+
+    def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
+        """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
+        ...
+
+    def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
+        """Decode whole rows, into [batch, heads, rows * step, size] f32."""
+        ...
+
 
 # Room for more rows is added in proportion to those there are, so that a token is copied a bounded number of times.
 GROWTH, LEAST_TOKENS = 64, 32
@@ -169,3 +213,71 @@ def _appended(part: Tensor, used: int, more: Tensor, *, least: int) -> Tensor:
         part = grown
     part[:, :, used:needed] = more
     return part
+
+
+# Room for more decoded tokens is added in proportion to those there are.
+DECODED_GROWTH, LEAST_DECODED = 4, 64
+
+
+class DecodedStates(PackedStates):
+    """The same, with all states decoded beside the codes, for a text that is read token by token.
+
+    Decoding everything again for each token takes most of the time that a text takes; what is packed never changes, so
+    each token is decoded once here. This takes the memory that the codes save: it is for evaluating a method, not for
+    using it.
+    """
+
+    def __init__(self, quantizer: StateQuantizer | None, residual: int) -> None:
+        super().__init__(quantizer, residual)
+        self._all: Tensor | None = None  # of all tokens, [batch, heads, room, size]
+        self._decoded = 0  # how many of them are there as they are decoded
+
+    def extended(self, states: Tensor) -> Tensor:
+        """See PackedStates. The result is valid until the next call."""
+        before = self.decoded() if self._all is None else None
+        held, total = self.tokens, self.tokens + states.shape[2]
+        if self._all is None or total > self._all.shape[2]:
+            self._grow(states, before, total=total)
+        assert self._all is not None
+        # What the last call packed is decoded only now: until then, its result held it as it came.
+        for chunk in reversed(self.chunks):
+            if chunk.start + chunk.tokens <= self._decoded:
+                break
+            self._decode(chunk)
+        self._decoded = self.packed_tokens
+        self._all[:, :, held:total] = states
+        self.append(states)
+        return self._all[:, :, :total]
+
+    def crop(self, tokens: int) -> None:
+        """See PackedStates."""
+        super().crop(tokens)
+        self._forget()
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """See PackedStates."""
+        super().each(change)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._all, self._decoded = None, 0
+
+    def _grow(self, states: Tensor, before: Tensor | None, *, total: int) -> None:
+        """Make room for more tokens. before: those that are known, if none are held decoded"""
+        batch, heads, _, size = states.shape
+        grown = states.new_empty(batch, heads, total + max(LEAST_DECODED, total // DECODED_GROWTH), size)
+        known = before if self._all is None else self._all[:, :, : self.tokens]
+        if known is not None:
+            grown[:, :, : known.shape[2]] = known
+        self._all = grown
+
+    def _decode(self, chunk: Chunk) -> None:
+        """Decode the tokens of a chunk that are not decoded yet."""
+        assert self.quantizer is not None and self._all is not None
+        step = self.quantizer.step
+        first = max(0, self._decoded - chunk.start) // step
+        rows = {name: part[:, :, first : -(-chunk.tokens // step)] for name, part in chunk.rows.items()}
+        start, end = chunk.start + first * step, chunk.start + chunk.tokens
+        with torch.no_grad():
+            values = self.quantizer.decode(rows, chunk.shared, start)
+        self._all[:, :, start:end] = values[:, :, : end - start]

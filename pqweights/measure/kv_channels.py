@@ -16,7 +16,7 @@ from pqweights.documents import as_json
 from pqweights.measure.kv_states import LayerStates
 
 if TYPE_CHECKING:
-    from pqweights.kv.rope import RopePairs
+    from pqweights.kv.polar_rope import RopePairs
 
 # A channel is an outlier if its mean magnitude is at least so many times that of the median channel of its head.
 OUTLIER = 4.0

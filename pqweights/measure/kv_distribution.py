@@ -195,7 +195,7 @@ class _Count:
     @classmethod
     def of(cls, vectors: Tensor) -> _Count:
         """Count the vectors of a layer, [heads, tokens, size] f32."""
-        from pqweights.kv.rotation import rotation
+        from pqweights.kv.rotated import rotation
 
         found, size = cls(), vectors.shape[-1]
         norms = vectors.double().norm(dim=-1)
@@ -237,7 +237,7 @@ class _Side:
 
     def count(self, vectors: Tensor) -> None:
         """Count vectors, [n, size] f32, of mean square 1."""
-        from pqweights.kv.recursive import polar
+        from pqweights.kv.rotated import polar
 
         self._tally.add(vectors.numpy().flatten())
         if vectors.shape[-1] % GROUP:

@@ -19,7 +19,7 @@ from pqweights.runtimes.texts import EncodedText, Ids, check_vocabulary, encode,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pqweights.kv.rope import RopePairs
+    from pqweights.kv.polar_rope import RopePairs
 
 WHY = "inspect --kv"
 DEFAULT_TOKENS = 2048
@@ -164,7 +164,7 @@ def _recorded(folder: Folder, model: Model, ids: Ids) -> Recorded:
 
 
 def _layers(folder: Folder, config: Any, recorded: Recorded) -> tuple[LayerStates, ...]:
-    from pqweights.kv.rope import rope_pairs
+    from pqweights.kv.polar_rope import rope_pairs
 
     decoder = config.get_text_config(decoder=True)
     layers = []

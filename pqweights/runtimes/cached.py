@@ -51,7 +51,7 @@ def check_spec(spec: str) -> None:
     """
     for name in ("torch", "transformers"):
         package(name, "transformers", "--kv-cache")
-    from pqweights.kv.spec import parse_spec
+    from pqweights.kv.schemes import parse_spec
 
     parse_spec(spec)
 

@@ -360,25 +360,6 @@ def test_too_little_space_is_refused_before_anything_is_written(
     assert folder_bytes(tmp_path / "out") == whole
 
 
-def test_journal_line_that_was_written_in_part_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """write(2) may write only a part of a line; the next line must not be appended to that part."""
-    whole = undisturbed(tmp_path)
-    real, calls = os.write, 0
-
-    def write(descriptor: int, data: bytes) -> int:
-        nonlocal calls
-        calls += 1
-        return real(descriptor, data[:20] if calls == 2 else data)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", write)
-        patched.setattr(os, "replace", failing(os.replace, 4))
-        assert_one_line(run(COMMAND.format(tmp_path)))
-    result = run(COMMAND.format(tmp_path))
-    assert result.exit_code == 0, (result.stderr, result.exception)
-    assert folder_bytes(tmp_path / "out") == whole
-
-
 def test_read_only_folder_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_checkpoint(tmp_path / "src")
     monkeypatch.setattr(os, "mkdir", failing(os.mkdir, 0, errno.EROFS))

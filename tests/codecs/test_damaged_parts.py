@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pqweights.codecs import CODECS
+from pqweights.codecs.hadamard_lloyd_max import ScalarCoder
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, DamagedBlock, State
-from pqweights.codecs.scalar import NORM_EXPONENTS, ScalarCoder, ScalarState
+from pqweights.codecs.scalar import NORM_EXPONENTS, ScalarState
 from pqweights.codecs.weight import encode_weight
 from pqweights.dtypes import item_bytes
 

@@ -1,8 +1,7 @@
-"""The codec hadamard-trellis through every command: masters, exports, loading, damage, the Hub, cards."""
+"""The codec hadamard-trellis through the commands: what test_seam.py does not show of any codec."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -19,12 +18,9 @@ from helpers import (
     bf16,
     f16,
     f32,
-    folder_bytes,
     gaussian,
-    killed_runs,
     master_weights,
     read_all,
-    run_command,
     write_checkpoint,
 )
 from hub_cases import SOURCE, Client, files_of, write_source
@@ -34,7 +30,6 @@ from restated import restate_hashes
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_trellis import superblocks
 from pqweights.errors import MasterError
 from pqweights.integrations.packed import PackedTensor
 from pqweights.planning.recipe import load_recipe, parse_recipe
@@ -80,23 +75,6 @@ def relative_error(found: Any, exact: Any) -> float:
 # --- masters ---
 
 
-def test_recipe_may_mix_codecs(folder: Path) -> None:
-    found = {t["name"]: t for t in answer("inspect", folder / "master")["tensors"] if t["codec"]}
-    assert {(t["codec"], t["bits"]) for t in found.values()} == {
-        (TRELLIS, 4.38),
-        (TRELLIS, 5.3),
-        ("hadamard-lloyd-max", 6),
-    }
-    for name, tensor in found.items():
-        if tensor["codec"] == TRELLIS:
-            weights = math.prod(tensor["shape"])
-            cut = superblocks(weights, tensor["bits"])
-            assert tensor["bytes"] == cut.number * cut.stride
-            # A superblock has whole bytes, and a short one up to 56 more.
-            assert -cut.number < tensor["bytes"] - tensor["bits"] * weights / 8 <= 56, name
-    assert verify(folder / "master", threads=2).ok
-
-
 def test_manifest_states_the_errors_of_the_decoded_weights(folder: Path) -> None:
     weights, decoded = read_all(folder / "model"), master_weights(folder / "master")
     for record in read_manifest(folder / "master").records:
@@ -124,26 +102,6 @@ def test_plan_knows_every_byte(bits: float, tmp_path: Path) -> None:
     assert {"experts.mlp.weight", "constant.mlp.weight", "zero.mlp.weight"} <= decoded.keys()
     assert not decoded["zero.mlp.weight"].any()
     assert not made["exceeding"]
-
-
-def test_output_is_identical_across_chunk_sizes_and_thread_counts(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", 1 << 11)
-    run_command({"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}, tmp_path / "out", threads=3)
-    assert folder_bytes(tmp_path / "out") == folder_bytes(folder / "master")
-
-
-def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    work = {"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}
-    points = [
-        {"out": str(tmp_path / f"{number}"), "function": "pwrite", "number": number, "when": "before"}
-        for number in (2, 5, 9)
-    ]
-    killed_runs(work, points)
-    for point in points:
-        run_command(work, Path(str(point["out"])))
-        assert folder_bytes(Path(str(point["out"]))) == folder_bytes(folder / "master"), point
 
 
 def test_default_effort_by_option_is_the_same_result(folder: Path, tmp_path: Path) -> None:
@@ -245,13 +203,6 @@ def test_computed_errors_of_exports_are_those_measured(
         assert record.total_mse == pytest.approx(measured[name].master_mse, rel=0.03), name
 
 
-def test_bf16_export_holds_the_decoded_weights(folder: Path, tmp_path: Path) -> None:
-    done("export", folder / "master", tmp_path / "out", "--target", "bf16")
-    plain = read_all(tmp_path / "out")
-    for name, values in master_weights(folder / "master").items():
-        assert np.array_equal(plain[name][1], bf16(values)[1]), name
-
-
 # --- loading ---
 
 
@@ -280,28 +231,6 @@ def test_tied_embeddings_stay_one_packed_weight(tmp_path: Path) -> None:
     plain = pqweights.load_model(tmp_path / "master", dtype="float32")
     expected = families.logits(plain)
     assert np.abs(families.logits(loaded) - expected).max() <= 1e-4 * np.abs(expected).max()
-
-
-def test_transformers_loads_the_master(folder: Path) -> None:
-    import transformers
-
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "master", dtype=torch.float32)
-    exact = master_weights(folder / "master")
-    for name, parameter in loaded.named_parameters():
-        if name in exact:
-            assert np.array_equal(parameter.detach().numpy(), exact[name]), name
-
-
-def test_eval_of_the_master_equals_eval_of_the_bf16_export(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 9000, 7)))
-    done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
-    models = (folder / "master", tmp_path / "plain", "--reference", folder / "model", "--dtype", "bfloat16")
-    shown = done(
-        "eval", *models, "--text", tmp_path / "text", "--window", 64, "--max-tokens", 512, "--no-record", "--json"
-    )
-    master, plain = json.loads(shown.stdout)["models"]
-    assert master["perplexity"]["value"] == pytest.approx(plain["perplexity"]["value"], rel=1e-6)
-    assert master["kl"]["mean"]["value"] > 0
 
 
 def test_calibrated_scales_are_applied(folder: Path, tmp_path: Path) -> None:

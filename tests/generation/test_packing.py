@@ -12,7 +12,7 @@ from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
-from pqweights.codecs.scalar import ScalarCodec
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.errors import GenerationError
 from pqweights.generation import packing
 from pqweights.generation.packing import Needs, check_fits, choose_packed, read_needs
@@ -25,7 +25,7 @@ TEXT_SIZES = {"decoded": 16 * 10**9, "packed": 5 * 10**9}
 
 
 def needs(*codecs: str, free: int | None = 64 * 10**9) -> Needs:
-    scalar = bool(codecs) and all(isinstance(CODECS.get(name), ScalarCodec) for name in codecs)
+    scalar = bool(codecs) and all(isinstance(CODECS.get(name), HadamardLloydMax) for name in codecs)
     return Needs(codecs=frozenset(codecs), free=free, multiplied=scalar, **TEXT_SIZES)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import language_models
 import pytest
+from blocks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def pieces(tokenizer: Any, ids: list[int], before: list[int] | None = None) -> l
     return [*(stream.add(token) for token in ids), stream.end()]
 
 
+@examples(30)
 @given(text=TEXTS)
 def test_property_pieces_of_bytes_are_the_text(text, bytewise):
     found = pieces(bytewise, list(text.encode()))
@@ -53,6 +55,7 @@ def test_property_pieces_of_bytes_are_the_text(text, bytewise):
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in found) or "\N{REPLACEMENT CHARACTER}" in text
 
 
+@examples(30)
 @given(ids=st.lists(st.integers(0, 255), max_size=20))
 def test_property_bytes_that_are_no_text_are_not_lost(ids, bytewise):
     assert "".join(pieces(bytewise, ids)) == bytewise.decode(ids)
@@ -69,6 +72,7 @@ ITEMS = st.integers(258, 264).map(lambda word: [word]) | st.sampled_from("é€�
 )
 
 
+@examples(30)
 @given(items=st.lists(ITEMS, max_size=12))
 def test_property_pieces_of_words_are_the_text(items, sentences):
     ids = [token for item in items for token in item]

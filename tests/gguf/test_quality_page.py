@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pqweights.codecs import CODECS
-from pqweights.codecs.scalar import ScalarCodec
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -18,7 +18,7 @@ PAGE = (DOCS / "gguf.md").read_text(encoding="utf-8")
 
 def test_shares_of_masters_follow_from_the_errors_of_gaussian_weights() -> None:
     codec = CODECS["hadamard-lloyd-max"]
-    assert isinstance(codec, ScalarCodec)
+    assert isinstance(codec, HadamardLloydMax)
     rows = re.findall(r"^\| `(\w+)` \|((?: \d+% \|)+)$", PAGE, re.MULTILINE)
     assert [name for name, _ in rows] == ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"]
     for name, cells in rows:

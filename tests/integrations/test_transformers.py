@@ -166,29 +166,25 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
 
 
-LOADS = "AutoModelForCausalLM.from_pretrained(sys.argv[1]).lm_head.weight.sum().item()"
-# This file itself imports pqweights before transformers.
+# This file itself imports pqweights before transformers, and loads models.
 ORDERS = {
-    "after": f"import sys; from transformers import AutoModelForCausalLM; import pqweights; print({LOADS})",
-    "between": f"""
+    "after": "from transformers import AutoModelForCausalLM; import pqweights",
+    "between": """
 import sys, transformers
 assert "transformers.quantizers.auto" not in sys.modules
 import importlib, importlib.util, pqweights
 spec = importlib.util.find_spec("transformers.quantizers.auto")
 assert spec.loader.get_source(spec.name) and spec.origin.endswith("auto.py")
 from transformers.quantizers import auto
-assert importlib.reload(auto) is auto
-from transformers import AutoModelForCausalLM
-print({LOADS})""",
+assert importlib.reload(auto) is auto""",
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_order_of_imports_does_not_matter(order: str, base: Path) -> None:
-    folder = families.master(base, "llama")
-    done = run_python(ORDERS[order], str(folder))
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == load(folder).lm_head.weight.sum().item()
+def test_order_of_imports_does_not_matter(order: str) -> None:
+    ask = "from transformers.quantizers import auto; print(sorted({'pqweights'} & set(auto.AUTO_QUANTIZER_MAPPING)))"
+    done = run_python(f"{ORDERS[order]}\n{ask}")
+    assert (done.returncode, done.stdout) == (0, "['pqweights']\n"), done.stderr
 
 
 def test_loading_without_pqweights_fails_with_instructions(base: Path, tmp_path: Path) -> None:

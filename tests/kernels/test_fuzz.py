@@ -35,4 +35,4 @@ def test_a_read_beyond_an_array_is_found(program: list[str]) -> None:
     values = native.array(np.zeros(4096, np.float32), np.float32, 4096, written=True)
     found = pytest.raises(kernel_runner.RunnerError, match="AddressSanitizer: heap-buffer-overflow")
     with kernel_runner.running(program), found:
-        native.call("rotate", values, 33, 1.0)
+        native.call("rotate", values, 33)

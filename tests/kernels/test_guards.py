@@ -42,7 +42,7 @@ def product(
     codes, found = np.zeros((6, 64), dtype=np.uint8), np.zeros(norms, dtype=np.uint16)
     made = Product(codes[:norms], found, coding, outputs=3, dtype="F32")
     prepared, x = PreparedInputs(), np.zeros((rows, inputs), dtype=np.float32)
-    basis = InputBasis(made.basis.rotation, bytes(4 * scales))
+    basis = InputBasis(made.basis.signed, bytes(4 * scales))
     prepared.prepare(x, dtype="F32", basis=basis)
     out = np.zeros((rows, room), dtype=np.float32)
     made.multiply(prepared, out=out, column=column, bias=None, factor=1.0, threads=1)
@@ -52,7 +52,7 @@ def product_in_another_basis() -> None:
     codes, norms = np.zeros((6, 64), dtype=np.uint8), np.zeros(6, dtype=np.uint16)
     made = Product(codes, norms, BlockCoding(codebook=codebook(4)), outputs=3, dtype="F32")
     prepared, x = PreparedInputs(), np.zeros((1, 256), dtype=np.float32)
-    prepared.prepare(x, dtype="F32", basis=InputBasis(0, b""))
+    prepared.prepare(x, dtype="F32", basis=InputBasis(True, b""))
     made.multiply(prepared, out=x, bias=None, factor=1.0, threads=1)
 
 

@@ -76,9 +76,9 @@ def special_blocks():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("signed", [False, True])
-def test_blocks_of_an_incomplete_group_have_the_same_bytes(bits, dtype, signed):
+def test_blocks_of_an_incomplete_group_have_the_same_bytes(bits, dtype):
     """One group or two, more or less: the bytes of the reference, and those of the same blocks in smaller calls."""
+    signed = (bits + DTYPES.index(dtype)) % 2 == 0
     all_blocks = np.concatenate([FAMILIES["gaussian"][:20], FAMILIES["tiny"][:5], FAMILIES["constant"][:5] * 0.01])
     all_blocks = np.concatenate([FAMILIES["zero"], all_blocks])
     for count in GROUPS:
@@ -164,7 +164,7 @@ def test_every_finite_16_bit_value_is_encoded_alike(dtype, signed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [0, -20, 115])
+@pytest.mark.parametrize("exponent", [0, -20, -130, 115])
 def test_every_finite_norm_decodes_alike(dtype, exponent):
     """Every finite float16, also the negative ones, which are never written; signs alternate over the cases."""
     norms = np.arange(2**16, dtype=np.uint16)
@@ -184,38 +184,6 @@ def test_any_codes_decode_alike(bits, dtype):
     for signed in (False, True):
         args = (codes, norms, dtype, bits, signed, -3)
         assert same_bits(decode("cpu", *args), decode("reference", *args)), signed
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_rotated_coordinates_are_decoded_alike(bits, dtype):
-    """Random codes, with norms of every size and sign, in groups of about the 16 blocks that the CPU takes together."""
-    rng = np.random.default_rng(bits)
-    norms = np.append(np.arange(0, 2**16, 97, dtype=np.uint16), np.uint16([0x7BFF, 0xFBFF, 0x8000, 1, 0x8001]))
-    norms = norms[norms & 0x7FFF < 0x7C00]
-    codes = rng.integers(0, 256, (len(norms), 16 * bits)).astype(np.uint8)
-    for exponent in (0, -20, -130, 115):
-        args = (codes, norms, dtype, bits, False, exponent)
-        assert same_bits(decode("cpu", *args, rotate=False), decode("reference", *args, rotate=False)), exponent
-    for count in (*GROUPS, 0):
-        args = (codes[:count], norms[:count], dtype, bits, False, 3)
-        assert same_bits(decode("cpu", *args, rotate=False), decode("reference", *args, rotate=False)), count
-
-
-@each_backend
-@pytest.mark.parametrize("bits", BITS)
-def test_rotated_coordinates_are_levels_times_the_norm(backend, bits):
-    """They match the independent reader to three roundings, and H / sqrt(128) rotates them to the decoded weights."""
-    codes, norms = encode_floats(FAMILIES["gaussian"], bits, exponent=-8)[:2]
-    args = (codes, norms, "F32", bits, False, -8)
-    rotated = decode(backend, *args, rotate=False).view(np.float32).reshape(-1, 128).astype(np.float64)
-    norm = norms.view(np.float16).astype(np.float64)[:, None] * 2.0**-8 / math.sqrt(128)
-    assert np.allclose(rotated, codebook(bits).levels[independent_reader.unpack(codes, bits)] * norm, rtol=3 * 2.0**-24)
-    weights = decode(backend, *args).view(np.float32).reshape(-1, 128)
-    # Seven sums and three products, each of at most the sum of magnitudes.
-    bound = 10 * 2.0**-24 * np.abs(rotated).sum(axis=1, keepdims=True) / math.sqrt(128)
-    assert (np.abs(rotated @ helpers.sylvester() / math.sqrt(128) - weights) <= bound).all()
-    assert np.abs(weights).max() > 1e3 * bound.max()
 
 
 @pytest.mark.parametrize("bits", BITS)

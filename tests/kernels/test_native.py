@@ -156,18 +156,18 @@ def test_arguments_of_other_types_are_refused() -> None:
     values = np.zeros(128, np.float32)
     written = native.array(values, np.float32, 128, written=True)
     for arguments, problem in [
-        ((written, 1), "rotate: expected 3 arguments, found 2"),
-        ((native.array(values, np.float32, 128), 1, 1.0), "rotate: expected memory of type 'w f4'"),
-        ((native.array(values.view(np.int32), np.int32, 128, written=True), 1, 1.0), "rotate: expected memory"),
-        ((values.ctypes.data, 1, 1.0), "rotate: expected memory of type 'w f4'"),
-        ((written, 1.5, 1.0), "rotate: "),
+        ((written,), "rotate: expected 2 arguments, found 1"),
+        ((native.array(values, np.float32, 128), 1), "rotate: expected memory of type 'w f4'"),
+        ((native.array(values.view(np.int32), np.int32, 128, written=True), 1), "rotate: expected memory"),
+        ((values.ctypes.data, 1), "rotate: expected memory of type 'w f4'"),
+        ((written, 1.5), "rotate: "),
     ]:
         with pytest.raises(TypeError, match=problem):
             native.call("rotate", *arguments)
     with pytest.raises(TypeError, match="there is no kernel 'rotated'"):
-        native.call("rotated", written, 1, 1.0)
+        native.call("rotated", written, 1)
     with pytest.raises(TypeError, match="rotate: expected one thread"):
-        native.call("rotate", written, 1, 1.0, threads=2)
+        native.call("rotate", written, 1, threads=2)
 
 
 def test_a_runner_that_ends_says_why(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_runner_that_ends_says_why(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho a stack overflow >&2\nexit 3\n")
     program.chmod(0o755)
     with kernel_runner.running([str(program)]), pytest.raises(kernel_runner.RunnerError, match=r"3\na stack overflow"):
-        native.call("rotate", native.array(np.zeros(128, np.float32), np.float32, 128, written=True), 1, 1.0)
+        native.call("rotate", native.array(np.zeros(128, np.float32), np.float32, 128, written=True), 1)
 
 
 # --- building ---
@@ -192,7 +192,7 @@ def test_what_did_not_change_is_not_compiled_again(
     compiled: list[Any] = []
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(build_kernels, "run_all", compiled.extend)
-    build_kernels.compiled(build_kernels.Compiler(build_kernels.own_target()), LEVELS)
+    build_kernels.compiled({build_kernels.Compiler(build_kernels.own_target()): LEVELS})
     assert compiled == []
 
 

@@ -10,7 +10,7 @@ import product_cases
 import pytest
 from product_cases import computed, exact, excess, make_case
 
-from pqweights.kernels import BlockCoding, openmp
+from pqweights.kernels import openmp
 from pqweights.kernels.products import MOST_ROWS
 
 
@@ -26,12 +26,6 @@ def test_any_number_of_blocks_and_outputs(blocks: int) -> None:
     for outputs in (1, 2, 300):
         for dtype in ("BF16", "F32"):
             assert excess(make_case(5, dtype, 3, outputs=outputs, blocks=blocks)) <= 1
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
-def test_weights_that_are_not_rotated(dtype: str) -> None:
-    case = make_case(4, dtype, 3)
-    assert excess(replace(case, coding=BlockCoding(codebook=case.coding.codebook, rotate=False))) <= 1
 
 
 def test_integers_of_inputs_are_those_of_numpy() -> None:

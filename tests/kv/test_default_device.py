@@ -14,9 +14,9 @@ from caches import decoded, gaussian
 from torch import Tensor
 
 from pqweights.kernels.attention import hadamard_scores, polar_rope_scores, weighted_values
-from pqweights.kv.levels import coded, levels_of, width_tables
+from pqweights.kv.codes import coded, levels_of, width_tables
+from pqweights.kv.polar_rope import TokenWise
 from pqweights.kv.schemes import SCHEMES
-from pqweights.kv.uniform import TokenWise
 
 CPU = torch.device("cpu")
 

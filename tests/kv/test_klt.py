@@ -18,8 +18,8 @@ from pqweights.kv.bases import LEAST_SHARE, is_same_summary, model_bases, summar
 from pqweights.kv.cache import kv_cache
 from pqweights.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
 from pqweights.kv.model import cached_model
-from pqweights.kv.scalar import RotatedScalar
-from pqweights.kv.spec import parse_spec
+from pqweights.kv.rotated import RotatedScalar
+from pqweights.kv.schemes import parse_spec
 from pqweights.kv.states import PackedStates
 
 KLT = parse_spec("klt")

@@ -9,11 +9,10 @@ import torch
 from caches import decoded, gaussian, ids, layer, made, model, relative_error, store
 from torch import Tensor
 
-from pqweights.kv.bits import unpack
 from pqweights.kv.cache import kv_cache
-from pqweights.kv.pairs import PolarPairs
-from pqweights.kv.rope import RopePairs, rope_pairs
-from pqweights.kv.spec import parse_spec
+from pqweights.kv.codes import unpack
+from pqweights.kv.polar_rope import PolarPairs, RopePairs, rope_pairs
+from pqweights.kv.schemes import parse_spec
 
 # Size, how many coordinates RoPE rotates, and whether neighbours are pairs.
 ROTATED = {

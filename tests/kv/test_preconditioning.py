@@ -7,8 +7,8 @@ import pytest
 import torch
 from caches import decoded, gaussian, relative_error
 
-from pqweights.kv import recursive, rotation, scalar
-from pqweights.kv.rotation import rotation as matrix
+from pqweights.kv import rotated as module
+from pqweights.kv.rotated import rotation as matrix
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def test_rotation_never_changes() -> None:
 
 
 def dense(size: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(rotation._dense(size).astype(np.float32)).to(device)
+    return torch.from_numpy(module._dense(size).astype(np.float32)).to(device)
 
 
 @pytest.mark.parametrize("spec", ["polar", "hadamard:3,centred=0"])
@@ -51,8 +51,7 @@ def test_hadamard_preconditions_as_well_as_a_dense_random_matrix(spec: str, monk
     planes = gaussian(100, 1, 20, 2) @ gaussian(100, 1, 2, 64, seed=2)
     for states in (outliers, planes, gaussian(1, 1, 2000, 64)):
         found = relative_error(decoded(spec, states), states)
-        for module in (recursive, scalar):
-            monkeypatch.setattr(module, "rotation", dense)
+        monkeypatch.setattr(module, "rotation", dense)
         assert found == pytest.approx(relative_error(decoded(spec, states), states), rel=0.08)
         monkeypatch.undo()
 

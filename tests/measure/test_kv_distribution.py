@@ -10,7 +10,7 @@ import pytest
 from key_value_states import HALVES, HEADS, SIZE, TOKENS, gaussian, layer_of, model_of, structured, with_circle
 
 from pqweights.documents import as_json
-from pqweights.kv.rope import RopePairs
+from pqweights.kv.polar_rope import RopePairs
 from pqweights.measure.kv_channels import OUTLIER, measure_channels
 from pqweights.measure.kv_distribution import (
     ANGLE_BINS,

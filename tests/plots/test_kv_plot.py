@@ -9,7 +9,7 @@ import pytest
 from key_value_states import HALVES, gaussian, layer_of, model_of, structured, with_circle
 
 from pqweights.errors import OutputError
-from pqweights.kv.rope import RopePairs
+from pqweights.kv.polar_rope import RopePairs
 from pqweights.measure.kv_distribution import KVDistribution, distribution_of
 from pqweights.measure.kv_states import LayerStates
 from pqweights.plots.kv import plot_kv

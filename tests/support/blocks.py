@@ -53,11 +53,10 @@ def decode(
     signed: bool = False,
     exponent: int = 0,
     book: Codebook | None = None,
-    rotate: bool = True,
 ) -> Bytes:
     """Decode whole blocks to raw bytes."""
     values = np.full(len(codes) * 128 * item_bytes(dtype), 0xAB, np.uint8)
-    coding = BlockCoding(codebook=book or codebook(bits), signed=signed, norm_exponent=exponent, rotate=rotate)
+    coding = BlockCoding(codebook=book or codebook(bits), signed=signed, norm_exponent=exponent)
     load_backend(backend).decode((codes, norms), coding, dtype, values)
     return values
 

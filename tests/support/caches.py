@@ -10,9 +10,8 @@ import transformers
 from torch import Tensor
 
 from pqweights.kv.klt import LayerBases, StateBasis
-from pqweights.kv.rope import RopePairs
-from pqweights.kv.schemes import LayerModel
-from pqweights.kv.spec import parse_spec
+from pqweights.kv.polar_rope import RopePairs
+from pqweights.kv.schemes import LayerModel, parse_spec
 from pqweights.kv.states import PackedStates
 
 VOCABULARY = 96

@@ -110,11 +110,11 @@ def emulated_command(emulator: str, folder: Path) -> list[str]:
     Its objects are those of the library for Linux; the runner brings the few functions of C that they call.
     """
     compiler = build_kernels.Compiler("linux-aarch64")
-    (objects,) = build_kernels.compiled(compiler, ["aarch64"]).values()
+    (objects,) = build_kernels.compiled({compiler: ["aarch64"]})
     compiler.zig_target = "aarch64-linux-musl"
     runner, program = folder / "runner.o", folder / "runner-aarch64"
     build_kernels.run_to([*compiler.compile(None), f"-I{build_kernels.SOURCES}", "-c", str(SOURCE)], runner)
-    build_kernels.run_to([*compiler.zig("cc"), "-static", "-s", str(runner), *map(str, objects)], program)
+    build_kernels.run_to([*compiler.zig("cc"), "-static", "-s", str(runner), *map(str, objects["aarch64"])], program)
     return [emulator, str(program)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pqweights.kv.rope import RopePairs
+from pqweights.kv.polar_rope import RopePairs
 from pqweights.measure.kv_states import LayerStates, ModelStates
 
 HEADS, TOKENS, SIZE = 2, 512, 64

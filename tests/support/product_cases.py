@@ -78,11 +78,11 @@ def exact(case: Case) -> tuple[Doubles, Doubles]:
     levels = case.coding.codebook.levels.astype(np.float64)
     codes = independent_reader.unpack(case.codes, case.coding.codebook.bits)
     norms = case.norms.astype(np.float64)[:, None] * 2.0**case.coding.norm_exponent
-    norms /= 128 if case.coding.rotate else np.sqrt(128)
+    norms /= 128
     coded = (levels[codes] * norms).reshape(case.outputs, -1, 128)
     x = case.x.astype(np.float64) / (1 if case.awq is None else case.awq)
     blocks = x.reshape(-1, 128) * np.where(independent_reader.SIGNS & case.coding.signed, -1, 1)
-    inputs = (rotated(blocks) if case.coding.rotate else blocks).reshape(len(x), -1, 128)
+    inputs = rotated(blocks).reshape(len(x), -1, 128)
     made = np.einsum("obk,rbk->ro", coded, inputs) + (0 if case.bias is None else case.bias)
     sizes = np.einsum("obk,rbk->ro", np.abs(coded), np.abs(inputs)) * 2.0**-22
     if case.dtype == "F32":
@@ -133,8 +133,8 @@ def prepared_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
 
     The order in which a kernel has them depends on the processor; products show whether it is right.
     """
-    rows, rotation = len(case.x), 2 if case.coding.signed else 1
-    basis = products.InputBasis(rotation, b"" if case.awq is None else case.awq.tobytes())
+    rows = len(case.x)
+    basis = products.InputBasis(case.coding.signed, b"" if case.awq is None else case.awq.tobytes())
     inputs = products.PreparedInputs()
     inputs.prepare(elements(case.x, case.dtype), dtype=case.dtype, basis=basis)
     values, scales = (array.owner for array in inputs.arrays)
@@ -143,7 +143,7 @@ def prepared_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
 
 def prepared_floats(case: Case) -> Floats:
     """Return what the kernel makes of inputs of F32, [blocks, rows, 128]."""
-    basis = products.InputBasis(2 if case.coding.signed else 1, b"" if case.awq is None else case.awq.tobytes())
+    basis = products.InputBasis(case.coding.signed, b"" if case.awq is None else case.awq.tobytes())
     inputs = products.PreparedInputs()
     inputs.prepare(case.x, dtype="F32", basis=basis)
     values: Floats = inputs.arrays[0].owner.reshape(-1, len(case.x), 128)

@@ -7,15 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
 from pqweights.codecs.protocol import PassResult
-from pqweights.codecs.scalar import (
-    SIGNED_HADAMARD,
-    NormRange,
-    ScalarCodec,
-    ScalarCoder,
-    ScalarState,
-    norm_exponent_for,
-)
+from pqweights.codecs.scalar import SIGNED_HADAMARD, NormRange, ScalarState, norm_exponent_for
 from pqweights.codecs.weight import EncodedWeight, encode_weight
 from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
@@ -82,24 +76,14 @@ def encode_scalar(
 
 
 def encode_scalar_blocks(
-    codec: ScalarCodec, raw: Bytes, dtype: str, bits: int, rotation: str, exponent: int = 0
+    codec: HadamardLloydMax, raw: Bytes, dtype: str, bits: int, rotation: str, exponent: int = 0
 ) -> ScalarBlocks:
     """Encode whole blocks in one pass."""
     blocks = len(raw) // (128 * {"BF16": 2, "F16": 2, "F32": 4}[dtype])
     codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
     out = EncodedArrays(codes, norms, np.full(blocks, -1.0), np.full(blocks, -1.0))
-    stats = codec.encode_blocks(raw, dtype, coding(codec, bits, rotation, exponent), out)
-    return ScalarBlocks(*out, stats)
-
-
-def coding(codec: ScalarCodec, bits: int, rotation: str | None, exponent: int = 0) -> BlockCoding:
-    """The coding of a bit width; with the rotation None, decoding leaves blocks rotated."""
-    return BlockCoding(
-        codebook=codec.codebook(bits),
-        rotate=rotation is not None,
-        signed=rotation == SIGNED_HADAMARD,
-        norm_exponent=exponent,
-    )
+    coding = BlockCoding(codebook=codec.codebook(bits), signed=rotation == SIGNED_HADAMARD, norm_exponent=exponent)
+    return ScalarBlocks(*out, codec.encode_blocks(raw, dtype, coding, out))
 
 
 def exponent_of(measured: ScalarPass) -> int:

@@ -6,6 +6,8 @@
 namespace {
 
 constexpr int BLOCK = 128, VECTORS = BLOCK / LANES;
+// 1 / sqrt(128), the factor with which the transform keeps lengths.
+constexpr double ORTHONORMAL = 0.08838834764831845;
 
 // Of a power of two of vectors, lane by lane.
 template <int count>

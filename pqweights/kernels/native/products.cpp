@@ -25,7 +25,7 @@ constexpr float MOST_INPUT = 16383;
 // codes: divided by AWQ scales and multiplied by signs, where there are such, and rotated.
 template <class Write>
 INLINE void change_basis(const void* values, Dtype dtype, const float* awq, const float* signs, int64_t rows,
-                         int64_t blocks, bool rotates, Write write) {
+                         int64_t blocks, Write write) {
     const uint8_t* from = (const uint8_t*)values;
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t block = 0; block < blocks; block++, from += BLOCK * bytes_of(dtype)) {
@@ -35,7 +35,7 @@ INLINE void change_basis(const void* values, Dtype dtype, const float* awq, cons
                 if (awq) x[g] = x[g] / load<Floats>(awq + block * BLOCK + LANES * g);
                 if (signs) x[g] = x[g] * load<Floats>(signs + LANES * g);
             });
-            if (rotates) rotate_block(x);
+            rotate_block(x);
             write(x, row, block);
         }
     }
@@ -224,16 +224,16 @@ INLINE void with_width(int64_t width, Body body) {
 // values: [rows, blocks * 128] BF16 or F16; awq: [blocks * 128] or null; signs: [128] or null
 // out: [blocks, rows, 128] in the order of code_at; scales: [rows, blocks], what a one stands for
 void pqweights::prepare(const uint16_t* values, const float* awq, const float* signs, int16_t* out, float* scales,
-                        int64_t rows, int64_t blocks, int64_t rotates, int64_t dtype) {
-    change_basis(values, Dtype(dtype), awq, signs, rows, blocks, rotates, [&](const auto& x, auto row, auto block) {
+                        int64_t rows, int64_t blocks, int64_t dtype) {
+    change_basis(values, Dtype(dtype), awq, signs, rows, blocks, [&](const auto& x, auto row, auto block) {
         scales[row * blocks + block] = to_integers(x, out + (block * rows + row) * BLOCK);
     });
 }
 
 // The same for F32, whose inputs stay floats. out: [blocks, rows, 128]
 void pqweights::prepare_f32(const float* values, const float* awq, const float* signs, float* out, int64_t rows,
-                            int64_t blocks, int64_t rotates) {
-    change_basis(values, Dtype::F32, awq, signs, rows, blocks, rotates, [&](const auto& x, auto row, auto block) {
+                            int64_t blocks) {
+    change_basis(values, Dtype::F32, awq, signs, rows, blocks, [&](const auto& x, auto row, auto block) {
         std::memcpy(out + (block * rows + row) * BLOCK, &x, sizeof x);
     });
 }

@@ -9,7 +9,7 @@ namespace {
 
 template <int width>
 void decode_blocks(const uint8_t* codes, const uint16_t* norms, const float* levels, const float* signs,
-                   uint8_t* values, Dtype dtype, int64_t blocks, bool rotate, double unit) {
+                   uint8_t* values, Dtype dtype, int64_t blocks, double unit) {
     const Table<ENTRIES<width>> level(levels);
     float factors[LANES];
     for (int64_t block = 0; block < blocks; block++) {
@@ -23,7 +23,7 @@ void decode_blocks(const uint8_t* codes, const uint16_t* norms, const float* lev
         Floats x[VECTORS];
         unpack_block<width>(codes + block * LANES * width, code);
         each<VECTORS>([&](auto g) ALWAYS { x[g] = level[code[g]]; });
-        if (rotate) rotate_block(x);
+        rotate_block(x);
         each<VECTORS>([&](auto g) ALWAYS {
             Floats y = x[g] * factors[lane];
             if (signs) y *= load<Floats>(signs + LANES * g);
@@ -41,6 +41,6 @@ constexpr decltype(&decode_blocks<1>) DECODE[] = {decode_blocks<1>, decode_block
 // codes: [blocks, 16 * width]. norms: [blocks], float16. levels: [max(16, 2**width)]. signs: [128], factors of the
 // coordinates, or null. values: [blocks, 128] of a dtype. unit: what each norm is multiplied by, for section 4's g.
 void pqweights::decode(const uint8_t* codes, const uint16_t* norms, const float* levels, const float* signs,
-                       uint8_t* values, int64_t dtype, int64_t blocks, int64_t width, int64_t rotate, double unit) {
-    DECODE[width - 1](codes, norms, levels, signs, values, Dtype(dtype), blocks, rotate, unit);
+                       uint8_t* values, int64_t dtype, int64_t blocks, int64_t width, double unit) {
+    DECODE[width - 1](codes, norms, levels, signs, values, Dtype(dtype), blocks, unit);
 }

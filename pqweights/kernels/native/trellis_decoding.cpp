@@ -19,7 +19,6 @@ struct Format {
     const float* signs;         // [128], or null
     int64_t blocks, stride;     // of a superblock; stride in bytes
     Dtype dtype;
-    bool rotate;
 };
 
 // What a step changes.
@@ -137,7 +136,7 @@ void prepare_tile(Superblock& it, Truths present, const Format& format) {
 
 // Write the first `blocks` blocks of a tile.
 [[gnu::noinline]] void finish_tile(Superblock& it, uint8_t* values, int64_t blocks, const Format& format) {
-    if (format.rotate) rotate_blocks(it.work);
+    rotate_blocks(it.work);
     const int64_t block_bytes = BLOCK * bytes_of(format.dtype);
     for (int j = 0; j < BLOCK; j += LANES) {
         Floats x[LANES];
@@ -188,8 +187,8 @@ void decode_pair(Superblock (&pair)[2], int count, const uint8_t* rows, uint8_t*
 void pqweights::decode_trellis(const uint8_t* rows, const uint32_t* entries, const int32_t* tables,
                                const int32_t* widths, const double* gains, const float* signs, uint8_t* values,
                                uint16_t* streams, int64_t* status, int64_t superblocks, int64_t blocks, int64_t stride,
-                               int64_t dtype, int64_t rotate) {
-    const Format format{entries, tables, widths, gains, signs, blocks, stride, Dtype{dtype}, rotate != 0};
+                               int64_t dtype) {
+    const Format format{entries, tables, widths, gains, signs, blocks, stride, Dtype{dtype}};
     const int64_t value_bytes = blocks * BLOCK * bytes_of(format.dtype);
     status[0] = -1, status[1] = SOUND;
     for (int64_t first = 0; first < superblocks; first += 2) {

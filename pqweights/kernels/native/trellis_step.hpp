@@ -8,7 +8,6 @@
 namespace {
 
 constexpr int MOST_BLOCKS = 1024;
-constexpr double ORTHONORMAL = 0.08838834764831845;  // 1 / sqrt(128)
 constexpr double STATE_BITS = 23.625;                // what the state of a lane takes less what it holds, on average
 
 // What the encoder knows of the classes, by number; see codecs/trellis_classes.py.

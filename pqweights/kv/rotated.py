@@ -1,7 +1,12 @@
-"""Rotated vectors in recursive polar coordinates (Han et al., arXiv:2502.02617).
+"""Keys and values that a fixed orthogonal matrix rotates first (arXiv:2502.02617, Section 2.2), whatever they were.
 
-After a random rotation the angles of the transform (codecs/polar_transform.py; Definition 1, Section 4.1) follow known
-densities (Lemma 2), so that their codebooks need no data, and nothing but the radius has to be stored with the codes:
+`RotatedScalar` is the scalar case of TurboQuant (arXiv:2504.19874): a rotated vector is divided by its norm, after
+which its coordinates are nearly Gaussian, and take the levels that masters have. The factor that is stored is not the
+norm but the one with the least error, <x, levels> / <levels, levels>, which costs nothing.
+
+`RecursivePolar` is PolarQuant of Han et al. (arXiv:2502.02617): after a random rotation the angles of the transform
+(codecs/polar_transform.py; Definition 1, Section 4.1) follow known densities (Lemma 2), so that their codebooks need no
+data, and nothing but the radius has to be stored with the codes:
 (16 + 8 * 4 + (4 + 2 + 1) * 2) / 16 = 3.875 bits for each coordinate.
 """
 
@@ -11,19 +16,130 @@ import functools
 import math
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
 from pqweights.codecs.polar_transform import angle_codes, directions, transform, unit_vectors
-from pqweights.kv.bits import halves, pack, packed_bytes, unpack
-from pqweights.kv.quantizer import Parts
-from pqweights.kv.rotation import rotation
+from pqweights.kernels.attention import MOST_SIZE, hadamard_scores, weighted_values
+from pqweights.kv.codes import coded, halves, levels_of, pack, packed_bytes, unpack, width_tables
+from pqweights.kv.states import Parts
+
+SEED = 0x51A75
+
+Doubles = npt.NDArray[np.float64]
+
+
+@functools.cache
+def rotation(size: int, device: torch.device) -> Tensor:
+    """Return the matrix R by whose transpose vectors of `size` coordinates are multiplied, [size, size] f32."""
+    with torch.inference_mode(False):  # later calls may need gradients
+        matrix = _hadamard(size) if size & (size - 1) == 0 else _dense(size)
+        return torch.from_numpy(matrix.astype(np.float32)).to(device)
+
+
+def _hadamard(size: int) -> Doubles:
+    """Return H diag(signs) / sqrt(size)."""
+    index = np.arange(size)
+    rows = np.where(np.bitwise_count(index[:, None] & index[None, :]) % 2, -1.0, 1.0)
+    scaled: Doubles = rows * _signs(size)[None, :] / np.sqrt(size)
+    return scaled
+
+
+def _signs(size: int) -> Doubles:
+    bits = np.random.Generator(np.random.PCG64(SEED)).bytes(size)
+    return np.where(np.frombuffer(bits, dtype=np.uint8) & 1, -1.0, 1.0)
+
+
+def _dense(size: int) -> Doubles:
+    """Return a random orthogonal matrix whose distribution has no preferred direction."""
+    gaussian = np.random.Generator(np.random.PCG64(SEED)).standard_normal((size, size))
+    q, r = np.linalg.qr(gaussian)
+    turned: Doubles = q * np.sign(np.diag(r))[None, :]
+    return turned
+
+
+# The mean is that of at least so many tokens.
+TOKENS_OF_A_MEAN = 32
+# Sizes of heads that the kernels take are multiples of this.
+UNIT = 32
+
+
+class RotatedScalar:
+    """The quantizer.
+
+    size: coordinates of a vector, a multiple of 8
+    bits: of a code, 2 to 8
+    centred: whether the mean of the first states is taken off all states, once for each sequence and head. Keys may
+        lose any vector: it adds the same to the scores of all tokens, which softmax takes off again. Here it is added
+        back all the same, so that decoded states are near the given ones.
+    """
+
+    step = 1
+
+    def __init__(self, size: int, bits: int, *, centred: bool = False) -> None:
+        self.size, self.bits, self.centred = size, bits, centred
+        self.first = TOKENS_OF_A_MEAN if centred else 1
+
+    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
+        """See StateQuantizer."""
+        if shared is not None:
+            return shared
+        return {"mean": halves(states.mean(2, keepdim=True))} if self.centred else {}
+
+    def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
+        """See StateQuantizer."""
+        if self.centred:
+            states = states - shared["mean"].float()
+        rotated = states @ rotation(self.size, states.device).T
+        rms = rotated.square().mean(-1, keepdim=True).sqrt()
+        codes, found = coded(rotated / torch.where(rms > 0, rms, 1), [(self.size, self.bits)])
+        factor = halves((rotated * found).sum(-1) / found.square().sum(-1))
+        return {"codes": codes, "factor": factor}
+
+    def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
+        """See StateQuantizer."""
+        states = levels_of(rows, [(self.size, self.bits)]) @ rotation(self.size, rows["codes"].device)
+        return states + shared["mean"].float() if self.centred else states
+
+    def can_score(self) -> bool:
+        """See TakesScores."""
+        return self.size % UNIT == 0 and self.size <= MOST_SIZE
+
+    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """See TakesScores: queries are rotated in place of keys."""
+        batch, heads = queries.shape[:2]
+        found = hadamard_scores(
+            (queries @ rotation(self.size, queries.device).T).flatten(0, 1),
+            rows["codes"].flatten(0, 1),
+            rows["factor"].flatten(0, 1),
+            width_tables(self.bits, queries.device)[0],
+        ).view(batch, heads, queries.shape[2], -1)
+        return found + queries @ shared["mean"].float().transpose(-1, -2) if self.centred else found
+
+    def can_weigh(self) -> bool:
+        """See TakesWeights."""
+        return self.can_score() and not self.centred
+
+    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """See TakesWeights: the sum is rotated back in place of values."""
+        batch, heads = weights.shape[:2]
+        found = weighted_values(
+            weights.flatten(0, 1),
+            rows["codes"].flatten(0, 1),
+            width_tables(self.bits, weights.device)[0],
+            size=self.size,
+            scales=rows["factor"].flatten(0, 1),
+        )
+        return found.view(batch, heads, *found.shape[1:]) @ rotation(self.size, weights.device)
+
 
 # Rounds of k-means on a prompt's angles; the centroids of the densities, from which it starts, are near already.
 ROUNDS = 8
 # Codebooks of a prompt are made from at least so many tokens.
-FIRST_TOKENS = 64
+TOKENS_OF_CODEBOOKS = 64
 
 
 class RecursivePolar:
@@ -39,7 +155,7 @@ class RecursivePolar:
 
     def __init__(self, size: int, *, online: bool = False, rotated: bool = True) -> None:
         self.size, self.online, self.rotated = size, online, rotated
-        self.first = FIRST_TOKENS if online else 1
+        self.first = TOKENS_OF_CODEBOOKS if online else 1
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """See StateQuantizer."""
