@@ -101,7 +101,7 @@ class _Names:
 class _Subject:
     """Everything that a card is generated from.
 
-    found: the manifest, with totals.
+    inspection: the manifest, with totals.
     manifest_sha256: the sha256 of the manifest's file.
     records: the evaluations of this very result.
     target: the target of an export; None for a master.
@@ -109,7 +109,7 @@ class _Subject:
     model: what the commands depend on.
     """
 
-    found: Inspection
+    inspection: Inspection
     manifest_sha256: str
     records: tuple[EvaluationRecord, ...]
     target: ExportTarget[Any] | None
@@ -119,7 +119,7 @@ class _Subject:
     @property
     def manifest(self) -> Manifest:
         """The manifest of the folder."""
-        return self.found.manifest
+        return self.inspection.manifest
 
     @property
     def shown(self) -> list[EvaluationRecord]:
@@ -158,13 +158,13 @@ def make_card(
 
 
 def _read_subject(folder: Path, options: CardOptions, before: OldCard) -> _Subject:
-    found = inspect(folder)
-    target = _target(found.manifest)
+    inspection = inspect(folder)
+    target = _target(inspection.manifest)
     sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
     records = read_records(folder, sha256)
-    names = _choose_names(found.manifest, options, before)
+    names = _choose_names(inspection.manifest, options, before)
     return _Subject(
-        found=found,
+        inspection=inspection,
         manifest_sha256=sha256,
         records=records,
         target=target,
@@ -173,8 +173,8 @@ def _read_subject(folder: Path, options: CardOptions, before: OldCard) -> _Subje
             names.repository or HERE,
             branch=names.branch,
             config=read_config(folder) or {},
-            files=found.manifest.files,
-            weights=(shard.file for shard in shards_of(found.manifest)),
+            files=inspection.manifest.files,
+            weights=(shard.file for shard in shards_of(inspection.manifest)),
         ),
     )
 
@@ -212,17 +212,17 @@ def _choose_names(manifest: Manifest, options: CardOptions, before: OldCard) -> 
 
 def _text(subject: _Subject, before: OldCard) -> str:
     """Return all of a card; sections without a body are left out. before: what is kept of the old card"""
-    found, manifest = subject.found, subject.manifest
+    inspection, manifest = subject.inspection, subject.manifest
     sections = {
         "Load": _loading(subject),
         "Recipe": recipe(manifest),
-        "Weights": weights(found),
+        "Weights": weights(inspection),
         "Evaluation": evaluation(subject.shown, manifest),
         "Method": provenance.method(manifest),
         "Files and hashes": provenance.files(manifest, subject.manifest_sha256, bool(subject.records)),
     }
     title = words(_title(subject.names, subject.target, manifest.made_by))
-    parts = [_head(subject, before), f"# {title}", *provenance.opening(found, subject.names.base_model)]
+    parts = [_head(subject, before), f"# {title}", *provenance.opening(inspection, subject.names.base_model)]
     for heading, body in sections.items():
         parts += [f"## {heading}", *body] if body else []
     return "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{before.notes}{NOTES_END}\n"

@@ -62,9 +62,9 @@ def known_base_model(model: Mapping[str, Any], asked: str | None, old: OldCard) 
     """Return the base model that the manifest names, else the one that was asked for, else that of the old card."""
     former = old.facts.get("base_model")
     former = former[0] if isinstance(former, list) and len(former) == 1 else former
-    for each in (model.get("id"), asked, former):
-        if isinstance(each, str) and is_repository_id(each, namespace=False):
-            return each
+    for base_model_id in (model.get("id"), asked, former):
+        if isinstance(base_model_id, str) and is_repository_id(base_model_id, namespace=False):
+            return base_model_id
     return None
 
 

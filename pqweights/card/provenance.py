@@ -27,9 +27,9 @@ ROUNDING = {
 RELATED = {"TurboQuant": "2504.19874", "HIGGS": "2411.17525", "QuIP#": "2402.04396", "QuaRot": "2404.00456"}
 
 
-def opening(found: Inspection, base_model: str | None) -> list[str]:
+def opening(inspection: Inspection, base_model: str | None) -> list[str]:
     """Return paragraphs that say what the result is, what it was made from, and how large it is."""
-    manifest = found.manifest
+    manifest = inspection.manifest
     what = "This is a *master*: weights that are quantized once and then exported to the formats that runtimes load."
     if manifest.kind != "master":
         options = {field.name: manifest.made_by.get(field.name) for field in fields(ExportOptions)}
@@ -40,7 +40,7 @@ def opening(found: Inspection, base_model: str | None) -> list[str]:
         what = (
             f"This is an export for the target {code(target_name(manifest.made_by['target']) or '')}{''.join(shown)}."
         )
-    return [f"{what} {_origin(manifest, base_model)}", _sizes(manifest, found.totals)]
+    return [f"{what} {_origin(manifest, base_model)}", _sizes(manifest, inspection.totals)]
 
 
 def _sizes(manifest: Manifest, totals: Totals) -> str:

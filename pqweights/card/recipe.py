@@ -32,15 +32,15 @@ def recipe(manifest: Manifest) -> list[str]:
     """Return the recipe of the master, its rules in order, and the calibration; nothing if the manifest holds none."""
     is_master = manifest.kind == "master"
     source = manifest.made_by if is_master else manifest.identity.master
-    found = source.get("recipe")
-    if not isinstance(found, dict):
+    stated = source.get("recipe")
+    if not isinstance(stated, dict):
         return []
     prefix = "" if is_master else "The master's recipe is "
     lines = [prefix + _recipe_line(source)]
     fit = source.get("fit")
-    width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(found.get('bits')))} bits"
-    default = f"Default: {code(as_text(found.get('codec')))}, {width}{_effort(found)}."
-    rules = found.get("rules")
+    width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(stated.get('bits')))} bits"
+    default = f"Default: {code(as_text(stated.get('codec')))}, {width}{_effort(stated)}."
+    rules = stated.get("rules")
     rules = [rule for rule in rules if isinstance(rule, dict)] if isinstance(rules, list) else []
     if rules:
         lines.append(f"{default} The first rule that matches a tensor applies:")
@@ -48,71 +48,73 @@ def recipe(manifest: Manifest) -> list[str]:
     else:
         lines.append(f"{default} There are no rules.")
     if isinstance(fit, dict):
-        lines.append(_fit(fit, found, "The widths" if is_master else "The master's widths"))
+        lines.append(_fit(fit, stated, "The widths" if is_master else "The master's widths"))
     fold = source.get("fold") or manifest.made_by.get("fold")
     folded = [] if not isinstance(fold, dict) else [_fold(fold)]
     data = isinstance(fold, dict) and "calibration" in fold and not isinstance(source.get("awq"), dict)
     return [*lines, *folded, *([] if data else [_calibration(source.get("awq"), manifest)])]
 
 
-def _effort(found: Mapping[str, Any]) -> str:
+def _effort(stated: Mapping[str, Any]) -> str:
     """Return the effort of a recipe, or the default of its codec; empty for a codec that has no choice."""
-    if "effort" in found:
-        return f", effort {words(as_text(found['effort']))}"
-    codec = CODECS.get(as_text(found.get("codec")))
+    if "effort" in stated:
+        return f", effort {words(as_text(stated['effort']))}"
+    codec = CODECS.get(as_text(stated.get("codec")))
     return f", effort {codec.efforts[0]}" if codec is not None and codec.efforts else ""
 
 
 def title(made_by: Mapping[str, Any]) -> str:
     """Return the recipe of a master as its card's title names it; empty if the manifest holds none."""
-    found = made_by.get("recipe")
-    if not isinstance(found, dict):
+    stated = made_by.get("recipe")
+    if not isinstance(stated, dict):
         return ""
-    name = as_text(found.get("name"))
+    name = as_text(stated.get("name"))
     if "fit" in made_by:
         return f"{name}, fitted to a size"
-    codec = f" with {as_text(found.get('codec'))}" if _other_codec(found) else ""
-    return f"{name}{codec} at {as_text(found.get('bits'))} bits" if codec or _other_bits(found) else name
+    codec = f" with {as_text(stated.get('codec'))}" if _other_codec(stated) else ""
+    return f"{name}{codec} at {as_text(stated.get('bits'))} bits" if codec or _other_bits(stated) else name
 
 
 def _recipe_line(made_by: Mapping[str, Any]) -> str:
     """Return the name of a recipe with its description, or with what was asked for in place of its bit width."""
-    found = made_by["recipe"]
-    name = code(as_text(found.get("name")))
+    stated = made_by["recipe"]
+    name = code(as_text(stated.get("name")))
     if "fit" in made_by:
-        codec = f"{code(as_text(found.get('codec')))} and " if _other_codec(found) else ""
+        codec = f"{code(as_text(stated.get('codec')))} and " if _other_codec(stated) else ""
         return f"{name}, with {codec}bit widths chosen to meet a target."
-    changes = [f"{code(as_text(found.get('codec')))} in place of its own codec"] if _other_codec(found) else []
-    changes += [f"{words(as_text(found.get('bits')))} bits in place of its own bit width"] if _other_bits(found) else []
-    changes += ["rules that options put before its own"] if _other_rules(found) else []
+    changes = [f"{code(as_text(stated.get('codec')))} in place of its own codec"] if _other_codec(stated) else []
+    changes += (
+        [f"{words(as_text(stated.get('bits')))} bits in place of its own bit width"] if _other_bits(stated) else []
+    )
+    changes += ["rules that options put before its own"] if _other_rules(stated) else []
     if changes:
         return f"{name}, with {' and '.join(changes)}."
-    return f"{name}: {words(as_text(found.get('description')))}".rstrip(": ")
+    return f"{name}: {words(as_text(stated.get('description')))}".rstrip(": ")
 
 
-def _other_bits(found: Mapping[str, Any]) -> bool:
+def _other_bits(stated: Mapping[str, Any]) -> bool:
     """Whether a recipe that comes with pqweights was used with another bit width than its own."""
-    own = _built_in(found)
-    return own is not None and own.bits != found.get("bits")
+    own = _built_in(stated)
+    return own is not None and own.bits != stated.get("bits")
 
 
-def _other_codec(found: Mapping[str, Any]) -> bool:
+def _other_codec(stated: Mapping[str, Any]) -> bool:
     """Whether a recipe that comes with pqweights was used with another codec than its own."""
-    own = _built_in(found)
-    return own is not None and own.codec != found.get("codec")
+    own = _built_in(stated)
+    return own is not None and own.codec != stated.get("codec")
 
 
-def _other_rules(found: Mapping[str, Any]) -> bool:
+def _other_rules(stated: Mapping[str, Any]) -> bool:
     """Whether a recipe that comes with pqweights was used with other rules than its own."""
-    own = _built_in(found)
-    return own is not None and own.to_json()["rules"] != found.get("rules")
+    own = _built_in(stated)
+    return own is not None and own.to_json()["rules"] != stated.get("rules")
 
 
-def _built_in(found: Mapping[str, Any]) -> Recipe | None:
+def _built_in(stated: Mapping[str, Any]) -> Recipe | None:
     """Return the recipe that comes with pqweights by its name and description; None for any other."""
-    name = found.get("name")
+    name = stated.get("name")
     own = load_recipe(name) if name in recipe_names() else None
-    return own if own is not None and own.description == found.get("description") else None
+    return own if own is not None and own.description == stated.get("description") else None
 
 
 def _rule(rule: Mapping[str, Any]) -> str:

@@ -22,9 +22,9 @@ EXCEEDING_SHOWN = 10
 MOST_WIDTHS = 8
 
 
-def weights(found: Inspection) -> list[str]:
+def weights(inspection: Inspection) -> list[str]:
     """Return the section: errors by role, exceptions, tensors that are not quantized, and tensors that are left out."""
-    manifest = found.manifest
+    manifest = inspection.manifest
     pairs: list[Pair] = list(zip(manifest.tensors, manifest.records, strict=True))
     quantized = [pair for pair in pairs if pair[0].bits is not None]
     lines = _by_role(quantized, manifest)

@@ -43,9 +43,9 @@ def download_to_cache(
 
     The lock is the official client's. Raises HubError, OutputError, TransferStopped.
     """
-    found = cached(hub, repository, file)
-    if found is not None and file.has_content(pieces_of(found)):
-        return found
+    there = cached(hub, repository, file)
+    if there is not None and file.has_content(pieces_of(there)):
+        return there
     cache = _folder(hub, repository)
     blob, link = cache / "blobs" / file.content_hash, cache / "snapshots" / repository.commit / file.name
     lock = cache.parent / ".locks" / cache.name / f"{file.content_hash}.lock"

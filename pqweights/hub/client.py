@@ -108,17 +108,17 @@ class Hub:
             self.official.utils.validate_repo_id(id)
         except self.official.errors.HFValidationError as error:
             raise HubError(f"{id}: not the name of a repository: {self.clean(str(error))}") from None
-        found = self.call(
+        info = self.call(
             id,
             lambda: self.api.model_info(id, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS),
             about=f" at revision {revision}" if revision else "",
         )
-        listed = [_remote_file(id, each) for each in found.siblings or ()]
-        if not HASH.fullmatch(str(found.sha)):
+        listed = [_remote_file(id, sibling) for sibling in info.siblings or ()]
+        if not HASH.fullmatch(str(info.sha)):
             raise HubError(f"{id}: the Hub does not say which commit this is")
         files = {file.name: file for file in listed}
         return Repository(
-            id=str(found.id), commit=str(found.sha), files=dict(sorted(files.items())), private=bool(found.private)
+            id=str(info.id), commit=str(info.sha), files=dict(sorted(files.items())), private=bool(info.private)
         )
 
     def call(

@@ -134,8 +134,8 @@ def expected_errors() -> tuple[type[Exception], ...]:
 
 def status_and_code(error: Exception) -> tuple[int, str]:
     """Return the HTTP status of a reply and the storage's code for the error; 0 and an empty text if there is none."""
-    for each in (error, error.__cause__):
-        response: Any = getattr(each, "response", None)
+    for raised in (error, error.__cause__):
+        response: Any = getattr(raised, "response", None)
         if isinstance(response, dict):
             code = str(response.get("Error", {}).get("Code", ""))
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -233,4 +233,4 @@ def _shown(error: Exception) -> str:
 
 def _names(error: Exception) -> set[str]:
     """Return the names of an exception's classes."""
-    return {each.__name__ for each in type(error).__mro__}
+    return {raised.__name__ for raised in type(error).__mro__}

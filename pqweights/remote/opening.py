@@ -84,8 +84,8 @@ def path_of(file_system: Any, address: Address) -> str:
 
 def endpoint_of(file_system: Any) -> str:
     """Return the server of a file system without credentials, as far as it is known."""
-    found = getattr(getattr(getattr(file_system, "_s3", None), "meta", None), "endpoint_url", None)
-    if not isinstance(found, str):
+    endpoint = getattr(getattr(getattr(file_system, "_s3", None), "meta", None), "endpoint_url", None)
+    if not isinstance(endpoint, str):
         return ""
-    scheme, _, rest = found.partition("://")
+    scheme, _, rest = endpoint.partition("://")
     return f"{scheme}://{rest.partition('/')[0].partition('?')[0].rpartition('@')[2]}"

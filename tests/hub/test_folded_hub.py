@@ -7,28 +7,22 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import hub_cases
 import pytest
 from folding_models import llama
 from helpers import folder_bytes
-from hub_cases import RUN, SOURCE, files_of
+from hub_cases import RUN, SOURCE, Client, files_of
 from loopback_hub import Fault, LoopbackHub, Stall
 
 from pqweights.checkpoint.names import FACTORS_FILE, WORK_FOLDER
 
 pytest.importorskip("huggingface_hub")
+# The official client's upload of large files.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 LINKS = 13
 STALL_AT = 20_000
-
-
-@pytest.fixture
-def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub() as hub:
-        yield hub
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -42,15 +36,13 @@ def tensors_of(folder: Path) -> object:
 
 @pytest.mark.parametrize("options", [[], ["--low-disk"]], ids=["cache", "low-disk"])
 def test_norms_in_other_files_than_their_readers_are_found(
-    options: list[str], hub: LoopbackHub, tmp_path: Path
+    options: list[str], hub: LoopbackHub, client: Client, tmp_path: Path
 ) -> None:
     folder = llama(tmp_path / "source", shards=6)
     hub.commit(SOURCE, files_of(folder))
     fold = ["--fold", "equalize", "--threads", "2"]
-    done = hub_cases.run(hub, tmp_path / "home", "quantize", str(folder), str(tmp_path / "expected"), *fold)
-    assert done.returncode == 0, done.stderr
-    done = hub_cases.run(hub, tmp_path / "home", "quantize", SOURCE, str(tmp_path / "out"), *fold, *options)
-    assert done.returncode == 0, done.stderr
+    client.well("quantize", str(folder), str(tmp_path / "expected"), *fold)
+    client.well("quantize", SOURCE, str(tmp_path / "out"), *fold, *options)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "expected")
     assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "expected")
 
@@ -71,20 +63,20 @@ def kill_at(hub: LoopbackHub, home: Path, shard: int, *, after: int, command: li
 
 
 @pytest.mark.parametrize(("after", "lines"), [(1, range(1, LINKS)), (2, range(LINKS, LINKS + 1))])
-def test_killed_low_disk_run_continues(after: int, lines: range, hub: LoopbackHub, tmp_path: Path) -> None:
+def test_killed_low_disk_run_continues(
+    after: int, lines: range, hub: LoopbackHub, client: Client, tmp_path: Path
+) -> None:
     """Killed while the pass that measures fetches a shard, and while the pass that quantizes does."""
     folder, home, out = llama(tmp_path / "source", shards=6), tmp_path / "home", tmp_path / "out"
     hub.commit(SOURCE, files_of(folder))
     fold = ["--fold", "equalize", "--threads", "2"]
-    done = hub_cases.run(hub, home, "quantize", str(folder), str(tmp_path / "expected"), *fold)
-    assert done.returncode == 0, done.stderr
+    client.well("quantize", str(folder), str(tmp_path / "expected"), *fold)
     command = ["quantize", SOURCE, str(out), "--low-disk", "--quiet", *fold]
     kill_at(hub, home, 4, after=after, command=command)
     measured = (out / WORK_FOLDER / FACTORS_FILE).read_bytes()
     assert measured.count(b"\n") in lines
     sent = len(hub.requests)
-    done = hub_cases.run(hub, home, *command)
-    assert done.returncode == 0, done.stderr
+    client.well(*command)
     # A request for the header of each shard, and one for each pass that needs it again.
     again = Counter(request.path.rpartition("/")[2] for request in hub.requests[sent:])
     assert [again[f"model-0000{shard}-of-00006.safetensors"] for shard in (2, 3, 4, 5)] == (
@@ -94,24 +86,23 @@ def test_killed_low_disk_run_continues(after: int, lines: range, hub: LoopbackHu
     assert tensors_of(out) == tensors_of(tmp_path / "expected")
 
 
-def test_folded_master_is_pushed_and_read_again(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_folded_master_is_pushed_and_read_again(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
     folder = llama(tmp_path / "source")
-    home = tmp_path / "home"
     for arguments in (
         ["quantize", str(folder), str(tmp_path / "master"), "--fold", "equalize"],
         ["push", str(tmp_path / "master"), "me/master"],
         ["verify", "me/master"],
         ["export", "me/master", str(tmp_path / "out"), "--target", "vllm", "--source", str(folder)],
     ):
-        done = hub_cases.run(hub, home, *arguments)
-        assert done.returncode == 0, (arguments, done.stderr)
+        client.well(*arguments)
 
 
-def test_plan_of_a_repository_lists_what_is_folded_without_reading_weights(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_plan_of_a_repository_lists_what_is_folded_without_reading_weights(
+    hub: LoopbackHub, client: Client, tmp_path: Path
+) -> None:
     folder = llama(tmp_path / "source", shards=6)
     hub.commit(SOURCE, files_of(folder))
-    done = hub_cases.run(hub, tmp_path / "home", "plan", SOURCE, "--fold", "equalize", "--json")
-    assert done.returncode == 0, done.stderr
+    done = client.well("plan", SOURCE, "--fold", "equalize", "--json")
     planned = json.loads(done.stdout)
     assert len(planned["fold"]["vectors"]) == 13
     assert planned["hub"]["bytes"] < planned["hub"]["source_bytes"] / 2

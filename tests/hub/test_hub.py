@@ -42,21 +42,6 @@ STALL_AT = 3 << 20
 
 
 @pytest.fixture
-def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub() as hub:
-        yield hub
-
-
-@pytest.fixture
-def client(hub: LoopbackHub, tmp_path: Path) -> Iterator[Client]:
-    from huggingface_hub.utils import close_session
-
-    with pytest.MonkeyPatch.context() as patch:
-        yield Client(url=hub.url, home=tmp_path / "home", token=hub.token, patch=patch).set_up()
-        close_session()
-
-
-@pytest.fixture
 def source(hub: LoopbackHub, tmp_path: Path) -> Path:
     """The checkpoint of hub_cases, in a local folder and on the Hub."""
     folder = write_source(tmp_path / "source")

@@ -7,7 +7,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,6 @@ COMMANDS = (
 
 
 @pytest.fixture
-def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub() as hub:
-        yield hub
-
-
-@pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder around everything that may be written, which is sandbox/a/b/work/out and sandbox/home."""
     work = tmp_path / "sandbox/a/b/work"
@@ -53,12 +47,8 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def client(hub: LoopbackHub, sandbox: Path) -> Iterator[Client]:
-    from huggingface_hub.utils import close_session
-
-    with pytest.MonkeyPatch.context() as patch:
-        yield Client(url=hub.url, home=sandbox / "home", token=hub.token, patch=patch).set_up()
-        close_session()
+def home(sandbox: Path) -> Path:
+    return sandbox / "home"
 
 
 @pytest.fixture(scope="module")

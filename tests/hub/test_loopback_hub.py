@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -44,12 +42,6 @@ def plain_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     close_session()
     yield
     close_session()
-
-
-@pytest.fixture
-def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub() as hub:
-        yield hub
 
 
 @pytest.fixture
@@ -129,30 +121,6 @@ def test_downloads(tmp_path: Path, cdn: bool) -> None:
         moved = [request for request in hub.requests if request.path.startswith("/cdn/")]
         assert bool(moved) == cdn
         assert not any(request.authorized for request in moved)
-
-
-def test_transformers_loads_a_model(hub: LoopbackHub, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    script = """
-import sys, torch
-from huggingface_hub import HfApi
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
-model.save_pretrained(sys.argv[1])
-HfApi().create_repo("me/x", private=True)
-HfApi().upload_folder(repo_id="me/x", folder_path=sys.argv[1])
-loaded = AutoModelForCausalLM.from_pretrained("me/x").eval()
-ids = torch.arange(8)[None]
-assert torch.equal(model(ids).logits, loaded(ids).logits)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / "model")]
-    result = subprocess.run(
-        command, env=hub.environment(tmp_path / "home"), capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert hub.repositories["me/x"].read("model.safetensors") == (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert (tmp_path / "home" / "hub" / "models--me--x").is_dir()
 
 
 # --- The wire ---------------------------------------------------------------------------------------------------------
