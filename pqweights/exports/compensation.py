@@ -8,6 +8,7 @@ on those. docs/exports.md has the rules.
 
 from __future__ import annotations
 
+import abc
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -237,7 +238,7 @@ class _OutputErrors:
     damping: float
 
 
-class _MatrixJob(IntegerJob):
+class _MatrixJob(IntegerJob, abc.ABC):
     """The job of a weight of which each matrix has inputs of its own: a chunk lies in one matrix."""
 
     row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
@@ -269,9 +270,9 @@ class _MatrixJob(IntegerJob):
         summary = {"matrices": len(self._sources), **self._gains(reasons)}
         return replace(record, rounding=summary | {"rounded_plainly": dict(sorted(reasons.items()))})
 
+    @abc.abstractmethod
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         """Return what the manifest says of the matrices that are not rounded plainly; may add reasons for others."""
-        raise NotImplementedError
 
 
 class WeightedJob(_MatrixJob):
