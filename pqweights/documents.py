@@ -70,7 +70,13 @@ def as_document(value: Any, kind: type[Kind], damaged: Damaged) -> Kind:
 
 def as_json(document: object) -> Any:
     """Return a document as the dicts and lists that json_bytes writes."""
-    return msgspec.to_builtins(document)
+    return _with_lists(msgspec.to_builtins(document))
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _in_words(message: str, value: Any) -> str:

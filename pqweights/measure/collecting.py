@@ -7,9 +7,11 @@ an interrupted calibration continues.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -201,12 +203,17 @@ class ModelRun:
 
     def _room(self) -> tuple[np.memmap[Any, np.dtype[np.float32]], bool]:
         """Return the file of sampled rows as an array, and whether it was there. Raises OutputError."""
-        count = sum(self.collection.rows) * sum(self.collection.layout.sizes[number] for number in self.vectors)
+        channels = sum(self.collection.layout.sizes[number] for number in self.vectors)
+        count = max(1, sum(self.collection.rows) * channels)
         is_known = self.work.samples.exists() and self.work.samples.stat().st_size >= 4 * count
-        with disk_errors(self.work.samples), open(self.work.samples, "ab") as stream:
-            # Room that is missing when a mapped page is written would end the process.
-            os.posix_fallocate(stream.fileno(), 0, 4 * max(count, 1))
-        return np.memmap(self.work.samples, dtype=np.float32, mode="r+", shape=(max(count, 1),)), is_known
+        if not is_known:
+            with disk_errors(self.work.samples), open(self.work.samples, "wb") as stream:
+                stream.truncate(4 * count)
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    # Room that is missing when a mapped page is written would end the process.
+                    with _ignored(errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some file systems cannot
+                        os.posix_fallocate(stream.fileno(), 0, 4 * count)
+        return np.memmap(self.work.samples, dtype=np.float32, mode="r+", shape=(count,)), is_known
 
     def _empty(self, room: np.memmap[Any, np.dtype[np.float32]]) -> dict[int, VectorInputs]:
         """Return the vectors without inputs, by number. room: for their sampled rows"""
@@ -220,6 +227,16 @@ class ModelRun:
                 at += capacity * size
             result[number] = VectorInputs(number, *samples, with_moments=self.collection.moments)
         return result
+
+
+@contextlib.contextmanager
+def _ignored(*numbers: int) -> Iterator[None]:
+    """Ignore OSErrors with these numbers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
 
 
 def keep_moments(

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,7 @@ def test_killed_run_continues_to_the_same_bytes(
         try:
             RUNS[command](source, out, progress)
         finally:
+            traceback.print_exc()
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
