@@ -11,8 +11,9 @@ from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
 from pqweights.errors import SourceError
 from pqweights.exports import get_target, target_name
 from pqweights.exports.bf16 import Bf16Export
-from pqweights.exports.options import GPTQ, PLAIN, ExportOptions
+from pqweights.exports.options import GPTQ, PLAIN, is_compensated
 from pqweights.exports.target import ExportSource
+from pqweights.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
 from pqweights.remote.addresses import Address
@@ -81,8 +82,8 @@ def export(
         folder=master.folder,
         checkpoint=checkpoint,
         original=master.original,
-        calibration=options.calibration,
-        rounding=GPTQ if options.compensated else PLAIN,
+        calibration=path_of(options.calibration),
+        rounding=GPTQ if is_compensated(options) else PLAIN,
         fold=options.fold is not None,
         model_id=lineage.model.get("id"),
         fingerprint=fingerprint,

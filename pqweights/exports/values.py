@@ -51,15 +51,15 @@ def values_of(
     made_with = {} if manifest is None else manifest.fold
     if made_with and source.fold:
         raise OptionError(
-            f"--fold {EQUALIZE}: {source.folder} is folded already ({made_with.get('kind')}); leave out --fold"
+            f"`fold` {EQUALIZE}: {source.folder} is folded already ({made_with.get('kind')}); leave out `fold`"
         )
     if made_with and original is not None:
         kept = [tensor.name for tensor in master.tensors if not isinstance(tensor, EncodedTensor)]
         used = made_with.get("calibration")
         if used is not None and (moments is None or moments.sha256 != used):
             raise OptionError(
-                f"--source: {source.folder} was folded with the moments of a file (sha256 {str(used)[:12]}); expected "
-                "--calibration with that file"
+                f"`source`: {source.folder} was folded with the moments of a file (sha256 {str(used)[:12]}); expected "
+                "`calibration` with that file"
             )
         fold = Fold(original, plain=kept, moments=None if used is None else moments)
         return Values(checkpoint=_with_values(master, fold.folded), master=master, fold=fold)

@@ -13,8 +13,9 @@ import pqweights
 from pqweights.distributed import parts
 from pqweights.distributed.engine import on_ray
 from pqweights.errors import StorageError
+from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.places import result_place
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
@@ -40,7 +41,7 @@ def test_a_run_between_buckets_survives_a_lost_worker(
     source, out = server.put(local, "model"), "s3://models/master"
     pqweights.quantize(local, tmp_path / "plain", max_shard_size=SHARD)
 
-    checkpoint, _, plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD))
+    checkpoint, _, plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
     recipe, marker = load_recipe("q5"), tmp_path / "marker"
     task = RewriteTask(
         checkpoint=checkpoint,

@@ -18,7 +18,7 @@ from rewriting import interrupt
 
 from pqweights.errors import OptionError, OutputError
 from pqweights.exports import ALIASES, EXPORTS, get_target
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
 

@@ -28,8 +28,8 @@ from typer.testing import CliRunner
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, OptionError, SourceError
 from pqweights.exports import ALIASES, EXPORTS, get_target, target_name
-from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
+from pqweights.options import ExportOptions
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
 

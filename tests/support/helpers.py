@@ -28,7 +28,7 @@ from pqweights.checkpoint import shard_writer
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.exports import torchao_int4
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs, stream
 from pqweights.rewrite.task import RewriteReport
