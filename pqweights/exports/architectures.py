@@ -255,7 +255,7 @@ def other_targets(target: str, config: Mapping[str, Any] | None) -> str:
     others = [other for other in (VLLM, TORCHAO) if other != target and _refusal(other, config) is None]
     if target != MLX and config.get("model_type") in RUN_BY_MLX:
         others.append(MLX)
-    return f"use `target` {' or '.join([*others, PLAIN])}"
+    return f"use --target {' or '.join([*others, PLAIN])}"
 
 
 def renames_towers(config: Mapping[str, Any] | None) -> bool:

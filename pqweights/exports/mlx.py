@@ -161,7 +161,7 @@ def _check_packages() -> None:
     except ImportError as error:
         if (error.name or "").startswith("pqweights"):
             raise  # a module of pqweights that is missing is a bug
-        raise MissingDependencyError(f"`target` {NAME} needs mlx and mlx-lm ({error}): {pip_install('mlx')}") from None
+        raise MissingDependencyError(f"--target {NAME} needs mlx and mlx-lm ({error}): {pip_install('mlx')}") from None
 
 
 def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
     """
     if not isinstance((checkpoint.config or {}).get("model_type"), str):
         raise ExportError(
-            f"config.json: `target` {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
-            "original's config.json, or use `target` bf16"
+            f"config.json: --target {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
+            "original's config.json, or use --target bf16"
         )
     config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
     config.pop("quantization", None)

@@ -76,7 +76,7 @@ def test_option_that_a_target_lacks_exits_with_2(
 
 
 def test_library_refuses_an_option_that_a_target_lacks() -> None:
-    with pytest.raises(OptionError, match="--qparams"):
+    with pytest.raises(OptionError, match="`qparams`"):
         get_target(NAME).settings(ExportOptions(qparams="best"))
 
 

@@ -256,7 +256,7 @@ def test_unknown_target_error_lists_the_targets(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_target_error_names_the_nearest(written: str, nearest: str) -> None:
-    with pytest.raises(OptionError, match=rf"--target {written}: the nearest is '{nearest}'; expected "):
+    with pytest.raises(OptionError, match=rf"`target` {written}: the nearest is '{nearest}'; expected "):
         get_target(written)
 
 
