@@ -22,10 +22,10 @@ from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exporting import MasterFolder, export
-from pqweights.exports.options import ExportOptions
 from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate
+from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.quantizing import QuantizeOptions, quantize
+from pqweights.quantizing import quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
 from pqweights.runtimes.models import Model, open_model

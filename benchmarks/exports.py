@@ -40,7 +40,7 @@ from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.evaluate.protocol import Loss, Windows, change, perplexity, window_losses
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exporting import MasterFolder, export
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import quantize
 from pqweights.results.inspect import inspect

@@ -34,9 +34,10 @@ from pqweights.evaluate.evaluation import TextOptions, choose_windows
 from pqweights.evaluate.protocol import Scores, Windows, compare
 from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
+from pqweights.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quantizing import Quantize, QuantizeOptions, quantize
+from pqweights.quantizing import Quantize, quantize
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
 from pqweights.runtimes.decoders import values_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, text_options
+from . import flags, options, output, text_options
 
 if TYPE_CHECKING:
     from pqweights.measure.calibrate import Calibration
@@ -89,12 +89,15 @@ def command(
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.calibrate import CalibrationOptions, calibrate
-        from pqweights.planning.choice import RecipeOptions, choose_recipe
+        from pqweights.options import RecipeOptions
+        from pqweights.planning.choice import choose_recipe
         from pqweights.runtimes.texts import read_text
 
         if moments and not scales:
             _check_moments_options(ctx)
-        changes = RecipeOptions(codec=codec, bits=bits, keep=tuple(keep or ()), set_bits=options.settings(set_bits))
+        changes = RecipeOptions(
+            codec=codec, bits=bits, keep=tuple(keep or ()), set_bits=flags.bits_by_pattern(set_bits)
+        )
         chosen = choose_recipe(recipe, changes)
         found = options.fetched(source, options.access(revision, token))
         asked = CalibrationOptions(

@@ -107,6 +107,16 @@ for name, command in COMMANDS.items():
     app.command(name, cls=export.ExportCommand if name == "export" else None, help=_help(command))(command)
 
 
+def _flag_names() -> dict[str, str]:
+    """Return the flags of all commands by the name of the parameter."""
+    group: Any = typer.main.get_group(app)
+    params = [param for command in group.commands.values() for param in command.params]
+    return {str(param.name): max(param.opts, key=len) for param in params if param.param_type_name == "option"}
+
+
+output.flag_names = _flag_names
+
+
 def main() -> None:
     """Run the command line, as the console script does."""
     # At exit Python would search all live objects for reference cycles once more.

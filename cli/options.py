@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import output
+from pqweights import options as library
+
+from . import flags, output
+from .flags import option
 
 if TYPE_CHECKING:
     from pqweights.hub.sources import Access, Fetched, FoundResult
+    from pqweights.options import RunArguments
     from pqweights.remote.addresses import Address
+    from pqweights.rewrite.task import RunOptions
 
 
 class Device(StrEnum):
@@ -25,47 +30,11 @@ class Device(StrEnum):
     AUTO = "auto"
 
 
-class BitsOf(StrEnum):
-    """What bits per weight are a mean over: pqweights.planning.target.BPW_OF."""
-
-    QUANTIZED = "quantized"
-    CHECKPOINT = "checkpoint"
-
-
-def parse_size(text: str | int) -> int:
-    """Return bytes from "5GB" (10**9), "5GiB" (2**30) or "1000000"."""
-    if isinstance(text, int):  # a default
-        return text
-    from pqweights import units
-    from pqweights.errors import RecipeError
-
-    try:
-        return units.parse_size(text)
-    except RecipeError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 def thread_count(asked: int | None) -> int:
     """Return the number of threads that was asked for, by default one for each core that this process may use."""
     from pqweights.rewrite.task import usable_cores
 
     return asked or usable_cores()
-
-
-def settings(texts: Sequence[str] | None) -> tuple[tuple[str, float], ...]:
-    """Return pattern and bit width from each "PATTERN=BITS" that --set was given."""
-    return tuple(map(_setting, texts or ()))
-
-
-def _setting(text: str) -> tuple[str, float]:
-    pattern, equals, width = text.rpartition("=")
-    try:
-        bits = float(width)
-    except ValueError:
-        bits = math.nan
-    if not pattern or not equals or not math.isfinite(bits):
-        raise typer.BadParameter(f"--set: expected PATTERN=BITS, such as *.down_proj.weight=6, found {text!r}")
-    return pattern, bits
 
 
 def run_continues(source: str, out: str) -> bool:
@@ -143,81 +112,37 @@ def check_plot(plot: Path | None) -> None:
         check_plot_file(plot)
 
 
-# The checkpoint, the folders, and the Hub
+@contextlib.contextmanager
+def run_options(asked: RunArguments, progress: output.Display, *, overwrite: bool) -> Iterator[RunOptions]:
+    """Yield how a command is carried out, here or on a cluster."""
+    from pqweights.distributed.engine import engine_of
+    from pqweights.rewrite.task import RunOptions
 
-SourceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="SRC",
-        help="Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address "
-        "such as s3://BUCKET/FOLDER.",
-    ),
-]
+    with engine_of(asked.ray, asked.threads, output.note) as engine:
+        yield RunOptions(threads=thread_count(asked.threads), overwrite=overwrite, progress=progress, engine=engine)
+
+
+# What commands that measure take as well (pqweights/options.py), and what only commands take
+
 FetchedSourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SRC", help="Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
     ),
 ]
-FolderArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR",
-        help="Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
-        "s3://BUCKET/FOLDER.",
-    ),
-]
 LocalFolderArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
 ]
-OutArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="OUT",
-        help="Folder for the result, new or empty: a local one, or an address such as s3://BUCKET/FOLDER.",
-    ),
-]
-OverwriteOption = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite", help="Replace an earlier result in OUT. Only files listed in its manifest are deleted."
-    ),
-]
-ShardOption = Annotated[
-    int,
-    typer.Option(
-        "--max-shard-size", metavar="SIZE", parser=parse_size, help="Maximum size of an output file, e.g. 5GB."
-    ),
-]
-PickleOption = Annotated[
-    bool,
-    typer.Option("--allow-pickle", help="Also read pickled weights, with torch's restricted weights_only loader."),
-]
-IncludeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include-files",
-        metavar="PATTERN",
-        show_default=False,
-        help="Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only what "
-        "loading the model needs is copied.",
-    ),
-]
-RevisionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--revision", metavar="REV", help="Branch, tag or commit of the repository on the Hub.", show_default="main"
-    ),
-]
-TokenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        metavar="TOKEN",
-        help="Access token for the Hub.",
-        show_default="HF_TOKEN, or the token saved by hf auth login",
-    ),
-]
+RecipeOption = Annotated[str, option(library.PlanArguments, "recipe")]
+CodecOption = Annotated[str | None, option(library.PlanArguments, "codec")]
+BitsOption = Annotated[float | None, option(library.PlanArguments, "bits")]
+KeepOption = Annotated[list[str] | None, option(library.PlanArguments, "keep")]
+SetOption = Annotated[list[str] | None, option(library.PlanArguments, "set_bits")]
+PickleOption = Annotated[bool, option(library.PlanArguments, "allow_pickle")]
+RevisionOption = Annotated[str | None, option(library.PlanArguments, "revision")]
+TokenOption = Annotated[str | None, option(library.PlanArguments, "token")]
+ThreadsOption = Annotated[int | None, option(library.PlanArguments, "threads")]
+QuietOption = flags.QUIET
 
 SummaryOption = Annotated[
     bool | None,
@@ -228,141 +153,7 @@ SummaryOption = Annotated[
     ),
 ]
 
-# How weights are quantized
-
-RecipeOption = Annotated[
-    str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Name of a built-in recipe, or a YAML file.")
-]
-CodecOption = Annotated[
-    str | None,
-    typer.Option(
-        "--codec",
-        metavar="NAME",
-        help="Default codec, where no rule of the recipe gives another.",
-        show_default="the recipe's",
-    ),
-]
-EffortOption = Annotated[
-    int | None,
-    typer.Option(
-        "--effort",
-        metavar="N",
-        help="How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in the "
-        "same bytes.",
-        show_default="the recipe's, else the codec's least",
-    ),
-]
-BitsOption = Annotated[
-    float | None,
-    typer.Option(
-        "--bits",
-        "-b",
-        metavar="BITS",
-        help="Default bit width, where no rule of the recipe gives another; a fraction for codecs that have such "
-        "rates.",
-        show_default="the recipe's",
-    ),
-]
-KeepOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep",
-        metavar="PATTERN",
-        show_default=False,
-        help="Keep the tensors whose names match a shell-style PATTERN, e.g. '*.layers.0.*'; before --set, and before "
-        "the rules of the recipe. Can be repeated.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="PATTERN=BITS",
-        show_default=False,
-        help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.mlp.*=6'; "
-        "the first that matches decides, before the rules of the recipe. Can be repeated.",
-    ),
-]
-TargetSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--target-size",
-        metavar="SIZE",
-        parser=parse_size,
-        show_default=False,
-        help="Choose the bit width of each weight so that the safetensors files take at most SIZE, e.g. 9GB or 9GiB.",
-    ),
-]
-TargetBitsOption = Annotated[
-    float | None,
-    typer.Option(
-        "--target-bpw",
-        metavar="BITS",
-        show_default=False,
-        help="Choose the bit width of each weight so that the mean is at most BITS, all overhead counted: per weight "
-        "that the recipe quantizes, or per parameter of the checkpoint (--bpw-of).",
-    ),
-]
-BitsOfOption = Annotated[
-    BitsOf | None,
-    typer.Option(
-        "--bpw-of",
-        show_default="quantized",
-        help="Mean that --target-bpw limits: over the weights that the recipe quantizes, or over all parameters of the "
-        "checkpoint, with every byte of the safetensors files.",
-    ),
-]
-SensitivityOption = Annotated[
-    str | None,
-    typer.Option(
-        "--sensitivity",
-        metavar="heuristic|FILE",
-        show_default="heuristic",
-        help="Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights "
-        "sensitivity.",
-    ),
-]
-AwqOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--awq",
-        metavar="FILE",
-        help="Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
-    ),
-]
-AnyCodecOption = Annotated[
-    bool,
-    typer.Option("--awq-any-codec", help="Accept scales that were searched for another codec or bit width."),
-]
-FoldOption = Annotated[
-    str | None,
-    typer.Option(
-        "--fold",
-        metavar="equalize",
-        help="Move factors between neighbouring layers first, where channels differ much, so that weights are easier "
-        "to quantize; the model computes the same.",
-    ),
-]
-CalibrationOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--calibration",
-        metavar="FILE",
-        help="Moments that pqweights calibrate --moments wrote, from which --fold learns the sizes of channels.",
-    ),
-]
-
-# How a command computes and prints
-
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, max=256, help="Number of worker threads.", show_default="the number of cores"),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
-]
-
 # The model card
 
 BaseModelOption = Annotated[

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
 import typer
@@ -34,6 +35,8 @@ PLAIN_LINE_SECONDS = 5.0
 
 # How lines begin that warn of a result that may be wrong.
 WARNING = "WARNING: "
+# Returns the flags of all commands by the name of the parameter; main.py, which knows the commands, sets it.
+flag_names: Callable[[], Mapping[str, str]] = dict
 # Whether the command that is running was asked to be quiet.
 _quiet = False
 
@@ -76,7 +79,7 @@ def note(*lines: str) -> None:
 
 def warn(text: str) -> None:
     """Write a line about a result that may be wrong to stderr, also if the command is to be quiet."""
-    _write_line(wrapped(printable(f"{WARNING}{text}"), sys.stderr), sys.stderr)
+    _write_line(wrapped(printable(f"{WARNING}{with_flags(text)}"), sys.stderr), sys.stderr)
 
 
 def write_text(text: str) -> None:
@@ -154,6 +157,15 @@ def _warnings_of_ours() -> Iterator[None]:
         yield
 
 
+def with_flags(message: str, flags: Mapping[str, str] | None = None) -> str:
+    """Return a text of the library with flags in place of the names of parameters that stand between backquotes.
+
+    flags: by name; by default those of all commands
+    """
+    known = flag_names() if flags is None else flags
+    return re.sub(r"`([a-z_]+)`", lambda name: known.get(name[1], name[0]), message)
+
+
 def _how_to_continue(kept: Callable[[], bool] | None) -> str:
     if kept is None:
         return ""
@@ -168,7 +180,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 def complain(message: str) -> None:
     """Write an expected error to stderr, on one line."""
-    _write_line(printable(f"error: {' '.join(message.split())}"), sys.stderr)
+    _write_line(printable(f"error: {with_flags(' '.join(message.split()))}"), sys.stderr)
 
 
 def leave(code: str | int | None, error: OSError | None = None) -> NoReturn:

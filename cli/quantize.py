@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import cluster, options, output, report
-from .plan import PlanRequest, show_plan
+from pqweights.options import QuantizeArguments
+
+from . import options, output, report
+from .flags import taking
+from .plan import show_plan
 from .report_errors import quality_lines
 from .report_fit import fit_lines
 from .report_fold import fold_lines
@@ -17,103 +20,36 @@ if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
-StrictOption = Annotated[
-    bool,
-    typer.Option(
-        "--strict", help="Fail if the error of a tensor is above the limit of its codec, even after it is rescued."
-    ),
-]
-LowDiskOption = Annotated[
-    bool,
-    typer.Option(
-        "--low-disk",
-        help="For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
-    ),
-]
 
 
+@taking(QuantizeArguments, continues=lambda asked: options.run_continues(str(asked.source), str(asked.out)))
 def command(
-    source: options.SourceArgument,
-    out: options.OutArgument,
-    recipe: options.RecipeOption = "q5",
-    codec: options.CodecOption = None,
-    bits: options.BitsOption = None,
-    effort: options.EffortOption = None,
-    keep: options.KeepOption = None,
-    set_bits: options.SetOption = None,
-    target_size: options.TargetSizeOption = None,
-    target_bpw: options.TargetBitsOption = None,
-    bpw_of: options.BitsOfOption = None,
-    sensitivity: options.SensitivityOption = None,
+    asked: QuantizeArguments,
+    *,
     dry_run: DryRunOption = False,
     summary: options.SummaryOption = None,
-    overwrite: options.OverwriteOption = False,
-    strict: StrictOption = False,
-    max_shard_bytes: options.ShardOption = "2GB",  # type: ignore[assignment]  # typer parses it
-    threads: options.ThreadsOption = None,
-    ray: cluster.RayOption = None,
-    awq: options.AwqOption = None,
-    awq_any_codec: options.AnyCodecOption = False,
-    fold: options.FoldOption = None,
-    calibration: options.CalibrationOption = None,
-    allow_pickle: options.PickleOption = False,
-    include_files: options.IncludeOption = None,
-    low_disk: LowDiskOption = False,
-    revision: options.RevisionOption = None,
-    token: options.TokenOption = None,
     json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
 ) -> None:
     """Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
-    with output.errors(kept=None if dry_run else lambda: options.run_continues(source, out), quiet=quiet):
-        from pqweights.planning.choice import RecipeOptions, choose_recipe
-        from pqweights.quantizing import QuantizeOptions, quantize
-        from pqweights.store import open_store
+    from pqweights.planning.choice import choose_recipe
+    from pqweights.quantizing import quantize
+    from pqweights.store import open_store
 
-        place = open_store(out)
-        changes = RecipeOptions(
-            codec=codec,
-            bits=bits,
-            effort=effort,
-            keep=tuple(keep or ()),
-            set_bits=options.settings(set_bits),
-            target_size=target_size,
-            target_bpw=target_bpw,
-            bpw_of=None if bpw_of is None else bpw_of.value,
-            sensitivity=sensitivity,
-        )
-        chosen = choose_recipe(recipe, changes)
-        asked = QuantizeOptions(
-            access=options.access(revision, token),
-            low_disk=low_disk,
-            allow_pickle=allow_pickle,
-            include_files=tuple(include_files or ()),
-            awq=awq,
-            awq_any_codec=awq_any_codec,
-            fold=fold,
-            calibration=calibration,
-            max_shard_bytes=max_shard_bytes,
-            strict=strict,
-        )
-        used = options.thread_count(threads)
-        report.warn_of_files_beside(source)
-        if dry_run:
-            show_plan(
-                PlanRequest(
-                    source=source, recipe=chosen, options=asked, threads=used, out=place, summary=summary, json=json
-                )
-            )
-            return
-        with (
-            output.progress("quantizing") as progress,
-            cluster.run_options(ray, threads=threads, overwrite=overwrite, progress=progress) as run,
-        ):
-            progress.status("reading the headers")
-            done = quantize(source, place, chosen, options=asked, run=run)
-        _show(done, f"{source} -> {place}", out=str(place), summary=summary, json=json)
+    chosen, place = choose_recipe(asked.recipe, asked), open_store(str(asked.out))
+    report.warn_of_files_beside(str(asked.source))
+    if dry_run:
+        show_plan(asked, chosen, threads=asked.threads, out=place, summary=summary, json=json)
+        return
+    with (
+        output.progress("quantizing") as progress,
+        options.run_options(asked, progress, overwrite=asked.overwrite) as run,
+    ):
+        progress.status("reading the headers")
+        done = quantize(str(asked.source), place, chosen, options=asked, run=run)
+    _show(done, f"{asked.source} -> {place}", out=str(place), summary=summary, json=json)
 
 
 def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, json: bool) -> None:

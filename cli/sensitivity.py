@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output, text_options
+from . import flags, options, output, text_options
 
 if TYPE_CHECKING:
     from pqweights.planning.sensitivity_file import Sensitivity
@@ -55,10 +55,11 @@ def command(
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
         from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
-        from pqweights.planning.choice import RecipeOptions, choose_recipe
+        from pqweights.options import RecipeOptions
+        from pqweights.planning.choice import choose_recipe
         from pqweights.runtimes.texts import read_text
 
-        chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=options.settings(set_bits)))
+        chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=flags.bits_by_pattern(set_bits)))
         _check_free(out, overwrite)
         found = options.fetched(source, options.access(revision, token))
         asked = SensitivityOptions(

@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import typer
 
-from . import cluster, options, output
+from pqweights.options import VerifyArguments
+
+from . import options, output
+from .flags import taking
 
 
-def command(
-    folder: options.FolderArgument,
-    threads: options.ThreadsOption = None,
-    ray: cluster.RayOption = None,
-    revision: options.RevisionOption = None,
-    token: options.TokenOption = None,
-    json: options.JsonOption = False,
-    quiet: options.QuietOption = False,
-) -> None:
+@taking(VerifyArguments)
+def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None:
     """Check every stored byte of a finished folder against its manifest.
 
     Prints one line for each problem, and exits with code 1 if there are any.
     """
-    with output.errors(quiet=quiet):
-        from pqweights.distributed.engine import engine_of
-        from pqweights.results.shard_checks import ShardChecks
-        from pqweights.results.verify import verify
-        from pqweights.units import counted
+    from pqweights.distributed.engine import engine_of
+    from pqweights.results.shard_checks import ShardChecks
+    from pqweights.results.verify import verify
+    from pqweights.units import counted
 
-        found = options.found_result(folder, options.access(revision, token))
-        with output.progress("verifying") as progress, engine_of(ray, threads, output.note) as engine:
-            result = verify(
-                found.where,
-                threads=options.thread_count(threads),
-                beside=found.not_fetched,
-                progress=progress,
-                run=ShardChecks.run if engine is None else engine.run_checks,
-            )
-        if json:
-            output.print_json(result.to_json())
-        elif result.ok:
-            tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
-            output.summary(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
-        else:
-            output.show(*result.problems)
-        if not result.ok:
-            raise typer.Exit(1)
+    found = options.found_result(str(asked.folder), asked.access)
+    with output.progress("verifying") as progress, engine_of(asked.ray, asked.threads, output.note) as engine:
+        result = verify(
+            found.where,
+            threads=options.thread_count(asked.threads),
+            beside=found.not_fetched,
+            progress=progress,
+            run=ShardChecks.run if engine is None else engine.run_checks,
+        )
+    if json:
+        output.print_json(result.to_json())
+    elif result.ok:
+        tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
+        output.summary(f"{asked.folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
+    else:
+        output.show(*result.problems)
+    if not result.ok:
+        raise typer.Exit(1)

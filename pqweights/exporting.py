@@ -10,8 +10,9 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
 from pqweights.errors import SourceError
 from pqweights.exports import get_target, target_name
-from pqweights.exports.options import GPTQ, PLAIN, ExportOptions
+from pqweights.exports.options import GPTQ, PLAIN, is_compensated
 from pqweights.exports.target import ExportSource
+from pqweights.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
 from pqweights.remote.addresses import Address
@@ -94,8 +95,8 @@ def export(
         checkpoint=checkpoint,
         manifest=manifest,
         original=master.original,
-        calibration=options.calibration,
-        rounding=GPTQ if options.compensated else PLAIN,
+        calibration=path_of(options.calibration),
+        rounding=GPTQ if is_compensated(options) else PLAIN,
         fold=options.fold is not None,
     )
     checkpoint, transform = to.prepare(source, settings)

@@ -17,15 +17,15 @@ from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
-from pqweights.errors import OptionError, OutputError, RecipeError, SourceError, StrictError
+from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import possible_exports
 from pqweights.folding.fold import Fold, check_fold
-from pqweights.hub.sources import Access, address_of, open_source
+from pqweights.hub.sources import address_of, open_source
+from pqweights.options import QuantizeOptions
 from pqweights.planning.awq import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.plan import (
-    DEFAULT_MAX_SHARD_BYTES,
     KEEP,
     QUANTIZE,
     Plan,
@@ -47,34 +47,6 @@ from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Inputs, Notes, Output, Preparation, measure_fold
 from pqweights.store import Store, open_store
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeOptions:
-    """How a source is opened and quantized.
-
-    access: how to reach a repository on the Hub
-    low_disk: delete each fetched file of a repository once what was made of it is on the disk
-    allow_pickle: also read pickled weights
-    include_files: patterns of files to copy besides those that loading the model needs
-    awq: a file of scales that `calibrate` wrote
-    awq_any_codec: use its scales even if they were searched for another codec or bit width
-    fold: "equalize" to move factors between layers before they are encoded
-    calibration: for the fold, a file of moments that `calibrate --moments` wrote
-    max_shard_bytes: data bytes after which a new output file begins
-    strict: refuse a weight whose error exceeds what its codec promises, even with its rescue
-    """
-
-    access: Access = Access()
-    low_disk: bool = False
-    allow_pickle: bool = False
-    include_files: tuple[str, ...] = ()
-    awq: Path | None = None
-    awq_any_codec: bool = False
-    fold: str | None = None
-    calibration: Path | None = None
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
-    strict: bool = False
 
 
 def quantize(
@@ -121,14 +93,6 @@ def plan_quantize(
     Raises SourceError, RecipeError, OptionError or HubError.
     """
     check_fold(options.fold)
-    if options.awq_any_codec and options.awq is None:
-        raise OptionError("--awq-any-codec: expected --awq FILE as well")
-    if options.calibration is not None and options.fold is None:
-        raise OptionError("--calibration: expected --fold as well, which alone uses it")
-    if options.fold is not None and options.awq is not None:
-        raise OptionError(
-            "--fold: the scales of --awq were searched for weights that are not folded; leave one of them out"
-        )
     checkpoint = open_source(
         source,
         options.access,
@@ -136,14 +100,14 @@ def plan_quantize(
         allow_pickle=options.allow_pickle,
         include=options.include_files,
     )
-    awq = None if options.awq is None else open_awq(options.awq, options.awq_any_codec)
+    awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)
     transform = Quantize(recipe=recipe, strict=options.strict, awq=awq)
     if recipe.target is not None:
         chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
         transform = replace(transform, fit=chosen)
     if options.fold is not None:
         kept = [tensor.name for tensor in transform.plan(checkpoint) if tensor.action == KEEP]
-        moments = None if options.calibration is None else open_statistics(options.calibration, MOMENTS)
+        moments = None if options.calibration is None else open_statistics(Path(options.calibration), MOMENTS)
         if moments is not None:
             moments.check({"this checkpoint": checkpoint.fingerprint()})
         transform = replace(transform, fold=Fold(checkpoint, plain=kept, moments=moments))

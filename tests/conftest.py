@@ -12,6 +12,7 @@ import typer.main
 import typer.testing
 from helpers import narrow_layers_packed
 from httpx2._transports import default as transports
+from pqweights_cli import output
 from shared import skip_flushes
 from slow import is_slow
 
@@ -75,9 +76,11 @@ def _narrow_layers_packed() -> Iterator[None]:
 def made_once_in_a_process() -> Iterator[None]:
     """Build what libraries build for every call once: it takes longer than most tests.
 
-    Typer's runner builds the tree of commands; an HTTP client reads all root certificates, also for http.
+    Typer's runner builds the tree of commands; an HTTP client reads all root certificates, also for http. On a busy
+    machine any step is a slow one, and a line about it would come before the one that a test expects.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "STATUS_SECONDS", 3600.0)
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command), raising=False)
         patch.setattr(transports, "create_ssl_context", functools.cache(transports.create_ssl_context), raising=False)
         yield

@@ -19,7 +19,8 @@ from pqweights_cli.main import app
 
 import pqweights
 from pqweights.errors import MasterError, OptionError, OutputError, RecipeError, SourceError
-from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.options import RecipeOptions
+from pqweights.planning.choice import choose_recipe
 from pqweights.quantizing import plan_quantize
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -79,7 +80,7 @@ def test_arguments_are_those_of_the_command(function):
     parameters = signatures.signature(getattr(pqweights, function)).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert (
-        named - {"progress", "on_text"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys())
+        named - {"progress", "on_text", "tell"} | ({"recipe"} & parameters.keys()) | ({"target"} & parameters.keys())
         == mirrored
     )
 
@@ -199,7 +200,7 @@ def test_the_recipe_of_a_report_keeps_what_options_added(source):
         ({"set_bits": ["*.down_proj.weight=6"]}, "set_bits: expected bit widths by pattern"),
         ({"set_bits": {"*": "6"}}, "set_bits: expected a number"),
         ({"target_size": [1]}, "target_size: expected a number"),
-        ({"threads": "2"}, "threads: expected a number of threads"),
+        ({"threads": "2"}, "threads: expected a whole number"),
         ({"source": 5}, "source: expected a path"),
         ({"awq": 5}, "awq: expected a path"),
     ],
@@ -212,19 +213,19 @@ def test_wrong_types_are_named(source, arguments, message):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda source, out: pqweights.plan(source, threads=0), OptionError, "threads: expected 1 to 256"),
-        (lambda source, out: pqweights.plan(source, threads=-1), OptionError, "threads: expected 1 to 256"),
+        (lambda source, out: pqweights.plan(source, threads=0), OptionError, "`threads`: expected 1 to 256"),
+        (lambda source, out: pqweights.plan(source, threads=-1), OptionError, "`threads`: expected 1 to 256"),
         (lambda source, out: pqweights.plan(source, max_shard_size=0), OptionError, "at least one byte"),
-        (lambda source, out: pqweights.plan(source, awq_any_codec=True), OptionError, "--awq"),
+        (lambda source, out: pqweights.plan(source, awq_any_codec=True), OptionError, "`awq`"),
         (lambda source, out: pqweights.plan(source, target_size=1e5 + 0.5), OptionError, "whole number of bytes"),
-        (lambda source, out: pqweights.plan(source, "q5", bits=99), OptionError, "--bits"),
+        (lambda source, out: pqweights.plan(source, "q5", bits=99), OptionError, "`bits`"),
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
         (lambda source, out: pqweights.plan(source, target_size="many"), OptionError, "size"),
         (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), OptionError, "max_shard_size"),
         (lambda source, out: pqweights.quantize(out / "missing", out), SourceError, "missing"),
         (lambda source, out: pqweights.quantize(source, source), OutputError, "source"),
         (lambda source, out: pqweights.export(source, out, "bf17"), OptionError, "bf17"),
-        (lambda source, out: pqweights.export(source, out, "bf16", group_size=128), OptionError, "group-size"),
+        (lambda source, out: pqweights.export(source, out, "bf16", group_size=128), OptionError, "`group_size`"),
         (lambda source, out: pqweights.export(source, out, "bf16"), SourceError, "master"),
         (lambda source, out: pqweights.verify(source), MasterError, "pqweights.json"),
         (lambda source, out: pqweights.inspect(out), MasterError, "out"),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from pqweights.card.values import as_text
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS
 from pqweights.exports import target_name
-from pqweights.exports.options import ExportOptions
 from pqweights.hub.ids import is_repository_id
 from pqweights.markdown import code, size, table
+from pqweights.options import ExportOptions
+from pqweights.parameters import parameters
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.totals import Totals
 from pqweights.results.inspect import Inspection
@@ -32,7 +31,7 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
     manifest = inspection.manifest
     what = "This is a *master*: weights that are quantized once and then exported to the formats that runtimes load."
     if manifest.kind != "master":
-        options = {field.name: manifest.made_by.get(field.name) for field in fields(ExportOptions)}
+        options = {name: value for name, value in manifest.made_by.items() if name in parameters(ExportOptions)}
         options = {name: value.get("kind") if isinstance(value, dict) else value for name, value in options.items()}
         shown = [
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None

@@ -68,6 +68,6 @@ def get_target(name: str) -> ExportTarget[Any]:
     """
     known = target_name(name)
     if known is None:
-        raise OptionError(f"--target {name}: {instead(name, [*EXPORTS, *ALIASES])}")
+        raise OptionError(f"`target` {name}: {instead(name, [*EXPORTS, *ALIASES])}")
     target: ExportTarget[Any] = importlib.import_module(EXPORTS[known].module).TARGET
     return target

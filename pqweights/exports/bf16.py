@@ -13,9 +13,10 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.options import ExportOptions, one_of
+from pqweights.exports.options import one_of
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
 from pqweights.folding.folded import unfolded
+from pqweights.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -132,7 +133,7 @@ def read_options(options: ExportOptions) -> str:
 
 def _prepare(source: ExportSource, dtype: str) -> tuple[Checkpoint, Transform]:
     if source.original is not None:
-        raise OptionError("--source: the bf16 target would only copy the original; the option is for integer targets")
+        raise OptionError("`source`: the bf16 target would only copy the original; the option is for integer targets")
     return source.checkpoint, Bf16Export(dtype)
 
 

@@ -20,7 +20,7 @@ from pqweights.exports.gguf_files import GgufOutput, load_section
 from pqweights.exports.gguf_options import TypeOptions, read_types
 from pqweights.exports.gguf_types import TypeChoice, chosen_types
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
-from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, ExportOptions, one_of
+from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget, PlannedMaster
 from pqweights.gguf.mixes import PLAIN_TYPES, may_be_quantized
@@ -28,6 +28,7 @@ from pqweights.hub.ids import is_repository_id
 from pqweights.installing import pip_install
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
 from pqweights.kernels.groups import Groups
+from pqweights.options import ExportOptions
 from pqweights.rewrite.transform import Transform
 
 if TYPE_CHECKING:
@@ -200,11 +201,11 @@ def read_options(options: ExportOptions) -> Gguf:
     """
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
     if rounding == IMPORTANCE and options.calibration is None:
-        raise OptionError(f"--rounding {IMPORTANCE}: expected --calibration FILE as well")
+        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibration` FILE as well")
     if options.imatrix and (options.calibration is None or rounding == PLAIN):
-        raise OptionError("--imatrix: expected --calibration FILE as well, and no --rounding plain")
+        raise OptionError("`imatrix`: expected `calibration` FILE as well, and no `rounding` plain")
     weighed = options.calibration is not None and rounding != PLAIN
-    return Gguf(types=read_types(options), weighed=weighed, imatrix=bool(options.imatrix))
+    return Gguf(types=read_types(options), weighed=weighed, imatrix=options.imatrix)
 
 
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:

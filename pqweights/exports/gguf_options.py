@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.errors import OptionError, PqweightsError, RecipeError
-from pqweights.exports.options import ExportOptions
 from pqweights.gguf.mixes import Mix, find_mix, find_type
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import checked_fields, read_yaml, recipe_text
 from pqweights.planning.sensitivity_file import HEURISTIC
 from pqweights.units import parse_size
@@ -72,22 +72,23 @@ def read_types(options: ExportOptions) -> TypeOptions:
     Raises OptionError for an unknown type and for options that contradict each other, RecipeError for a recipe that
     cannot be read.
     """
-    asked = _recipe(options.recipe) if options.recipe is not None else TypeOptions(mix=find_mix(DEFAULT_TYPE))
+    asked = _recipe(Path(options.recipe)) if options.recipe is not None else TypeOptions(mix=find_mix(DEFAULT_TYPE))
     if options.type is not None:
         asked = replace(asked, mix=find_mix(options.type))
     if options.pure:
         asked = replace(asked, mix=replace(asked.mix, pure=True))
-    added = tuple(TypeRule(p, find_type(f"--set-type {p}={kind}", kind)) for p, kind in options.set_type or ())
+    by_pattern = options.set_type.items() if isinstance(options.set_type, Mapping) else options.set_type or ()
+    added = tuple(TypeRule(pattern, find_type(f"`set_type` {pattern}={kind}", kind)) for pattern, kind in by_pattern)
     asked = replace(asked, rules=(*added, *asked.rules))
     if options.target_size is not None:
-        asked = replace(asked, target_size=options.target_size)
+        asked = replace(asked, target_size=parse_size(options.target_size))
     if options.sensitivity is not None:
-        heuristic = options.sensitivity == HEURISTIC
+        heuristic = str(options.sensitivity) == HEURISTIC
         asked = replace(asked, sensitivity=None if heuristic else Path(options.sensitivity))
         if asked.target_size is None:
-            raise OptionError("--sensitivity: expected --target-size as well, for which types are then chosen")
+            raise OptionError("`sensitivity`: expected `target_size` as well, for which types are then chosen")
     if asked.target_size is not None and (options.type is not None or asked.mix.pure):
-        raise OptionError("--target-size: chooses the types itself; leave out --type and --pure")
+        raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
     return asked
 
 

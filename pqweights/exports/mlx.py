@@ -30,13 +30,14 @@ from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, S
 from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.mlx_types import check_model_type
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
+from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget, PlannedMaster
 from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
 from pqweights.locks import ProcessLock
 from pqweights.markdown import fenced
+from pqweights.options import ExportOptions
 
 if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel
@@ -354,7 +355,7 @@ def read_options(options: ExportOptions) -> MlxFormat:
     Raises OptionError for an option that the target does not have.
     """
     mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
-    why_not = None if mode == "affine" else f"expected integers (--mode affine), found the float format {mode}"
+    why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     check_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     rules = (BEST, MINMAX) if mode == "affine" else (MINMAX,)  # the floating modes have no rule but mlx's

@@ -1,13 +1,13 @@
-"""The options of an export, and the checks with which a target refuses those that it does not have."""
+"""The values of the options of an export, and the checks with which a target refuses those that it does not have."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TypeVar
 
 from pqweights.errors import ExportError, OptionError
+from pqweights.options import ExportOptions
 
 T = TypeVar("T")
 
@@ -15,71 +15,18 @@ BEST, MINMAX = "best", "minmax"
 PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The options that a user may give for an export. None stands for the target's default.
-
-    dtype: "bf16" or "source" (the bf16 target)
-    packing: how codes are packed (the torchao target)
-    mode: the integer or float format (the mlx target)
-    bits: width of the integers, in bits
-    group_size: weights that share a scale
-    qparams: how scales are chosen, "best" or "minmax"
-    rounding: how codes are chosen, "plain", "gptq" or, for gguf, "importance"; by default not plain with a calibration
-    fold: "equalize" to move factors between layers before weights are rounded
-    calibration: for gptq, importance and folds, the file of moments that `calibrate --moments` wrote
-    type: the type or mix of the gguf target
-    pure: whether all tensors get the type of the mix (gguf)
-    recipe: a recipe of types (gguf)
-    set_type: types by pattern of names, in the order in which they are tried (gguf)
-    target_size: the largest size in bytes, for which types are then chosen (gguf)
-    sensitivity: by what they are chosen: "heuristic", or a file (gguf)
-    imatrix: whether the importance matrix is written beside the weights (gguf)
-    """
-
-    dtype: str | None = None
-    packing: str | None = None
-    mode: str | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    qparams: str | None = None
-    rounding: str | None = None
-    fold: str | None = None
-    calibration: Path | None = None
-    type: str | None = None
-    pure: bool | None = None
-    recipe: Path | None = None
-    set_type: tuple[tuple[str, str], ...] | None = None
-    target_size: int | None = None
-    sensitivity: str | None = None
-    imatrix: bool | None = None
-
-    @property
-    def compensated(self) -> bool:
-        """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
-        if self.rounding is not None:
-            return self.rounding in (GPTQ, IMPORTANCE)
-        return self.calibration is not None and self.qparams != MINMAX and self.mode in (None, "affine")
-
-    def only(self, target: str, known: Collection[str]) -> None:
-        """Raise OptionError if an option was given that is not in `known`."""
-        for field in fields(self):
-            if getattr(self, field.name) is not None and field.name not in known:
-                raise OptionError(f"--{field.name.replace('_', '-')}: the target {target} does not take this option")
+def is_compensated(options: ExportOptions) -> bool:
+    """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
+    if options.rounding is not None:
+        return options.rounding in (GPTQ, IMPORTANCE)
+    return options.calibration is not None and options.qparams != MINMAX and options.mode in (None, "affine")
 
 
-def pairs(asked: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
-    """Return patterns with their types from texts such as "*.attn_v.weight=q6_k".
-
-    Raises OptionError for a text of another form.
-    """
-    result = []
-    for text in asked or ():
-        pattern, equals, kind = text.rpartition("=")
-        if not (pattern and equals and kind):
-            raise OptionError(f"--set-type {text}: expected PATTERN=TYPE, such as '*.attn_v.weight=q6_k'")
-        result.append((pattern, kind))
-    return tuple(result)
+def check_known(options: ExportOptions, target: str, known: Collection[str]) -> None:
+    """Raise OptionError if an option was given that is not in `known`."""
+    for name in (field.name for field in fields(ExportOptions) if field.name in options.given):
+        if name not in known:
+            raise OptionError(f"`{name}`: the target {target} does not take this option")
 
 
 def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:
@@ -91,14 +38,14 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
     if rounding == PLAIN:
         return
     if why_not is not None:
-        raise OptionError(f"--rounding {GPTQ}: {why_not}")
+        raise OptionError(f"`rounding` {GPTQ}: {why_not}")
     if options.calibration is None:
         raise OptionError(
-            f"--rounding {GPTQ}: expected --calibration FILE as well, with moments that pqweights calibrate --moments "
+            f"`rounding` {GPTQ}: expected `calibration` FILE as well, with moments that pqweights calibrate --moments "
             "wrote"
         )
     if options.qparams == MINMAX:
-        raise OptionError(f"--rounding {GPTQ}: expected --qparams {BEST}, found {MINMAX}")
+        raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")
 
 
 def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
@@ -111,7 +58,7 @@ def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -
     if asked not in allowed:
         ordered = sorted(allowed, key=lambda value: value if isinstance(value, int) else 0)
         listed = ", ".join(str(value) for value in ordered if value is not None)
-        raise OptionError(f"--{option} {asked}: the target {target} takes {listed}")
+        raise OptionError(f"`{option}` {asked}: the target {target} takes {listed}")
     return asked
 
 
@@ -137,7 +84,7 @@ class GroupSize:
 
         Raises OptionError for a size that the target does not have.
         """
-        checked = one_of(target, "group-size", asked, allowed=(None, *sorted(allowed)))
+        checked = one_of(target, "group_size", asked, allowed=(None, *sorted(allowed)))
         return GroupSize(target=target, allowed=allowed, asked=checked)
 
     @property
@@ -157,7 +104,10 @@ class GroupSize:
         return next((size for size in self.tried if all(length % size == 0 for length in columns)), None)
 
     def why_not(self, columns: int) -> str | None:
-        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows."""
+        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows.
+
+        Manifests state the reason, so its words stay as they are.
+        """
         if self.fitting([columns]) is not None:
             return None
         sizes, would = " or ".join(str(size) for size in self.tried), self._dividing(columns) or "none"
@@ -168,9 +118,9 @@ class GroupSize:
         if self.asked is None or columns % self.asked == 0:
             return
         fitting = self._dividing(columns)
-        advice = "; without --group-size each layer gets one that divides its rows" if fitting else ""
+        advice = "; without `group_size` each layer gets one that divides its rows" if fitting else ""
         raise ExportError(
-            f"tensor {tensor!r}: --group-size {self.asked} does not divide its rows of {columns} weights; of the sizes "
+            f"tensor {tensor!r}: `group_size` {self.asked} does not divide its rows of {columns} weights; of the sizes "
             f"that {self.target} has, these would: {fitting or 'none'}{advice}"
         )
 

@@ -38,7 +38,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     if source.original is not None:
         given = source.original
         original = open_local(given) if isinstance(given, Path) else open_address(given)
-        where = f"--source {source.original}"
+        where = f"`source` {source.original}"
         _check_original(where, original, master=source.checkpoint, manifest=manifest)
     moments = None if source.calibration is None else _moments(source, source.calibration, original, manifest)
     outline = master_outline = target.outline(source.checkpoint)
@@ -161,12 +161,12 @@ def _moments(source: ExportSource, path: Path, original: Checkpoint | None, mani
     fold = {} if manifest is None else manifest.fold
     uses_it = source.rounding == GPTQ or source.fold or (original is not None and "calibration" in fold)
     if not uses_it:
-        raise OptionError("--calibration: expected --rounding gptq or --fold as well, which use it")
+        raise OptionError("`calibration`: expected `rounding` gptq or `fold` as well, which use it")
     moments = open_statistics(path, MOMENTS)
     if fold and original is None and manifest is not None and moments.checkpoint == manifest.source_fingerprint:
         raise SourceError(
             f"{path}: these moments are of the model that {source.folder} was folded from, whose inputs are others; "
-            "add --source with that model, or run pqweights calibrate --moments on the master"
+            "add `source` with that model, or run pqweights calibrate --moments on the master"
         )
     moments.check(_fingerprints(source, original, manifest))
     return moments

@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.exports.loading import LoadableModel
-from pqweights.exports.options import PLAIN, ExportOptions
+from pqweights.exports.options import PLAIN, check_known
 from pqweights.folding.fold import check_fold
+from pqweights.options import ExportOptions
 from pqweights.remote.addresses import Address
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
@@ -98,6 +99,6 @@ class ExportTarget(Generic[Settings]):
 
         Raises OptionError for an option, or a value, that the target does not have.
         """
-        asked.only(self.name, self.options)
+        check_known(asked, self.name, self.options)
         check_fold(asked.fold)
         return self.read_options(asked)

@@ -25,10 +25,11 @@ from pqweights.exports.architectures import names_in_memory
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import LinearRules, linear_weights, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
+from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import TORCHAO, ExportTarget
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits, pack_tiles
+from pqweights.options import ExportOptions
 
 NAME = "torchao-int4"
 TILE, UNTILED = "tile_packed_to_4d", "plain"

@@ -23,10 +23,11 @@ from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, ExportOptions, GroupSize, check_rounding, one_of
+from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
 from pqweights.kernels.groups import GroupRule, Groups, pack_bits
+from pqweights.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
 from pqweights.units import first_names

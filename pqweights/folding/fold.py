@@ -46,7 +46,7 @@ KEPT_TENSORS = 16
 def check_fold(kind: str | None) -> None:
     """Raise OptionError for a fold that does not exist. kind: None for none."""
     if kind not in (None, EQUALIZE):
-        raise OptionError(f"--fold {kind}: {instead(kind, [EQUALIZE])}")
+        raise OptionError(f"`fold` {kind}: {instead(kind, [EQUALIZE])}")
 
 
 @dataclass(frozen=True, eq=False)

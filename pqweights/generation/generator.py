@@ -13,7 +13,7 @@ import numpy as np
 
 from pqweights.errors import GenerationError
 from pqweights.generation.choosing import Chooser, Floats
-from pqweights.generation.options import GenerationOptions, choose_tokens, read_settings
+from pqweights.generation.options import choose_tokens, read_settings
 from pqweights.generation.packing import check_fits, choose_packed, read_needs
 from pqweights.generation.prompts import (
     ASSISTANT,
@@ -28,7 +28,8 @@ from pqweights.generation.prompts import (
 )
 from pqweights.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation, GenerationSettings, Timings
 from pqweights.generation.text import CONTEXT_TOKENS, TextStream
-from pqweights.runtimes.cached import CachedRun, CacheFigures
+from pqweights.options import GenerationOptions
+from pqweights.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtimes.folders import read_model
 from pqweights.runtimes.llama_tokens import GgufTokenizer
 from pqweights.runtimes.memory import peak_bytes
@@ -62,7 +63,8 @@ class Generator:
         Raises OptionError, SourceError, MasterError, EvaluationError, DeviceError or MissingDependencyError.
         """
         start = time.perf_counter()
-        options.check()
+        if options.kv_cache is not None:
+            check_spec(options.kv_cache)
         self._folder, self._options, self._tell = read_model(path), options, tell
         self._name = name or str(path)
         check_options(self._folder, options.device, bool(options.packed))
@@ -71,12 +73,12 @@ class Generator:
         self._settings = read_settings(self._folder)
         self._choice = choose_tokens(options, self._settings)
         self._random = np.random.default_rng(self._choice.seed)
-        self._tokenizer_place = options.tokenizer or path
+        self._tokenizer_place = Path(options.tokenizer or path)
         self._tokenizer = load_tokenizer(self._tokenizer_place)
         self._ends = self._settings.ends | ({self._tokenizer.eos_token_id} - {None})
         if isinstance(self._tokenizer, GgufTokenizer):
             self._ends |= self._tokenizer.ends
-        self.chats = options.chat and has_chat_template(self._tokenizer)
+        self.chats = not options.no_chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
             raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
         if options.system is not None:
@@ -107,7 +109,7 @@ class Generator:
         self._load_seconds += time.perf_counter() - start
         if self._settings.not_applied:
             self._tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
-        if self._options.chat and not self.chats:
+        if not self._options.no_chat and not self.chats:
             self._tell("the model has no chat template: it continues the text as it is")
 
     def _quantize_cache(self, spec: str) -> None:

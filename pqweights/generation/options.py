@@ -1,4 +1,4 @@
-"""What is asked of a generation, checked before a model is opened, and what the model's own files ask."""
+"""What the files of a model ask of a generation, beside what the user asks of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.storage import LocalStorage, read_file
-from pqweights.errors import OptionError, SourceError
-from pqweights.runtimes.cached import check_spec
+from pqweights.errors import SourceError
+from pqweights.options import GenerationOptions
 from pqweights.runtimes.folders import LLAMA_CPP, Folder
-from pqweights.runtimes.models import AUTO, DTYPES
 from pqweights.strict_json import is_number, parse_json
 
 GENERATION_CONFIG = "generation_config.json"
-DEFAULT_MAX_TOKENS = 512
 # Settings of generation_config.json that are not applied, and the values with which they do nothing.
 NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (None,),
@@ -36,53 +34,6 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "top_h": (None, 1.0),
     "typical_p": (None, 1.0),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """How text is generated, as the caller asks for it.
-
-    system: what the conversation begins with, for models with a chat template.
-    chat: whether the prompt is a turn of a conversation if the model has a chat template.
-    max_tokens: the most tokens of a reply.
-    temperature: 0 for the likeliest token; by default that of the model.
-    top_p: the probability of the likeliest tokens that are chosen from; by default that of the model.
-    seed: of the random choices; by default a random one, which the result names.
-    packed: whether the weights of a master stay packed; by default choose_packed decides.
-    kv_cache: the method that quantizes keys and values, with its options; by default they stay as they are.
-    tokenizer: the folder of the tokenizer; by default the model's own.
-    dtype: one of DTYPES, or auto for the model's own.
-    device: cpu, cuda or auto.
-    """
-
-    system: str | None = None
-    chat: bool = True
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    packed: bool | None = None
-    kv_cache: str | None = None
-    tokenizer: Path | None = None
-    dtype: str = AUTO
-    device: str = "cpu"
-
-    def check(self) -> None:
-        """Raise OptionError for values that are wrong for every model."""
-        if self.max_tokens < 1:
-            raise OptionError(f"--max-tokens: expected at least 1, found {self.max_tokens}")
-        if self.temperature is not None and not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):
-            raise OptionError(f"--temperature: expected 0 (the likeliest token) to 1e6, found {self.temperature:g}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise OptionError(f"--top-p: expected more than 0 and at most 1, found {self.top_p:g}")
-        if self.seed is not None and self.seed < 0:
-            raise OptionError(f"--seed: expected 0 or more, found {self.seed}")
-        if self.dtype not in (AUTO, *DTYPES):
-            raise OptionError(f"--dtype: expected {AUTO} or {', '.join(DTYPES)}, found {self.dtype!r}")
-        if self.kv_cache is not None:
-            check_spec(self.kv_cache)
-        if self.system is not None and not self.chat:
-            raise OptionError("--system: it is for conversations; leave out --no-chat")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,7 @@ def find_mix(asked: str) -> Mix:
     """
     name = asked.upper()
     if name not in MIXES and name not in ALIASES:
-        raise OptionError(f"--type {asked}: {instead(name, [*MIXES, *ALIASES])}")
+        raise OptionError(f"`type` {asked}: {instead(name, [*MIXES, *ALIASES])}")
     return MIXES[ALIASES.get(name, name)]
 
 

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
+from pqweights.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.target import SizeTarget, make_target
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeOptions:
-    """What to change in a recipe. None and empty values change nothing.
-
-    codec: another default codec, at the rate nearest to the recipe's unless `bits` gives one
-    bits: another default bit width
-    effort: how much work codecs that have a choice put into encoding
-    keep: patterns; the tensors that match one of them are kept
-    set_bits: bit widths by pattern, in the order in which they are tried; patterns in `keep` come before them
-    target_size: the largest size of the safetensors files, in bytes or as a text such as "9GB"
-    target_bpw: the largest mean of bits per weight
-    bpw_of: what that is a mean over: "quantized", the weights that the recipe quantizes, or "checkpoint", all
-        parameters with all bytes of the safetensors files
-    sensitivity: how bit widths are chosen for a target: "heuristic", or a file that `pqweights sensitivity` wrote
-    """
-
-    codec: str | None = None
-    bits: float | None = None
-    effort: int | None = None
-    keep: tuple[str, ...] = ()
-    set_bits: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    target_size: int | str | None = None
-    target_bpw: float | None = None
-    bpw_of: str | None = None
-    sensitivity: str | None = None
-
-
-def choose_recipe(recipe: str | Path | Recipe, options: RecipeOptions = RecipeOptions()) -> Recipe:
+def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions = RecipeOptions()) -> Recipe:
     """Load a recipe and change it as the options say.
 
     recipe: the name of a built-in recipe, a YAML file, or a recipe
@@ -48,10 +23,10 @@ def choose_recipe(recipe: str | Path | Recipe, options: RecipeOptions = RecipeOp
     RecipeError for what is wrong in a file.
     """
     if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe)
+        recipe = load_recipe(recipe if isinstance(recipe, str) else Path(recipe))
     target = _target(recipe, options)
     if options.bits is not None and (options.target_size is not None or options.target_bpw is not None):
-        raise OptionError("expected either --bits or a target, which chooses the bit widths; found both")
+        raise OptionError("expected either `bits` or a target, which chooses the bit widths; found both")
     if options.effort is not None:
         recipe = replace(recipe, effort=None)  # nobody asks whether another codec has it
     if options.codec is not None:
@@ -60,8 +35,9 @@ def choose_recipe(recipe: str | Path | Recipe, options: RecipeOptions = RecipeOp
         recipe = recipe.with_effort(options.effort)
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
-    recipe = recipe.with_target(target, options.sensitivity)
-    added = (*map(_keeping, options.keep), *_setting_bits(recipe.codec, options.set_bits))
+    recipe = recipe.with_target(target, None if options.sensitivity is None else str(options.sensitivity))
+    widths = options.set_bits.items() if isinstance(options.set_bits, Mapping) else options.set_bits or ()
+    added = (*map(_keeping, options.keep), *_setting_bits(recipe.codec, widths))
     return replace(recipe, overrides=(*added, *recipe.overrides))
 
 
@@ -84,24 +60,26 @@ def _known_codec(name: str) -> str:
     try:
         return get_codec(name).name
     except RecipeError as error:
-        raise OptionError(f"--{error}") from None
+        raise OptionError(f"`codec`: {str(error).removeprefix('codec: ')}") from None
+
+
+# The reasons of these rules are parts of manifests, which say what was asked of the command.
 
 
 def _keeping(pattern: str) -> Rule:
     return Rule(names=(pattern,), keep=True, reason=f"--keep {pattern}")
 
 
-def _setting_bits(codec: str, widths: Mapping[str, float] | tuple[tuple[str, float], ...]) -> list[Rule]:
+def _setting_bits(codec: str, widths: Iterable[tuple[str, float]]) -> list[Rule]:
     """Return a rule for each pattern, which is tried in this order.
 
     Raises OptionError for a bit width that the codec does not have.
     """
     rules = []
-    for pattern, asked in widths.items() if isinstance(widths, Mapping) else widths:
-        option = f"--set {pattern}={asked:g}"
+    for pattern, asked in widths:
         try:
             bits = checked_rate(codec, asked)
         except RecipeError as error:
-            raise OptionError(f"{option}: {error}") from None
-        rules.append(Rule(names=(pattern,), bits=bits, reason=option))
+            raise OptionError(f"`set_bits` {pattern}={asked:g}: {error}") from None
+        rules.append(Rule(names=(pattern,), bits=bits, reason=f"--set {pattern}={asked:g}"))
     return rules

@@ -131,7 +131,7 @@ class Recipe:
             if self.effort is not None:
                 checked_effort(changed.codecs, self.effort)
         except RecipeError as error:
-            raise OptionError(f"--codec: recipe {self.name!r}: {error}") from None
+            raise OptionError(f"`codec`: recipe {self.name!r}: {error}") from None
         return changed
 
     def with_effort(self, effort: int) -> Recipe:
@@ -142,7 +142,7 @@ class Recipe:
         try:
             return replace(self, effort=checked_effort(self.codecs, effort))
         except RecipeError as error:
-            raise OptionError(f"--effort: {error}") from None
+            raise OptionError(f"`effort`: {error}") from None
 
     def with_bits(self, bits: float) -> Recipe:
         """Return the recipe with another default bit width; rules keep theirs.
@@ -151,12 +151,12 @@ class Recipe:
         """
         if self.target is not None:
             raise OptionError(
-                f"--bits: recipe {self.name!r} chooses bit widths to meet its target size; leave --bits out"
+                f"`bits`: recipe {self.name!r} chooses bit widths to meet its target size; leave `bits` out"
             )
         try:
             return replace(self, bits=checked_rate(self.codec, bits))
         except RecipeError as error:
-            raise OptionError(f"--bits: {error}") from None
+            raise OptionError(f"`bits`: {error}") from None
 
     def with_target(self, target: SizeTarget | None, sensitivity: str | None) -> Recipe:
         """Return the recipe with another target and another sensitivity, as far as they are given.
@@ -165,7 +165,7 @@ class Recipe:
         """
         target = target or self.target
         if sensitivity is not None and target is None:
-            raise OptionError("--sensitivity needs --target-size or --target-bpw")
+            raise OptionError("`sensitivity` needs `target_size` or `target_bpw`")
         return replace(self, target=target, sensitivity=sensitivity or self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
@@ -235,10 +235,10 @@ def _other_recipe(name: str) -> str:
     """Return what to give in place of an unknown name of a recipe."""
     for file in (f"{name}{suffix}" for suffix in SUFFIXES):
         if Path(file).is_file():
-            return f"there is a file {file!r}: give its whole name, as in --recipe {file}"
+            return f"there is a file {file!r}: give its whole name, as in `recipe` {file}"
     width = re.fullmatch(r"q(\d+)", name)
     if width is not None and int(width[1]) in get_codec(DEFAULT_CODEC).rates:
-        return f"any recipe takes another bit width, as in --recipe q{DEFAULT_BITS} --bits {width[1]}"
+        return f"any recipe takes another bit width, as in `recipe` q{DEFAULT_BITS} `bits` {width[1]}"
     return f"{instead(name, recipe_names())}, or a .yaml file"
 
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.errors import RecipeError
-from pqweights.units import parse_size
+from pqweights.units import BPW_OF, parse_size
 
 # What bits per weight are a mean over: the weights that the recipe quantizes, or all parameters of the checkpoint, with
 # every byte of the safetensors files.
-QUANTIZED, CHECKPOINT = "quantized", "checkpoint"
-BPW_OF = (QUANTIZED, CHECKPOINT)
+QUANTIZED, CHECKPOINT = BPW_OF
 # How recipe files and options spell the three values that make a target.
 KEYS = ("target_size", "target_bpw", "bpw_of")
-OPTIONS = ("--target-size", "--target-bpw", "--bpw-of")
+OPTIONS = ("`target_size`", "`target_bpw`", "`bpw_of`")
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.exports.possible import possible_exports
 from pqweights.folding.fold import Fold
 from pqweights.hub.storage import LOW_DISK_FILES, HubStorage
+from pqweights.options import QuantizeOptions
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan
 from pqweights.planning.possible import PossibleExport
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.totals import Totals
-from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.needs import ResourceNeeds, resource_needs
 from pqweights.store import Store
 from pqweights.strict_json import LIST_ITEM, JsonText, json_pieces, json_text

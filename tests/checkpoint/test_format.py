@@ -20,9 +20,9 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs import lloyd_max as codebook
 from pqweights.codecs.protocol import RESCUE_FACTOR
-from pqweights.exports.options import ExportOptions
 from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.results.verify import verify
 

@@ -16,7 +16,7 @@ from restated import restate_hashes
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.errors import MasterError
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.results.verify import verify
 
 EXPECTED = json.loads(make_polar.EXPECTED.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.dtypes import float8_table, from_float32, to_float32
 from pqweights.errors import SourceError
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -13,7 +13,7 @@ from commands import done, invoke, refused
 from golden import make_trellis
 from golden.make import described
 
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.results.verify import verify
 
 EXPECTED = json.loads(make_trellis.EXPECTED.read_text(encoding="utf-8"))

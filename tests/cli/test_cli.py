@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from commands import answer, invoke
 from helpers import bf16, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from pqweights_cli import output
 from pqweights_cli.main import app
-from pqweights_cli.options import parse_size
 from typer.testing import CliRunner
 
 import pqweights
+from pqweights import parameters as kinds
+from pqweights.errors import OptionError
 
 PLAN_TOTALS = {"weights", "quantized_weights", "source_bytes", "output_bytes", "bits_per_weight"}
 PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "reason"}
@@ -311,13 +311,13 @@ def test_version_is_printed() -> None:
     ],
 )
 def test_sizes_are_parsed(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
+    assert kinds.size("size", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-5GB", "1e9", "0", "0.1", "5GB5", "nan", "1_000"])
 def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="expected"):
-        parse_size(text)
+    with pytest.raises(OptionError, match="expected"):
+        kinds.size("size", text)
 
 
 def test_bits_option_replaces_the_default_of_the_recipe(source: Path) -> None:

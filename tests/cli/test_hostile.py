@@ -22,6 +22,7 @@ from hostile import evaluation, generate, keys_and_values, masters, pickles
 from hostile.case import DOWN, UP, Case
 from hostile.generate import CASES
 from hostile.pickles import PAYLOAD
+from pqweights_cli import output
 from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
 
@@ -120,6 +121,12 @@ USAGE_ERRORS = {
     "gguf-options-that-exclude-each-other",
 }
 PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine progress is slow enough for a line, before the one about the input."""
+    monkeypatch.setattr(output, "QUIET_SECONDS", 3600.0)
 
 
 def run(line: str) -> Result:

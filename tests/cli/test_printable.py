@@ -98,7 +98,7 @@ def test_quantize_inspect_and_verify_show_hostile_manifests_with_escapes(source:
     )
 
 
-def test_names_of_files_that_a_manifest_invents_are_escaped(master: Path) -> None:
+def test_names_of_files_that_a_manifest_invents_are_escaped(master: Path, tmp_path: Path) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["files"][f"x{HOSTILE}.json"] = {"bytes": 3, "sha256": "0" * 64}
 
@@ -108,7 +108,7 @@ def test_names_of_files_that_a_manifest_invents_are_escaped(master: Path) -> Non
         ("verify",),
         ("card",),
         ("push", "org/name", "--dry-run"),
-        ("export", "out", "-t", "bf16"),
+        ("export", tmp_path / "out", "-t", "bf16"),
     ):
         assert_harmless(invoke(command[0], master, *command[1:]).output)
 

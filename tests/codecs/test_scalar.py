@@ -22,7 +22,7 @@ from pqweights.codecs import CODECS, columns
 from pqweights.codecs.scalar import SIGNED_HADAMARD
 from pqweights.codecs.weight import add_in_order
 from pqweights.errors import SourceError
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import parse_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify

@@ -47,7 +47,8 @@ from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, RecipeError
 from pqweights.integrations.packed import PackedTensor, pack
 from pqweights.measure.scale_search import Inputs, Matrix, search
-from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.options import RecipeOptions
+from pqweights.planning.choice import choose_recipe
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import parse_recipe

@@ -24,8 +24,9 @@ from pqweights.distributed import engine as engines
 from pqweights.distributed import running
 from pqweights.distributed.engine import on_ray
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError
+from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
 from pqweights.store import open_store
@@ -58,7 +59,7 @@ def cluster(ray_cluster: RayCluster) -> RayCluster:
 
 def faulty_run(source: Path, out: Path, fault: str) -> tuple[RewriteTask, Path]:
     """A task in which something happens at the fifth layer, and the marker that it makes then."""
-    checkpoint, _, plan = plan_quantize(str(source), load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD))
+    checkpoint, _, plan = plan_quantize(str(source), load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
     marker = out.parent / "marker"
     transform = Faulty(recipe=load_recipe("q5"), tensor=weight(4), marker=marker, fault=fault)
     return (

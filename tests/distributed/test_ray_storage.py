@@ -12,8 +12,9 @@ from remote_server import SECRETS, ObjectServer
 import pqweights
 from pqweights.distributed.engine import on_ray
 from pqweights.errors import StorageError
+from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
 from pqweights.store import open_store
@@ -37,7 +38,7 @@ def test_a_run_between_buckets_survives_a_lost_worker(
     source, out = server.put(local, "model"), "s3://models/master"
     pqweights.quantize(local, tmp_path / "plain", max_shard_size=SHARD)
 
-    checkpoint, _, plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD))
+    checkpoint, _, plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
     recipe, marker = load_recipe("q5"), tmp_path / "marker"
     task = RewriteTask(
         checkpoint=checkpoint,

@@ -20,8 +20,8 @@ from helpers import read_all
 from pqweights.errors import MasterError, MissingDependencyError, PqweightsWarning, SourceError
 from pqweights.evaluate.protocol import Windows, window_losses
 from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.exports.options import ExportOptions
 from pqweights.installing import pip_install
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import read_manifest

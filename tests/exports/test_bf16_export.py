@@ -29,8 +29,8 @@ from typer.testing import CliRunner
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, OptionError, SourceError
 from pqweights.exports import ALIASES, EXPORTS, get_target, target_name
-from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import ExportSource
+from pqweights.options import ExportOptions
 from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
 
@@ -226,7 +226,7 @@ def test_help_lists_every_target_with_its_summary() -> None:
     ],
 )
 def test_unknown_target_error_names_the_nearest(written: str, nearest: str) -> None:
-    with pytest.raises(OptionError, match=rf"--target {written}: the nearest is '{nearest}'; expected "):
+    with pytest.raises(OptionError, match=rf"`target` {written}: the nearest is '{nearest}'; expected "):
         get_target(written)
 
 

@@ -182,10 +182,10 @@ def test_moments_that_cannot_be_are_refused(bad: str, driven: Path, tmp_path: Pa
 def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
     path = calibrated[0]
     for options, expected in (
-        ({"rounding": "gptq"}, "--calibration FILE"),
-        ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "--qparams best"),
+        ({"rounding": "gptq"}, "`calibration` FILE"),
+        ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "`qparams` best"),
         ({"rounding": "nearest"}, "plain, gptq"),
-        ({"target": "mlx", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "--mode affine"),
+        ({"target": "mlx", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "`mode` affine"),
         ({"target": "bf16", "rounding": "gptq", "calibration": path}, "does not take"),
     ):
         asked = {"export": str(driven / "master"), "target": "vllm", **options}

@@ -11,8 +11,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec
 from pqweights.exports.integers import Rounding
 from pqweights.exports.linear import patterns
-from pqweights.exports.options import ExportOptions
 from pqweights.exports.vllm import read_options
+from pqweights.options import ExportOptions
 from pqweights.planning.roles import classify
 
 torch = pytest.importorskip("torch")

@@ -16,8 +16,8 @@ from language_models import TEMPLATE, babbler
 import pqweights
 from pqweights.errors import GenerationError, OptionError
 from pqweights.generation.generator import Generator
-from pqweights.generation.options import GenerationOptions
 from pqweights.generation.report import Generation
+from pqweights.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtimes.cached import CachedRun
 from pqweights.runtimes.models import open_model

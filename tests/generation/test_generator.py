@@ -18,8 +18,8 @@ import pqweights
 from pqweights.errors import EvaluationError, GenerationError, MasterError, OptionError, PqweightsError, SourceError
 from pqweights.generation import generator as module
 from pqweights.generation.generator import Generator
-from pqweights.generation.options import GenerationOptions
 from pqweights.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
+from pqweights.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtimes import steps
 from pqweights.runtimes.models import open_model
@@ -78,13 +78,13 @@ def test_greedy_tokens_are_those_of_transformers(work):
     for prompt in ("Hello", "a b c"):
         expected = greedy(work / "babbler", prompt, 40)
         assert len(set(expected)) > 10
-        assert list(reply(work / "babbler", prompt, chat=False, max_tokens=40).token_ids) == expected
+        assert list(reply(work / "babbler", prompt, no_chat=True, max_tokens=40).token_ids) == expected
 
 
 def test_repetition_penalty_of_the_model_is_applied(work, tmp_path):
     folder = Path(shutil.copytree(work / "babbler", tmp_path / "model"))
     (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.8, "eos_token_id": 257}))
-    found = list(reply(folder, "Hello", chat=False, max_tokens=40).token_ids)
+    found = list(reply(folder, "Hello", no_chat=True, max_tokens=40).token_ids)
     assert found == greedy(folder, "Hello", 40) != greedy(work / "babbler", "Hello", 40)
 
 
@@ -152,7 +152,7 @@ def test_every_end_of_text_of_the_model_ends_a_reply(tmp_path):
 def test_a_reply_ends_at_the_limits(work):
     done = reply(work / "speaker", max_tokens=3)
     assert (done.stop, len(done.token_ids), done.text) == (LENGTH, 3, "Zé")
-    full = reply(work / "babbler", "A" * (language_models.CONTEXT - 5), chat=False, max_tokens=9)
+    full = reply(work / "babbler", "A" * (language_models.CONTEXT - 5), no_chat=True, max_tokens=9)
     assert (full.stop, len(full.token_ids)) == (CONTEXT, 5)
 
 
@@ -208,7 +208,7 @@ def test_without_a_chat_template_the_text_is_continued(work):
     assert told == ["the model has no chat template: it continues the text as it is"]
     assert not asked.chats
     assert [asked.reply("A", lambda piece: None).prompt_tokens for _ in range(2)] == [1, 1]
-    assert not generator(work / "chat", chat=False).chats
+    assert not generator(work / "chat", no_chat=True).chats
 
 
 # --- settings ---
@@ -266,7 +266,7 @@ def test_wrong_options_are_refused_before_anything_is_read(options, message, tmp
 
 
 def test_scalar_masters_run_packed_and_trellis_masters_decoded(work):
-    scalar, trellis = (reply(work / name, "Hello", chat=False, max_tokens=20) for name in ("q4", "t4"))
+    scalar, trellis = (reply(work / name, "Hello", no_chat=True, max_tokens=20) for name in ("q4", "t4"))
     assert (scalar.settings.packed, trellis.settings.packed) == (True, False)
     assert list(trellis.token_ids) == greedy(work / "t4", "Hello", 20)
     assert "packed" in scalar.settings.runtime and "decoded" in trellis.settings.runtime

@@ -11,7 +11,8 @@ from commands import answer, invoke, refused
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.errors import OptionError
-from pqweights.planning.choice import RecipeOptions, choose_recipe
+from pqweights.options import RecipeOptions
+from pqweights.planning.choice import choose_recipe
 from pqweights.planning.recipe import Rule, load_recipe
 from pqweights.planning.target import SizeTarget
 
@@ -141,13 +142,13 @@ def test_each_option_of_a_target_replaces_its_own_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        (RecipeOptions(bits=4, target_bpw=4), "found both"),
-        (RecipeOptions(target_size=5, target_bpw=4), "give either --target-size or --target-bpw, not both"),
-        (RecipeOptions(target_size="9XB"), "'9XB'"),
-        (RecipeOptions(bpw_of="checkpoint"), "--bpw-of needs --target-bpw"),
-        (RecipeOptions(bits=9), "2 to 8"),
+        ({"bits": 4, "target_bpw": 4}, "found both"),
+        ({"target_size": 5, "target_bpw": 4}, "give either `target_size` or `target_bpw`, not both"),
+        ({"target_size": "9XB"}, "'9XB'"),
+        ({"bpw_of": "checkpoint"}, "`bpw_of` needs `target_bpw`"),
+        ({"bits": 9}, "2 to 8"),
     ],
 )
-def test_impossible_options_are_refused(options: RecipeOptions, fragment: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], fragment: str) -> None:
     with pytest.raises(OptionError, match=fragment):
-        choose_recipe("q5", options)
+        choose_recipe("q5", RecipeOptions(**options))

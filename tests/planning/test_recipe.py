@@ -384,7 +384,7 @@ def test_with_bits_replaces_only_the_default() -> None:
 
 @pytest.mark.parametrize("width", [-1, 0, 1, 9, 16])
 def test_bit_width_that_the_codec_lacks_is_refused(width: int) -> None:
-    with pytest.raises(OptionError, match=rf"--bits.*2 to 8.*found {width}"):
+    with pytest.raises(OptionError, match=rf"`bits`.*2 to 8.*found {width}"):
         load_recipe("q5").with_bits(width)
 
 
@@ -430,9 +430,9 @@ def test_options_override_the_target_of_the_recipe() -> None:
     changed = recipe.with_target(make_target(None, 3), None)
     assert (changed.target, changed.sensitivity) == (SizeTarget(bits_per_weight=3.0), "s.json")
     assert recipe.with_target(None, "heuristic").sensitivity == "heuristic"
-    with pytest.raises(OptionError, match="leave --bits out"):
+    with pytest.raises(OptionError, match="leave `bits` out"):
         recipe.with_bits(4)
-    with pytest.raises(OptionError, match="--sensitivity needs --target-size or --target-bpw"):
+    with pytest.raises(OptionError, match="`sensitivity` needs `target_size` or `target_bpw`"):
         load_recipe("q5").with_target(None, "heuristic")
 
 

@@ -11,8 +11,9 @@ from rewriting import command, interrupt
 
 from pqweights.checkpoint.disk_room import DiskNeed, check_room
 from pqweights.errors import OutputError
+from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import QuantizeOptions, plan_quantize
+from pqweights.quantizing import plan_quantize
 
 
 def with_free(patch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
@@ -30,7 +31,7 @@ def test_shards_of_the_older_result_are_not_room_that_the_new_one_has(
     (out / "tokenizer.json").write_text("edited: the result is another one")
     (out / "config.json").write_text("{}")
     interrupt(monkeypatch, work, out, shards=1)
-    options = QuantizeOptions(max_shard_bytes=work["max_shard_bytes"])
+    options = QuantizeOptions(max_shard_size=work["max_shard_bytes"])
     plan = plan_quantize(source, load_recipe("q5"), options)[2]
     assert all((out / shard.file).exists() for shard in plan.shards)
     there = plan.shards[0].file_bytes

@@ -19,8 +19,9 @@ from rewriting import SHARD_BYTES, command
 
 import pqweights
 from pqweights.errors import OptionError, OutputError, SourceError
+from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import QuantizeOptions, plan_quantize, quantize
+from pqweights.quantizing import plan_quantize, quantize
 from pqweights.store import open_store
 from pqweights.store.bucket import BucketStore
 from pqweights.store.local import LocalStore
@@ -200,7 +201,7 @@ def test_result_that_lost_a_shard_is_named(source: Path, run: Callable[..., Any]
 def test_scratch_folder_needs_room_for_two_shards(
     source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_bytes=SHARD_BYTES))[2]
+    plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD_BYTES))[2]
     room = sum(sorted(shard.file_bytes for shard in plan.shards)[-2:])
     assert room < plan.output_bytes
     usage = shutil.disk_usage(tmp_path)
@@ -251,7 +252,7 @@ def test_source_and_result_in_object_storage(
     files = {name: data for name, data in folder_bytes(source).items() if not name.endswith("/")}
     put(address, files)
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
-    options = QuantizeOptions(max_shard_bytes=SHARD_BYTES)
+    options = QuantizeOptions(max_shard_size=SHARD_BYTES)
     quantize(address, OUT, load_recipe("q5"), options=options)
     assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
     assert quantize(address, OUT, load_recipe("q5"), options=options).already_done

@@ -14,8 +14,8 @@ from pqweights.errors import OptionError
 from pqweights.exports import RegisteredTarget
 from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.options import ExportOptions
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
+from pqweights.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.rewrite.transform import Transform
 

@@ -11,8 +11,8 @@ from pqweights import card, exporting, quantizing
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.evaluate import evaluation
 from pqweights.evaluate.report import EvaluationReport
-from pqweights.exports.options import ExportOptions
 from pqweights.measure import sensitivity as measuring
+from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Sensitivity
@@ -24,14 +24,21 @@ def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
     return kind(**{field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords})
 
 
+def quantize_options(keywords: dict[str, Any]) -> QuantizeOptions:
+    if "max_shard_bytes" in keywords:
+        keywords["max_shard_size"] = keywords.pop("max_shard_bytes")
+    options: QuantizeOptions = options_of(QuantizeOptions, keywords)
+    return options
+
+
 def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
-    options, run = options_of(quantizing.QuantizeOptions, keywords), options_of(RunOptions, keywords)
+    options, run = quantize_options(keywords), options_of(RunOptions, keywords)
     assert not keywords, keywords
     return quantizing.quantize(source, out, recipe, options=options, run=run)
 
 
 def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> tuple[Checkpoint, quantizing.Quantize, Plan]:
-    options = options_of(quantizing.QuantizeOptions, keywords)
+    options = quantize_options(keywords)
     assert not keywords, keywords
     return quantizing.plan_quantize(source, recipe, options)
 

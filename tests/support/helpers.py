@@ -27,7 +27,7 @@ from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.exports import torchao_int4
-from pqweights.exports.options import ExportOptions
+from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs, shard
 from pqweights.rewrite.task import RewriteReport
