@@ -19,18 +19,18 @@ import comparison_codecs
 from pqweights.codecs import get_codec
 from pqweights.codecs.polar import RATE
 from pqweights.errors import ExportError, MissingDependencyError
-from pqweights.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
-from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exporting import MasterFolder, export
-from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate
+from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.packages import package
+from pqweights.inference.runtimes.texts import Ids
 from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
+from pqweights.quality.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
+from pqweights.quality.evaluate.weight_errors import relative_mse
+from pqweights.quality.measure.calibrate import WINDOW, CalibrationOptions, calibrate
 from pqweights.quantizing import quantize
-from pqweights.results.inspect import inspect
+from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
-from pqweights.runtimes.models import Model, open_model
-from pqweights.runtimes.packages import package
-from pqweights.runtimes.texts import Ids
 
 ABSMAX = "absmax"
 ROTATED = "+ Hadamard only"

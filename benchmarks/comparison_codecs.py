@@ -23,7 +23,7 @@ from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
 from pqweights.codecs.protocol import Bytes, Codec, Doubles, Floats, State
 from pqweights.codecs.scalar import ScalarState
-from pqweights.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
+from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 from pqweights.kernels.reference import unpack

@@ -37,17 +37,17 @@ from harness import Cell, Document, argument_parser, gigabytes, machine, now, pu
 from safetensors.numpy import save_file
 
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.evaluate.protocol import Loss, Windows, change, perplexity, window_losses
-from pqweights.evaluate.weight_errors import relative_mse
 from pqweights.exporting import MasterFolder, export
+from pqweights.inference.runtimes.decoders import export_weight
+from pqweights.inference.runtimes.models import continuation, open_model
+from pqweights.inference.runtimes.texts import Ids, tokenize
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
+from pqweights.quality.evaluate.protocol import Loss, Windows, change, perplexity, window_losses
+from pqweights.quality.evaluate.weight_errors import relative_mse
 from pqweights.quantizing import quantize
-from pqweights.results.inspect import inspect
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import export_weight
-from pqweights.runtimes.models import continuation, open_model
-from pqweights.runtimes.texts import Ids, tokenize
+from pqweights.rewrite.results.inspect import inspect
 
 SOURCE = "original"
 WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)

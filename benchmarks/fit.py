@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 
-from pqweights.evaluate.evaluation import TextOptions, choose_windows
-from pqweights.evaluate.protocol import Windows, compare, perplexity
-from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.inference.runtimes.folders import read_folder
+from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.planning.target import SizeTarget
+from pqweights.quality.evaluate.evaluation import TextOptions, choose_windows
+from pqweights.quality.evaluate.protocol import Windows, compare, perplexity
+from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
 from pqweights.quantizing import plan_quantize, quantize
-from pqweights.results.inspect import inspect
+from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
-from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.models import Model, open_model
-from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
 UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)

@@ -33,13 +33,13 @@ import quality
 from harness import Document, argument_parser, machine, now, publish, table
 
 import pqweights
-from pqweights.evaluate.protocol import Windows, compare
 from pqweights.exports.gguf_files import IMATRIX_FILE
+from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.measure.calibrate import CalibrationOptions, calibrate
-from pqweights.runtimes.models import Model, open_model
-from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
 
 BLOCKS, MODELS = "blocks", "models"
 TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0", "Q3_K_M", "Q2_K")

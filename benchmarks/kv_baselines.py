@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.kv.codes import halves, pack, unpack
-from pqweights.kv.polar_rope import affine_codes
-from pqweights.kv.rotated import SEED, RotatedScalar, rotation
-from pqweights.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Scheme, digits
-from pqweights.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
+from pqweights.inference.kv.codes import halves, pack, unpack
+from pqweights.inference.kv.polar_rope import affine_codes
+from pqweights.inference.kv.rotated import SEED, RotatedScalar, rotation
+from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Scheme, digits
+from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 
 
 class Groups:

@@ -28,13 +28,13 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from recall import Case, States, fill, read_cases, read_states, recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
-from pqweights.evaluate.protocol import Scores, Windows, compare
-from pqweights.kv.attention_error import attention_error
-from pqweights.kv.cache import KVCache, kv_cache
-from pqweights.kv.states import tensor_bytes
-from pqweights.runtimes.cached import MEASURED_QUERIES
-from pqweights.runtimes.models import Model
-from pqweights.runtimes.texts import Ids, read_text, tokenize
+from pqweights.inference.kv.attention_error import attention_error
+from pqweights.inference.kv.cache import KVCache, kv_cache
+from pqweights.inference.kv.states import tensor_bytes
+from pqweights.inference.runtimes.cached import MEASURED_QUERIES
+from pqweights.inference.runtimes.models import Model
+from pqweights.inference.runtimes.texts import Ids, read_text, tokenize
+from pqweights.quality.evaluate.protocol import Scores, Windows, compare
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

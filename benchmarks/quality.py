@@ -30,20 +30,20 @@ from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.codecs.polar import RATE as POLAR_RATE
-from pqweights.evaluate.evaluation import TextOptions, choose_windows
-from pqweights.evaluate.protocol import Scores, Windows, compare
-from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
+from pqweights.inference.runtimes.decoders import values_of
+from pqweights.inference.runtimes.folders import read_folder
+from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
+from pqweights.quality.evaluate.evaluation import TextOptions, choose_windows
+from pqweights.quality.evaluate.protocol import Scores, Windows, compare
+from pqweights.quality.evaluate.weight_errors import relative_mse
+from pqweights.quality.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
 from pqweights.quantizing import Quantize, quantize
-from pqweights.results.inspect import inspect
+from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
-from pqweights.runtimes.decoders import values_of
-from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.models import Model, open_model
-from pqweights.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 ABLATED = (5, 4, 3)

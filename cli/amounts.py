@@ -8,7 +8,7 @@ BYTES = "bytes"
 
 def size(count: float) -> str:
     """Return a number of bytes with its unit; GB is 10**9."""
-    from pqweights.units import size_text
+    from pqweights.common.units import size_text
 
     return size_text(count)
 

@@ -11,9 +11,9 @@ import typer
 from . import flags, options, output, text_options
 
 if TYPE_CHECKING:
-    from pqweights.measure.calibrate import Calibration
-    from pqweights.measure.layer_search import LayerReport
     from pqweights.planning.statistics_file import InputVector
+    from pqweights.quality.measure.calibrate import Calibration
+    from pqweights.quality.measure.layer_search import LayerReport
 
 COLUMNS = [
     ("weight", False),
@@ -88,10 +88,10 @@ def command(
     continues an interrupted run.
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
-        from pqweights.measure.calibrate import CalibrationOptions, calibrate
+        from pqweights.inference.runtimes.texts import read_text
         from pqweights.options import RecipeOptions
         from pqweights.planning.choice import choose_recipe
-        from pqweights.runtimes.texts import read_text
+        from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
 
         if moments and not scales:
             _check_moments_options(ctx)
@@ -141,7 +141,7 @@ def _lines(done: Calibration, source: str, out: Path) -> list[str]:
 
 
 def _moments_lines(done: Calibration, vectors: Sequence[InputVector], source: str, out: Path) -> list[str]:
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     fewest = min((vector.tokens for vector in vectors), default=0)
     return [

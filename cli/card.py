@@ -10,7 +10,7 @@ import typer
 from . import options, output, report
 
 if TYPE_CHECKING:
-    from pqweights.card import Card
+    from pqweights.publish.card import Card
 
 RepositoryOption = Annotated[
     str | None,
@@ -41,7 +41,7 @@ def command(
     if shown and json:
         raise typer.BadParameter("expected either --print or --json, found both")
     with output.errors(quiet=quiet):
-        from pqweights.card import CardOptions, make_card, read_card, write_card
+        from pqweights.publish.card import CardOptions, make_card, read_card, write_card
         from pqweights.rewrite.manifest import read_manifest
 
         _check_repositories(repository, base_model)
@@ -54,7 +54,7 @@ def command(
 
 
 def _check_repositories(repository: str | None, base_model: str | None) -> None:
-    from pqweights.hub.ids import is_repository_id
+    from pqweights.storage.hub.ids import is_repository_id
 
     if repository is not None and not is_repository_id(repository):
         raise typer.BadParameter(f"--repo: expected ORG/NAME, found {repository!r}")
@@ -64,8 +64,8 @@ def _check_repositories(repository: str | None, base_model: str | None) -> None:
 
 def _show(card: Card, folder: Path, json: bool) -> None:
     from pqweights.checkpoint.names import CARD_FILE
-    from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD
-    from pqweights.units import counted
+    from pqweights.common.units import counted
+    from pqweights.rewrite.results.evaluation_record import FEWEST_TOKENS_FOR_CARD
 
     written = folder / CARD_FILE
     if json:

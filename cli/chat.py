@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from . import interrupts, output, replies
 
 if TYPE_CHECKING:
-    from pqweights.generation.generator import Generator
-    from pqweights.generation.report import Generation
+    from pqweights.inference.generation.generator import Generator
+    from pqweights.inference.generation.report import Generation
 
 PROMPT = "> "
 HINT = "Ctrl-C ends a reply; Ctrl-D, or Ctrl-C at the prompt, leaves"

@@ -13,11 +13,11 @@ import typer
 from . import options, output, text_options
 
 if TYPE_CHECKING:
-    from pqweights.evaluate.evaluation import EvaluationOptions
-    from pqweights.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
-    from pqweights.hub.sources import Fetched
-    from pqweights.results.evaluation_record import EvaluationRecord, Place
-    from pqweights.runtimes.cached import CacheFigures
+    from pqweights.inference.runtimes.cached import CacheFigures
+    from pqweights.quality.evaluate.evaluation import EvaluationOptions
+    from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
+    from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Place
+    from pqweights.storage.hub.sources import Fetched
 
 
 CACHE_LEGEND = (
@@ -116,7 +116,7 @@ def command(
     if (text is None) == (dataset is None):
         raise typer.BadParameter("expected either --text FILE or --dataset wikitext")
     with output.errors(quiet=quiet):
-        from pqweights.evaluate.evaluation import EvaluationOptions, TextOptions
+        from pqweights.quality.evaluate.evaluation import EvaluationOptions, TextOptions
 
         options.check_plot(plot)
         sources = _fetch(models, reference, revision=revision, token=token)
@@ -159,9 +159,9 @@ class _Presentation:
 
 def _evaluate(sources: _Sources, text: Path | None, asked: EvaluationOptions, *, presentation: _Presentation) -> None:
     """Evaluate the models, and show and record the figures. text: the file, or None for WikiText."""
-    from pqweights.evaluate.evaluation import evaluate
-    from pqweights.evaluate.recording import make_record
-    from pqweights.runtimes.texts import read_text, wikitext
+    from pqweights.inference.runtimes.texts import read_text, wikitext
+    from pqweights.quality.evaluate.evaluation import evaluate
+    from pqweights.quality.evaluate.recording import make_record
 
     places = sources.places(record=presentation.record)
     words = wikitext() if text is None else read_text(text)
@@ -199,13 +199,13 @@ class _Sources:
     @property
     def base_id(self) -> str | None:
         """The id of the reference if it is on the Hub."""
-        from pqweights.hub.sources import repository_id
+        from pqweights.storage.hub.sources import repository_id
 
         return None if self.reference is None else repository_id(self.reference)
 
     def places(self, *, record: bool) -> list[Place | None]:
         """Return where to record the figures of each model, if anywhere: not in the cache of the Hub."""
-        from pqweights.results.evaluation_record import find_place
+        from pqweights.rewrite.results.evaluation_record import find_place
 
         found = [self.found[name] for name in self.names]
         return [find_place(each.path) if record and not each.origin else None for each in found]
@@ -217,7 +217,7 @@ class _Sources:
 
 
 def _fetch(models: list[str], reference: str | None, *, revision: str | None, token: str | None) -> _Sources:
-    from pqweights.hub.sources import repository_id
+    from pqweights.storage.hub.sources import repository_id
 
     if revision is not None and not any(repository_id(name) for name in models):
         raise typer.BadParameter("--revision: expected a repository on the Hub among the models")
@@ -234,7 +234,7 @@ def _fetch(models: list[str], reference: str | None, *, revision: str | None, to
 
 def _show(done: EvaluationReport, presentation: _Presentation) -> None:
     if presentation.plot is not None:
-        from pqweights.plots.evaluation import plot_evaluation
+        from pqweights.quality.plots.evaluation import plot_evaluation
 
         plot_evaluation(done, presentation.plot)
     if presentation.json:
@@ -246,7 +246,7 @@ def _show(done: EvaluationReport, presentation: _Presentation) -> None:
 def _record(place: Place, record: EvaluationRecord) -> None:
     """Write figures beside their model; a failure is only a note, because the figures are printed already."""
     from pqweights.errors import MasterError, OutputError
-    from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD, write_record
+    from pqweights.rewrite.results.evaluation_record import FEWEST_TOKENS_FOR_CARD, write_record
 
     too_few = (
         f"; too few tokens for the model card, which shows evaluations that score at least {FEWEST_TOKENS_FOR_CARD}"
@@ -303,8 +303,8 @@ def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
-    from pqweights.evaluate.report import beginning, masked_tokens
-    from pqweights.units import counted
+    from pqweights.common.units import counted
+    from pqweights.quality.evaluate.report import beginning, masked_tokens
 
     windows = counted(settings.windows, "window")
     return (

@@ -52,7 +52,7 @@ def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None
     """
     from pqweights.exporting import MasterFolder, export
     from pqweights.exports import get_target
-    from pqweights.store import open_store
+    from pqweights.storage import open_store
 
     place = open_store(str(asked.out))
     get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
@@ -80,7 +80,7 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     plan = done.plan
     sizes = f"{output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}"

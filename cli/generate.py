@@ -22,9 +22,9 @@ def command(asked: ModelArguments, *, prompt: PromptOption = None, json: options
     Without --prompt, the prompt is read from stdin; on a terminal, the command asks for one after another and keeps the
     conversation. Ctrl-C ends a reply. The speed and the memory are printed at the end.
     """
-    from pqweights.generation.generator import Generator
-    from pqweights.hub.sources import repository_id
-    from pqweights.runtimes.cached import check_spec
+    from pqweights.inference.generation.generator import Generator
+    from pqweights.inference.runtimes.cached import check_spec
+    from pqweights.storage.hub.sources import repository_id
 
     if asked.kv_cache is not None:
         check_spec(asked.kv_cache)
@@ -51,8 +51,8 @@ def _checked(prompt: str | None) -> str:
 
     Raises GenerationError if it is empty, EvaluationError if it is not UTF-8.
     """
-    from pqweights.generation.prompts import check_prompt
-    from pqweights.runtimes.texts import decoded
+    from pqweights.inference.generation.prompts import check_prompt
+    from pqweights.inference.runtimes.texts import decoded
 
     text = prompt
     if text is None:

@@ -18,11 +18,11 @@ from .tables import table
 
 if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
-    from pqweights.measure.distribution import Distribution, Normality
     from pqweights.planning.plan import TensorPlan
-    from pqweights.results.inspect import Inspection
+    from pqweights.quality.measure.distribution import Distribution, Normality
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
+    from pqweights.rewrite.results.inspect import Inspection
 
 FolderOrSource = Annotated[
     str,
@@ -178,9 +178,9 @@ class _KeysAndValues:
 
 
 def _show_kv(model: Path, asked: _KeysAndValues) -> None:
-    from pqweights.measure.kv_distribution import measure_kv
-    from pqweights.measure.kv_states import StatesOptions
-    from pqweights.runtimes.texts import read_text
+    from pqweights.inference.runtimes.texts import read_text
+    from pqweights.quality.measure.kv_distribution import measure_kv
+    from pqweights.quality.measure.kv_states import StatesOptions
 
     options.check_plot(asked.plot)
     words = read_text(asked.text)
@@ -189,7 +189,7 @@ def _show_kv(model: Path, asked: _KeysAndValues) -> None:
     with output.progress("measuring", unit="layers") as progress:
         found = measure_kv(model, words, reading, progress=progress)
     if asked.plot is not None:
-        from pqweights.plots.kv import plot_kv
+        from pqweights.quality.plots.kv import plot_kv
 
         plot_kv(found, asked.plot)
     if asked.json:
@@ -199,11 +199,11 @@ def _show_kv(model: Path, asked: _KeysAndValues) -> None:
 
 
 def _show_folder(folder: Path | Storage, plot: Path | None, *, summary: bool | None, json: bool) -> Inspection:
-    from pqweights.results.inspect import inspect
+    from pqweights.rewrite.results.inspect import inspect
 
     found = inspect(folder)
     if plot is not None:
-        from pqweights.plots.layers import plot_inspection
+        from pqweights.quality.plots.layers import plot_inspection
 
         plot_inspection(found, plot)
     if json:
@@ -225,7 +225,7 @@ def _is_foreign_gguf(path: Path) -> bool:
 
 def _show_gguf(path: Path, plot: Path | None, *, summary: bool | None, json: bool) -> None:
     from pqweights.errors import OptionError
-    from pqweights.results.inspect_gguf import inspect_gguf
+    from pqweights.rewrite.results.inspect_gguf import inspect_gguf
 
     if plot is not None:
         raise OptionError("--plot: a GGUF file does not say how large the errors of its weights are; leave it out")
@@ -320,13 +320,13 @@ class _Distributions:
 
 
 def _show_distribution(source: Path, asked: _Distributions) -> None:
-    from pqweights.measure.distribution import measure_distribution
+    from pqweights.quality.measure.distribution import measure_distribution
 
     options.check_plot(asked.plot)
     with output.progress("measuring") as progress:
         found = measure_distribution(source, threads=asked.threads, allow_pickle=asked.allow_pickle, progress=progress)
     if asked.plot is not None:
-        from pqweights.plots.distribution import plot_distribution
+        from pqweights.quality.plots.distribution import plot_distribution
 
         plot_distribution(found, asked.plot)
     if asked.json:
@@ -336,7 +336,7 @@ def _show_distribution(source: Path, asked: _Distributions) -> None:
 
 
 def _distribution_lines(found: Distribution) -> list[str]:
-    from pqweights.measure.distribution import MAX_WEIGHTS
+    from pqweights.quality.measure.distribution import MAX_WEIGHTS
 
     columns = [("tensor", False), ("role", False), ("weights", True), ("measured", True)]
     columns += [(f"{what} {when}", True) for what in ("KS", "kurtosis") for when in ("before", "after")]

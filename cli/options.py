@@ -16,14 +16,14 @@ from . import flags, output
 from .flags import option
 
 if TYPE_CHECKING:
-    from pqweights.hub.sources import Access, Fetched, FoundResult
     from pqweights.options import RunArguments
-    from pqweights.remote.addresses import Address
     from pqweights.rewrite.task import RunOptions
+    from pqweights.storage.hub.sources import Access, Fetched, FoundResult
+    from pqweights.storage.remote.addresses import Address
 
 
 class Device(StrEnum):
-    """The devices that a model can run on: pqweights.runtimes.models.choose_device."""
+    """The devices that a model can run on: pqweights.inference.runtimes.models.choose_device."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -41,7 +41,7 @@ def run_continues(source: str, out: str) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
     from pqweights.errors import PqweightsError
     from pqweights.rewrite.statement import is_under_way
-    from pqweights.store import open_store
+    from pqweights.storage import open_store
 
     try:
         under_way = is_under_way(open_store(out))
@@ -59,14 +59,14 @@ def measurement_continues(source: str, out: Path) -> bool:
 
 def _is_fetched(source: str) -> bool:
     """Whether files of a source are fetched to this machine: those of a repository."""
-    from pqweights.remote.addresses import is_address, local_path
+    from pqweights.storage.remote.addresses import is_address, local_path
 
     return not is_address(source) and not Path(local_path(source)).exists()
 
 
 def access(revision: str | None, token: str | None) -> Access:
     """Return how to access the Hub, with waits reported on stderr."""
-    from pqweights.hub.sources import Access
+    from pqweights.storage.hub.sources import Access
 
     return Access(revision, token or None, output.note)
 
@@ -79,7 +79,7 @@ def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool
     only: the files to fetch; by default all
     ours: whether pqweights must have written it
     """
-    from pqweights.hub.sources import local_folder
+    from pqweights.storage.hub.sources import local_folder
 
     with output.progress("fetching") as progress:
         return local_folder(source, access, only=only, ours=ours, progress=progress)
@@ -90,7 +90,7 @@ def found_result(source: str, access: Access, *, only: Sequence[str] = ()) -> Fo
 
     only: the files of a repository to fetch; by default all, and then pqweights must have written it
     """
-    from pqweights.hub.sources import find_result
+    from pqweights.storage.hub.sources import find_result
 
     with output.progress("fetching") as progress:
         return find_result(source, access, only=only, ours=not only, progress=progress)
@@ -98,7 +98,7 @@ def found_result(source: str, access: Access, *, only: Sequence[str] = ()) -> Fo
 
 def found_original(source: str, access: Access) -> Path | Address:
     """Return the original model of a master: a local path, an address, or a repository as `fetched` does."""
-    from pqweights.hub.sources import find_original
+    from pqweights.storage.hub.sources import find_original
 
     with output.progress("fetching") as progress:
         return find_original(source, access, progress)
@@ -107,7 +107,7 @@ def found_original(source: str, access: Access) -> Path | Address:
 def check_plot(plot: Path | None) -> None:
     """Refuse a file that cannot hold a plot, before anything is measured."""
     if plot is not None:
-        from pqweights.plots.figure import check_plot_file
+        from pqweights.quality.plots.figure import check_plot_file
 
         check_plot_file(plot)
 
@@ -115,7 +115,7 @@ def check_plot(plot: Path | None) -> None:
 @contextlib.contextmanager
 def run_options(asked: RunArguments, progress: output.Display, *, overwrite: bool) -> Iterator[RunOptions]:
     """Yield how a command is carried out, here or on a cluster."""
-    from pqweights.distributed.engine import engine_of
+    from pqweights.rewrite.distributed.engine import engine_of
     from pqweights.rewrite.task import RunOptions
 
     with engine_of(asked.ray, asked.threads, output.note) as engine:

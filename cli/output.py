@@ -43,7 +43,7 @@ _quiet = False
 
 def print_json(value: Any) -> None:
     """Write the one JSON document of a command to stdout."""
-    from pqweights.strict_json import json_text
+    from pqweights.common.strict_json import json_text
 
     print_json_pieces([f"{json_text(value)}\n"])
 
@@ -221,7 +221,7 @@ class Display(Protocol):
 @contextlib.contextmanager
 def progress(verb: str, unit: str | None = BYTES) -> Iterator[Display]:
     """Yield a callback that shows progress, rate and time left: as a bar on a terminal, else as lines on stderr."""
-    from pqweights.notices import listening
+    from pqweights.common.notices import listening
 
     display = _display(verb, unit)
     try:
@@ -234,7 +234,7 @@ def progress(verb: str, unit: str | None = BYTES) -> Iterator[Display]:
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
     """Show what a slow step does while it lasts: on a terminal at once, else by a line if it takes longer than 2 s."""
-    from pqweights.notices import listening
+    from pqweights.common.notices import listening
 
     display = _display("", None)
     try:
@@ -329,6 +329,6 @@ def estimate(value: tuple[float, float | None] | None, form: str) -> str:
 
 def first_names(names: Sequence[str]) -> str:
     """Return the first three names, with "..." if there are more."""
-    from pqweights import units
+    from pqweights.common import units
 
     return units.first_names(names)

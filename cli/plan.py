@@ -19,7 +19,7 @@ from .report_fit import curve_lines, fit_lines
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
-    from pqweights.store import Store
+    from pqweights.storage import Store
 
 PlotOption = Annotated[
     Path | None,
@@ -85,13 +85,13 @@ def show_plan(
     plot: where to plot the bit widths, if anywhere
     json: whether to print JSON
     """
-    from pqweights.results.plan_report import report_plan as make_plan
+    from pqweights.rewrite.results.plan_report import report_plan as make_plan
 
     options.check_plot(plot)
     with output.status("reading the headers"):
         made = make_plan(str(asked.source), recipe, asked, options.thread_count(threads), out)
     if plot is not None:
-        from pqweights.plots.layers import plot_widths
+        from pqweights.quality.plots.layers import plot_widths
 
         plot_widths(made.tensors, plot)
     warn_if_nothing_is_quantized(made.plan.totals)

@@ -10,7 +10,7 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.push import PushReport
+    from pqweights.publish.push import PushReport
 
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Master or export that pqweights wrote.")]
@@ -57,7 +57,7 @@ def command(
     What is there already is not sent again: after an interruption, the same command continues.
     """
     with output.errors(kept=None if dry_run else lambda: True, quiet=quiet):
-        from pqweights.push import PushOptions, push
+        from pqweights.publish.push import PushOptions, push
 
         with (
             output.progress("verifying") as verifying,
@@ -90,7 +90,7 @@ def command(
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     shown = [change for change in done.changes if change.kind != "same"]
     compared = done.not_checked is None

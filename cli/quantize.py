@@ -36,7 +36,7 @@ def command(
     """
     from pqweights.planning.choice import choose_recipe
     from pqweights.quantizing import quantize
-    from pqweights.store import open_store
+    from pqweights.storage import open_store
 
     chosen, place = choose_recipe(asked.recipe, asked), open_store(str(asked.out))
     report.warn_of_files_beside(str(asked.source))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.generation.generator import Generator
-    from pqweights.generation.report import Generation
+    from pqweights.inference.generation.generator import Generator
+    from pqweights.inference.generation.report import Generation
 
 WAITING_SECONDS = 1.0
 STOPS = {
@@ -23,7 +23,7 @@ STOPS = {
 
 def reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
     """Answer a prompt on stdout, as text or as a JSON document; an interrupt then counts as that of the command."""
-    from pqweights.generation.report import INTERRUPTED
+    from pqweights.inference.generation.report import INTERRUPTED
 
     done = replied(generator, prompt, quietly=json)
     if json:
@@ -94,7 +94,7 @@ class _Screen:
 
 def speed_line(done: Generation) -> str:
     """Return the tokens of a prompt and a reply, how fast they were, and how the reply ended."""
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     read = counted(done.prompt_tokens, "token")
     if done.read_tokens < done.prompt_tokens:

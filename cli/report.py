@@ -91,7 +91,7 @@ def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
 def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return a line for each reason: how many tensors have it, how many weights they hold, and the first names."""
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     groups: dict[str, list[TensorPlan]] = defaultdict(list)
     for tensor in tensors:
@@ -108,7 +108,7 @@ def warn_of_files_beside(source: str) -> None:
     from pathlib import Path
 
     from pqweights.checkpoint.source import files_beside
-    from pqweights.remote.addresses import local_path
+    from pqweights.storage.remote.addresses import local_path
 
     path = Path(local_path(source))
     beside = files_beside(path) if path.is_file() else ()
@@ -121,8 +121,8 @@ def warn_of_files_beside(source: str) -> None:
 
 def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
     """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
+    from pqweights.common.units import counted
     from pqweights.rewrite.listed_files import file_problems
-    from pqweights.units import counted
 
     problems = file_problems(folder, manifest)
     if problems:
@@ -131,7 +131,7 @@ def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
 
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Return names in a row; of many, the first, and how many more there are."""
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
@@ -143,7 +143,7 @@ def left_out_lines(plan: Plan) -> list[str]:
     Not listed are the records of pqweights itself, and files beside a single file, which were named before the run.
     """
     from pqweights.checkpoint.companions import NOT_GIVEN, OWN_RECORDS
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.left_out.items():

@@ -39,7 +39,7 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
 def _worst_lines(pairs: Pairs) -> list[str]:
     """Return the weights whose errors are the largest, relative to the largest one that needs no rescue."""
-    from pqweights.results.inspect import promise
+    from pqweights.rewrite.results.inspect import promise
 
     shares = [(record.relative_mse or 0) / (promise(tensor) or 1) for tensor, record in pairs]
     worst = sorted(range(len(pairs)), key=shares.__getitem__, reverse=True)[:WORST_SHOWN]
@@ -55,7 +55,7 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
 
 
 def _warning(tensor: TensorPlan, record: TensorRecord) -> str:
-    from pqweights.results.inspect import promise
+    from pqweights.rewrite.results.inspect import promise
 
     return (
         f"WARNING: {tensor.name}: relative MSE {record.relative_mse:.6f} is above the limit of {promise(tensor):.6f}, "
@@ -69,7 +69,7 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     pairs: the tensors of the export, each with what was measured of it
     measured: whether the error against the original was measured; else it is computed from the error of the master
     """
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     tensors = [tensor for tensor, _ in pairs]
     forms: dict[str, int] = defaultdict(int)

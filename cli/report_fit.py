@@ -65,7 +65,7 @@ def _unit(fit: Fit) -> str:
 
 def _warnings(fit: Fit) -> list[str]:
     """Return why the prediction is less certain for some groups."""
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     lines = []
     if fit.unknown:

@@ -15,7 +15,7 @@ def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
     """Return what may be folded. fold: the key `fold` of plan --json, if there is one."""
     if fold is None:
         return []
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     what = f"{counted(len(fold['vectors']), 'vector')} between layers, each if its channels differ enough"
     if fold["warnings"]:

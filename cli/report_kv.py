@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.measure.kv_channels import KeyChannels, KeyPair
-    from pqweights.measure.kv_distribution import KVDistribution, StatesDistribution
+    from pqweights.quality.measure.kv_channels import KeyChannels, KeyPair
+    from pqweights.quality.measure.kv_distribution import KVDistribution, StatesDistribution
 
 
 def kv_lines(found: KVDistribution) -> list[str]:
@@ -48,7 +48,7 @@ def _coordinates_row(each: StatesDistribution) -> list[str]:
 
 
 def _coordinates_notes(found: KVDistribution) -> list[str]:
-    from pqweights.measure.kv_distribution import random_radius_cv
+    from pqweights.quality.measure.kv_distribution import random_radius_cv
 
     notes = [
         "before, after: preconditioning, a random rotation of each vector, which is divided by its norm / sqrt(size)",
@@ -114,7 +114,7 @@ def _channels_row(each: KeyChannels) -> list[str]:
 
 
 def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
-    from pqweights.measure.kv_channels import OUTLIER
+    from pqweights.quality.measure.kv_channels import OUTLIER
 
     count, outliers = sum(each.magnitudes.size for each in channels), sum(each.outlier_channels for each in channels)
     notes = [f"{outliers} of {count} key channels are outliers: their mean |x| is at least {OUTLIER:g} times that of "
@@ -134,7 +134,7 @@ def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
 
 
 def _pair_notes(pairs: Sequence[KeyPair]) -> list[str]:
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     if not pairs:
         return []

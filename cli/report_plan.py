@@ -14,8 +14,8 @@ from .report_summary import is_summarized, summary_table
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
-    from pqweights.results.plan_report import HubTraffic, PlanReport
     from pqweights.rewrite.needs import ResourceNeeds
+    from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
 
 
 COLUMNS = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
@@ -26,7 +26,7 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
 
     summary: whether to summarize the tensors; None to choose by their number
     """
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     plan, needs = report.plan, report.needs
     return [
@@ -46,7 +46,7 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
 
 def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return what exports make of experts that are fused into one tensor, if there are any."""
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     fused = [t for t in tensors if t.role == "expert" and t.action == "quantize" and len(t.shape) > 2]
     if not fused:
@@ -107,7 +107,7 @@ def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
 
     where: what --low-disk keeps files in
     """
-    from pqweights.units import counted
+    from pqweights.common.units import counted
 
     if hub is None:
         return []

@@ -54,10 +54,10 @@ def command(
     an interrupted run.
     """
     with output.errors(kept=lambda: options.measurement_continues(source, out), quiet=quiet):
-        from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
+        from pqweights.inference.runtimes.texts import read_text
         from pqweights.options import RecipeOptions
         from pqweights.planning.choice import choose_recipe
-        from pqweights.runtimes.texts import read_text
+        from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
 
         chosen = choose_recipe(recipe, RecipeOptions(keep=tuple(keep or ()), set_bits=flags.bits_by_pattern(set_bits)))
         _check_free(out, overwrite)

@@ -10,7 +10,7 @@ import typer
 
 
 class ModelDtype(StrEnum):
-    """The dtypes that a model can run in: those of pqweights.runtimes.models.DTYPES, or its own."""
+    """The dtypes that a model can run in: those of pqweights.inference.runtimes.models.DTYPES, or its own."""
 
     AUTO = "auto"
     FLOAT32 = "float32"

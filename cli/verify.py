@@ -16,10 +16,10 @@ def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None
 
     Prints one line for each problem, and exits with code 1 if there are any.
     """
-    from pqweights.distributed.engine import engine_of
-    from pqweights.results.shard_checks import ShardChecks
-    from pqweights.results.verify import verify
-    from pqweights.units import counted
+    from pqweights.common.units import counted
+    from pqweights.rewrite.distributed.engine import engine_of
+    from pqweights.rewrite.results.shard_checks import ShardChecks
+    from pqweights.rewrite.results.verify import verify
 
     found = options.found_result(str(asked.folder), asked.access)
     with output.progress("verifying") as progress, engine_of(asked.ray, asked.threads, output.note) as engine:

@@ -21,8 +21,8 @@ from pqweights.errors import PqweightsError
 
 if TYPE_CHECKING:
     from pqweights.api import export, generate, inspect, plan, quantize, verify
-    from pqweights.kv.cache import kv_cache
-    from pqweights.kv.files import load_kv_cache, save_kv_cache
+    from pqweights.inference.kv.cache import kv_cache
+    from pqweights.inference.kv.files import load_kv_cache, save_kv_cache
 
 __all__ = [
     "PqweightsError",
@@ -43,9 +43,9 @@ __version__ = "0.2.0"
 # The functions of the API, by the module that has them.
 _FUNCTIONS = {
     **dict.fromkeys(("export", "generate", "inspect", "plan", "quantize", "verify"), "pqweights.api"),
-    "kv_cache": "pqweights.kv.cache",
-    "load_kv_cache": "pqweights.kv.files",
-    "save_kv_cache": "pqweights.kv.files",
+    "kv_cache": "pqweights.inference.kv.cache",
+    "load_kv_cache": "pqweights.inference.kv.files",
+    "save_kv_cache": "pqweights.inference.kv.files",
 }
 
 

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.distributed.engine import engine_of
 from pqweights.exporting import MasterFolder
 from pqweights.exporting import export as export_master
 from pqweights.exports import get_target
-from pqweights.generation.generator import Generator
-from pqweights.generation.report import INTERRUPTED, Generation
-from pqweights.hub.sources import find_original, find_result, local_folder
+from pqweights.inference.generation.generator import Generator
+from pqweights.inference.generation.report import INTERRUPTED, Generation
+from pqweights.inference.runtimes.cached import check_spec
 from pqweights.options import (
     ExportArguments,
     GenerateArguments,
@@ -30,15 +29,16 @@ from pqweights.options import (
 from pqweights.parameters import takes
 from pqweights.planning.choice import choose_recipe
 from pqweights.quantizing import quantize as quantize_source
-from pqweights.results.inspect import Inspection
-from pqweights.results.inspect import inspect as inspect_folder
-from pqweights.results.plan_report import PlanReport, report_plan
-from pqweights.results.shard_checks import ShardChecks
-from pqweights.results.verify import Verification
-from pqweights.results.verify import verify as verify_folder
+from pqweights.rewrite.distributed.engine import engine_of
+from pqweights.rewrite.results.inspect import Inspection
+from pqweights.rewrite.results.inspect import inspect as inspect_folder
+from pqweights.rewrite.results.plan_report import PlanReport, report_plan
+from pqweights.rewrite.results.shard_checks import ShardChecks
+from pqweights.rewrite.results.verify import Verification
+from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
-from pqweights.runtimes.cached import check_spec
-from pqweights.store import open_store
+from pqweights.storage import open_store
+from pqweights.storage.hub.sources import find_original, find_result, local_folder
 
 
 @takes(PlanArguments)
@@ -100,7 +100,7 @@ def inspect(asked: InspectArguments) -> Inspection:
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
     Of a folder on the Hub or in object storage, only the manifest is fetched. For a GGUF file that has no manifest
-    beside it, see pqweights.results.inspect_gguf.
+    beside it, see pqweights.rewrite.results.inspect_gguf.
 
     Raises MasterError, SourceError or HubError.
     """

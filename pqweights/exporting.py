@@ -15,15 +15,15 @@ from pqweights.exports.target import ExportSource
 from pqweights.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count
-from pqweights.remote.addresses import Address
-from pqweights.remote.storage import RemoteStorage
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import Manifest, find_manifest
 from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT
-from pqweights.store import Store, open_store
+from pqweights.storage import Store, open_store
+from pqweights.storage.remote.addresses import Address
+from pqweights.storage.remote.storage import RemoteStorage
 
 
 @dataclass(frozen=True)

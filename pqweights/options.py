@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pqweights import parameters as kinds
+from pqweights.common.units import BPW_OF, parse_size
 from pqweights.errors import OptionError
 from pqweights.parameters import Options, Parameter, StrPath
-from pqweights.units import BPW_OF, parse_size
 
 if TYPE_CHECKING:
-    from pqweights.hub.sources import Access
     from pqweights.planning.recipe import Recipe
+    from pqweights.storage.hub.sources import Access
 
 DEFAULT_MAX_SHARD_SIZE = "2GB"
 DEFAULT_MAX_TOKENS = 512
@@ -84,14 +84,14 @@ class HubOptions(Options):
     @property
     def access(self) -> "Access":
         """How to reach a repository that these options are about."""
-        from pqweights.hub.sources import Access
+        from pqweights.storage.hub.sources import Access
 
         return Access(self.revision, self.token or None, self.tell or (lambda line: None))
 
     @property
     def access_to_main(self) -> "Access":
         """How to reach another repository, of which no revision is named."""
-        from pqweights.hub.sources import Access
+        from pqweights.storage.hub.sources import Access
 
         return Access(None, self.token or None, self.tell or (lambda line: None))
 

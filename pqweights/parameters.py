@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError
-from pqweights.units import parse_size
 
 P = ParamSpec("P")
 Asked = TypeVar("Asked")

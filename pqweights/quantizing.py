@@ -19,8 +19,6 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import possible_exports
-from pqweights.folding.fold import Fold, check_fold
-from pqweights.hub.sources import address_of, open_source
 from pqweights.options import QuantizeOptions
 from pqweights.planning.awq import AwqScales, open_awq
 from pqweights.planning.decisions import Decision, decide, is_smaller
@@ -38,15 +36,17 @@ from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.statistics_file import MOMENTS, open_statistics
 from pqweights.planning.target import SizeTarget
-from pqweights.remote.addresses import local_path
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
+from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Inputs, Notes, Output, Preparation, measure_fold
-from pqweights.store import Store, open_store
+from pqweights.storage import Store, open_store
+from pqweights.storage.hub.sources import address_of, open_source
+from pqweights.storage.remote.addresses import local_path
 
 
 def quantize(

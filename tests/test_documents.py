@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 
-from pqweights.documents import ClosedDocument, Count, Document, Number, Size, as_document, as_json, read_document
+from pqweights.common.documents import (
+    ClosedDocument,
+    Count,
+    Document,
+    Number,
+    Size,
+    as_document,
+    as_json,
+    read_document,
+)
+from pqweights.common.strict_json import json_bytes
 from pqweights.errors import MasterError
-from pqweights.strict_json import json_bytes
 
 
 class Entry(Document, frozen=True):

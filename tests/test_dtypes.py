@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pqweights.dtypes import (
+from pqweights.common.dtypes import (
     DTYPE_BITS,
     FLOAT_DTYPES,
     convert,

@@ -13,7 +13,7 @@ import pqweights_cli
 import pytest
 
 import pqweights
-from pqweights.installing import PACKAGES, pip_install
+from pqweights.common.installing import PACKAGES, pip_install
 
 LIBRARY = Path(pqweights.__file__).parent
 COMMANDS = Path(pqweights_cli.__file__).parent
@@ -25,36 +25,36 @@ LAYERS = (
         "pqweights.autoload",
         "pqweights",
         "pqweights.errors",
-        "pqweights.buffers",
-        "pqweights.installing",
-        "pqweights.documents",
-        "pqweights.dtypes",
-        "pqweights.locks",
-        "pqweights.markdown",
-        "pqweights.notices",
-        "pqweights.strict_json",
-        "pqweights.suggestions",
-        "pqweights.units",
-        "pqweights.user_cache",
+        "pqweights.common.buffers",
+        "pqweights.common.installing",
+        "pqweights.common.documents",
+        "pqweights.common.dtypes",
+        "pqweights.common.locks",
+        "pqweights.common.markdown",
+        "pqweights.common.notices",
+        "pqweights.common.strict_json",
+        "pqweights.common.suggestions",
+        "pqweights.common.units",
+        "pqweights.common.user_cache",
         "pqweights.parameters",
     ),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
-    ("pqweights.journal",),
-    ("pqweights.remote",),
-    ("pqweights.store",),
-    ("pqweights.hub",),
+    ("pqweights.common.journal",),
+    ("pqweights.storage.remote",),
+    ("pqweights.storage",),
+    ("pqweights.storage.hub",),
     ("pqweights.gguf",),
     ("pqweights.options", "pqweights.planning"),
-    ("pqweights.folding",),
+    ("pqweights.rewrite.folding",),
     ("pqweights.rewrite",),
     ("pqweights.exports", "pqweights.quantizing", "pqweights.exporting"),
-    ("pqweights.integrations", "pqweights.results", "pqweights.kv"),
-    ("pqweights.distributed",),
-    ("pqweights.runtimes",),
-    ("pqweights.evaluate", "pqweights.generation", "pqweights.measure"),
-    ("pqweights.card", "pqweights.plots", "pqweights.push", "pqweights.api"),
+    ("pqweights.integrations", "pqweights.rewrite.results", "pqweights.inference.kv"),
+    ("pqweights.rewrite.distributed",),
+    ("pqweights.inference.runtimes",),
+    ("pqweights.quality.evaluate", "pqweights.inference.generation", "pqweights.quality.measure"),
+    ("pqweights.publish.card", "pqweights.quality.plots", "pqweights.publish.push", "pqweights.api"),
     ("pqweights_cli",),
 )
 # Modules that import no other module of the library.
@@ -67,12 +67,12 @@ OPTIONAL = {
         "pqweights.codecs.protocol",
         "pqweights.codecs.hadamard_lloyd_max",
         "pqweights.exports.renamed_layers",
-        "pqweights.measure.activations",
-        "pqweights.measure.inputs",
+        "pqweights.quality.measure.activations",
+        "pqweights.quality.measure.inputs",
         "pqweights.kernels.attention",
-        "pqweights.measure.kv_channels",
-        "pqweights.measure.kv_distribution",
-        "pqweights.measure.kv_states",
+        "pqweights.quality.measure.kv_channels",
+        "pqweights.quality.measure.kv_distribution",
+        "pqweights.quality.measure.kv_states",
         "pqweights.kernels.transform_codes",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu_products",
@@ -84,49 +84,49 @@ OPTIONAL = {
         "pqweights.integrations.packed_products",
         "pqweights.integrations.packed_products_gpu",
         "pqweights.integrations.packed_rows",
-        "pqweights.kv.bases",
-        "pqweights.kv.attention_error",
-        "pqweights.kv.cache",
-        "pqweights.kv.files",
-        "pqweights.kv.klt",
-        "pqweights.kv.layer",
-        "pqweights.kv.on_codes",
-        "pqweights.kv.codes",
-        "pqweights.kv.polar_rope",
-        "pqweights.kv.rotated",
-        "pqweights.kv.states",
+        "pqweights.inference.kv.bases",
+        "pqweights.inference.kv.attention_error",
+        "pqweights.inference.kv.cache",
+        "pqweights.inference.kv.files",
+        "pqweights.inference.kv.klt",
+        "pqweights.inference.kv.layer",
+        "pqweights.inference.kv.on_codes",
+        "pqweights.inference.kv.codes",
+        "pqweights.inference.kv.polar_rope",
+        "pqweights.inference.kv.rotated",
+        "pqweights.inference.kv.states",
     },
     "triton": {"pqweights.kernels.gpu_products"},
     "yaml": {
         "pqweights.planning.recipe",
         "pqweights.checkpoint.model_card",
-        "pqweights.card.front_matter",
-        "pqweights.card.old_card",
+        "pqweights.publish.card.front_matter",
+        "pqweights.publish.card.old_card",
     },
-    "fsspec": {"pqweights.remote.opening", "pqweights.remote.s3"},
-    "huggingface_hub": set(),  # by name, in pqweights.hub.official
+    "fsspec": {"pqweights.storage.remote.opening", "pqweights.storage.remote.s3"},
+    "huggingface_hub": set(),  # by name, in pqweights.storage.hub.official
     "matplotlib": {
-        "pqweights.plots.distribution",
-        "pqweights.plots.evaluation",
-        "pqweights.plots.figure",
-        "pqweights.plots.kv",
-        "pqweights.plots.layers",
+        "pqweights.quality.plots.distribution",
+        "pqweights.quality.plots.evaluation",
+        "pqweights.quality.plots.figure",
+        "pqweights.quality.plots.kv",
+        "pqweights.quality.plots.layers",
     },
     "transformers": {
         "pqweights.exports.renamed_layers",
-        "pqweights.measure.activations",
+        "pqweights.quality.measure.activations",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed_modules",
         "pqweights.integrations.quantizer",
         "pqweights.integrations.transformers",
-        "pqweights.kv.attention_error",
-        "pqweights.kv.cache",
-        "pqweights.kv.files",
-        "pqweights.kv.layer",
-        "pqweights.kv.model",
-        "pqweights.kv.on_codes",
+        "pqweights.inference.kv.attention_error",
+        "pqweights.inference.kv.cache",
+        "pqweights.inference.kv.files",
+        "pqweights.inference.kv.layer",
+        "pqweights.inference.kv.model",
+        "pqweights.inference.kv.on_codes",
     },
-    "safetensors": {"pqweights.kv.files"},
+    "safetensors": {"pqweights.inference.kv.files"},
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
@@ -304,7 +304,7 @@ def test_importing_pqweights_loads_no_heavy_package() -> None:
 
 
 def test_quantizing_needs_neither_torch_nor_a_compiler() -> None:
-    assert not loaded_after("import pqweights.quantizing, pqweights.exporting, pqweights.results.verify") & {
+    assert not loaded_after("import pqweights.quantizing, pqweights.exporting, pqweights.rewrite.results.verify") & {
         "torch",
         "triton",
         "transformers",
@@ -336,7 +336,7 @@ def test_messages_name_extras_only_to_those_who_install_pqweights_as_well() -> N
         for extra in re.findall(r"pip install '?pqweights\[(\w+)\]|'pqweights\[(\w+)\]", ast.unparse(tree))
         if any(extra)
     }
-    assert named == {"pqweights.card.loading", "pqweights.checkpoint.config", "pqweights.exports.loading"}
+    assert named == {"pqweights.publish.card.loading", "pqweights.checkpoint.config", "pqweights.exports.loading"}
     asked = {
         call.args[1].value
         for tree in MODULES.values()

@@ -18,9 +18,9 @@ from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
 from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
 from pqweights_cli import output
 
-from pqweights.hub.repository import pieces_of
-from pqweights.hub.sources import Access
-from pqweights.push import PushOptions, hashing, push
+from pqweights.publish.push import PushOptions, hashing, push
+from pqweights.storage.hub.repository import pieces_of
+from pqweights.storage.hub.sources import Access
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
@@ -610,7 +610,7 @@ def test_hostile_manifest_on_the_hub(
         )
     elif name == "too large":
         remote_manifest(hub, lambda data: data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}))
-        monkeypatch.setattr("pqweights.push.destination.MAX_MANIFEST_BYTES", 1000)
+        monkeypatch.setattr("pqweights.publish.push.destination.MAX_MANIFEST_BYTES", 1000)
     else:
         hub.commit(TARGET, {"pqweights.json": b"[" * 100_000 if name == "depth" else b"\xff\xfe\x00"})
     assert deleted(client, master) == ({"gone.txt"} if name in READABLE else set())
@@ -825,7 +825,7 @@ def test_file_that_changes_after_it_was_verified_is_not_pushed(
         return hashing.hash_files(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pqweights.push.hash_files", changed_before)
+        patch.setattr("pqweights.publish.push.hash_files", changed_before)
         line = client.line("push", master, TARGET)
     assert f"{name}: was changed after it was verified: nothing was pushed" in line
     assert writes(hub) == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.strict_json import LIST_ITEM, JsonText, json_bytes, json_pieces, json_text
+from pqweights.common.strict_json import LIST_ITEM, JsonText, json_bytes, json_pieces, json_text
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(

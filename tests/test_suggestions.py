@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pqweights.codecs import CODECS
+from pqweights.common.suggestions import instead, nearest
 from pqweights.planning.recipe import RECIPE_KEYS, recipe_names
 from pqweights.planning.roles import ROLES
-from pqweights.suggestions import instead, nearest
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pqweights.common.units import counted, parse_size
 from pqweights.errors import RecipeError
-from pqweights.units import counted, parse_size
 
 
 @pytest.mark.parametrize(

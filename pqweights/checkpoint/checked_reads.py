@@ -17,8 +17,8 @@ import numpy.typing as npt
 from pqweights.checkpoint.digests import HASH_OF_PIECES, PieceHasher, TensorHash, pieces_of
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
+from pqweights.common.locks import ProcessLock
 from pqweights.errors import MasterError
-from pqweights.locks import ProcessLock
 
 # Of each tensor, so many pieces of 128 KiB are held of which threads have read a part; others are read again.
 MOST_OPEN_PIECES = 32

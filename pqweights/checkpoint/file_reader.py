@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import whole_pages
 from pqweights.checkpoint.file_state import FileState, state_at
+from pqweights.common.buffers import whole_pages
 from pqweights.errors import SourceReadError
 
 BLOCK_BYTES = 1 << 20

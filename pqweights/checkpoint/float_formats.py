@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
-from pqweights.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
+from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
 from pqweights.kernels.workers import kept, scratch
 
 

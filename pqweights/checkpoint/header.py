@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
-from pqweights.dtypes import DTYPE_BITS
+from pqweights.common.dtypes import DTYPE_BITS
+from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import SourceError
-from pqweights.strict_json import MAX_ELEMENTS
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}

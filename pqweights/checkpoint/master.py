@@ -21,10 +21,10 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
 from pqweights.codecs.protocol import Codec, Coder, Part, State, exact_rate
 from pqweights.codecs.weight import block_count
-from pqweights.dtypes import FLOAT_DTYPES
+from pqweights.common.dtypes import FLOAT_DTYPES
+from pqweights.common.strict_json import Fields, is_number
+from pqweights.common.suggestions import instead
 from pqweights.errors import MasterError, PqweightsError, RecipeError
-from pqweights.strict_json import Fields, is_number
-from pqweights.suggestions import instead
 
 QUANT_METHOD = "pqweights"
 SETTINGS_KEYS = (

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import PICKLE_SUFFIXES
 from pqweights.checkpoint.storage import LocalStorage, Storage
+from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.installing import pip_install
 
 if TYPE_CHECKING:
     from torch import Tensor

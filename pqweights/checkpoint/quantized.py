@@ -15,7 +15,7 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import Part
-from pqweights.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
+from pqweights.common.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
 from pqweights.errors import SourceError
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"

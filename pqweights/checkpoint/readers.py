@@ -20,7 +20,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
-from pqweights.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
+from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import scratch
 

@@ -31,8 +31,8 @@ from pqweights.checkpoint.names import (
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes
 from pqweights.checkpoint.weight_files import check_tensors, find_weight_files, indexed_files, read_json_object
+from pqweights.common.strict_json import is_utf8
 from pqweights.errors import SourceError
-from pqweights.strict_json import is_utf8
 
 # A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096

@@ -22,8 +22,8 @@ from pqweights.checkpoint.file_reader import FileReader
 from pqweights.checkpoint.file_state import FileState, state_at
 from pqweights.checkpoint.links import PARSED, leads_outside
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.common.locks import ProcessLock
 from pqweights.errors import SourceError
-from pqweights.locks import ProcessLock
 
 
 class Origin(NamedTuple):

@@ -14,8 +14,8 @@ from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
 from pqweights.checkpoint.header import StoredTensor, gguf_refused
 from pqweights.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
+from pqweights.common.strict_json import parse_json
 from pqweights.errors import SourceError
-from pqweights.strict_json import parse_json
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.polar import PolarAngles
 from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
+from pqweights.common.suggestions import instead
 from pqweights.errors import RecipeError
-from pqweights.suggestions import instead
 
 __all__ = [
     "CODECS",

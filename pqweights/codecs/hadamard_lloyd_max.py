@@ -37,9 +37,9 @@ from pqweights.codecs.scalar import (
     parse_scalar_state,
     state_after,
 )
+from pqweights.common.strict_json import Fields, is_number
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
-from pqweights.strict_json import Fields, is_number
 
 if TYPE_CHECKING:
     from torch import Tensor

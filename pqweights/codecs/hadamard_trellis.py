@@ -34,8 +34,8 @@ from pqweights.codecs.protocol import (
 from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD
 from pqweights.codecs.trellis_classes import decode_tables, encode_model
 from pqweights.codecs.trellis_tables import EXPONENTS, NOISE
+from pqweights.common.strict_json import Fields
 from pqweights.kernels import BLOCK_SIZE, trellis
-from pqweights.strict_json import Fields
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -43,9 +43,9 @@ from pqweights.codecs.scalar import (
     parse_scalar_state,
     state_after,
 )
-from pqweights.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
+from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
+from pqweights.common.strict_json import Fields
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS
-from pqweights.strict_json import Fields
 
 if TYPE_CHECKING:
     from torch import Tensor

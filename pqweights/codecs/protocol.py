@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.dtypes import item_bytes
+from pqweights.common.dtypes import item_bytes
+from pqweights.common.strict_json import Fields
 from pqweights.errors import RecipeError
-from pqweights.strict_json import Fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -221,9 +221,9 @@ class Coder(Protocol):
     def modelled_errors(self, blocks: Floats) -> Doubles | None:
         """Return the mean squared error that encoding is expected to give to the weights of each block, [blocks] f64.
 
-        It is a cheap model of the error, to compare scalings of one weight by (measure/scale_search.py); a factor that
-        all of them have in common does not matter. The coder need not be sized. None if encoding is fast enough to
-        measure the error in its place.
+        It is a cheap model of the error, to compare scalings of one weight by (scale_search.py); a factor that all of
+        them have in common does not matter. The coder need not be sized. None if encoding is fast enough to measure the
+        error in its place.
 
         blocks: consecutive weights in blocks of Codec.block_size, which may be any part of a weight, [blocks, size]
         """

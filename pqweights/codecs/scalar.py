@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, PassResult, State, exceeds_promise
-from pqweights.strict_json import Fields
+from pqweights.common.strict_json import Fields
 
 # The rotations, as files name them.
 HADAMARD = "hadamard"

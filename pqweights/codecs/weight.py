@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, Doubles, Measures, Observed, PassResult, State
-from pqweights.dtypes import item_bytes, to_float32
+from pqweights.common.dtypes import item_bytes, to_float32
 from pqweights.errors import MasterError, SourceError
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pqweights.common.suggestions import instead
 from pqweights.errors import OptionError
-from pqweights.suggestions import instead
 
 if TYPE_CHECKING:
     from pqweights.exports.target import ExportTarget

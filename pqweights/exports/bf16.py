@@ -15,10 +15,10 @@ from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import one_of
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
-from pqweights.folding.folded import unfolded
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
+from pqweights.rewrite.folding.folded import unfolded
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import EXPORT, Account, Inputs, Notes, Output, Preparation, Transform

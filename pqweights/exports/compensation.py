@@ -20,10 +20,11 @@ import numpy.typing as npt
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import View
 from pqweights.codecs.weight import add_in_order
+from pqweights.common.locks import ProcessLock
+from pqweights.common.strict_json import rounded
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.integer_job import IntegerJob, RoundedChunk
 from pqweights.exports.integers import WeightedRule
-from pqweights.folding.fold import Fold
 from pqweights.kernels.compensation import (
     TILE,
     MomentsFactor,
@@ -36,12 +37,11 @@ from pqweights.kernels.compensation import (
     trial_error,
 )
 from pqweights.kernels.groups import GroupRule, Groups
-from pqweights.locks import ProcessLock
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite import jobs
+from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
-from pqweights.strict_json import rounded
 
 Floats = npt.NDArray[np.float32]
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OptionError
 from pqweights.exports.gguf_files import GgufOutput, load_section
 from pqweights.exports.gguf_options import TypeOptions, read_types
@@ -24,12 +25,11 @@ from pqweights.exports.options import BEST, IMPORTANCE, PLAIN, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget, PlannedMaster
 from pqweights.gguf.mixes import PLAIN_TYPES, may_be_quantized
-from pqweights.hub.ids import is_repository_id
-from pqweights.installing import pip_install
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
 from pqweights.kernels.groups import Groups
 from pqweights.options import ExportOptions
 from pqweights.rewrite.transform import Transform
+from pqweights.storage.hub.ids import is_repository_id
 
 if TYPE_CHECKING:
     from pqweights.kernels.gguf_encoding import EncodedBlocks

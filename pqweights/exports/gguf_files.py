@@ -19,10 +19,10 @@ from pqweights.exports.integers import Importances
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.gguf.mixes import Mix
 from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, MetadataEntry, encode_header
-from pqweights.hub.ids import is_repository_id
 from pqweights.planning.containers import GgufFiles
 from pqweights.planning.plan import FileHeader, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles
+from pqweights.storage.hub.ids import is_repository_id
 
 if TYPE_CHECKING:
     from pqweights.gguf.model import GgufModel

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pqweights.checkpoint.writer import sha256_of_file
+from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.gguf.mixes import Mix, find_mix, find_type
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import checked_fields, read_yaml, recipe_text
 from pqweights.planning.sensitivity_file import HEURISTIC
-from pqweights.units import parse_size
 
 Item = TypeVar("Item")
 

@@ -21,10 +21,10 @@ from pqweights.exports.compensation import CompensatedJob, Compensation, Weighte
 from pqweights.exports.integer_job import IntegerJob
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
 from pqweights.exports.options import GPTQ, IMPORTANCE
-from pqweights.folding.fold import Fold
-from pqweights.folding.folded import FoldedTensor
 from pqweights.planning.containers import Safetensors
 from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
+from pqweights.rewrite.folding.fold import Fold
+from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord, master_part, mean_error
 from pqweights.rewrite.transform import EXPORT, Account, Inputs, Notes, Output, Preparation, measure_fold

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs.weight import add_in_order
-from pqweights.dtypes import from_float32, to_float32
+from pqweights.common.dtypes import from_float32, to_float32
+from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
 from pqweights.exports.integers import Rounding, RoundingRule, StoredPiece
 from pqweights.kernels.compensation import sums_of_squares
@@ -25,7 +26,6 @@ from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
-from pqweights.strict_json import rounded
 
 # Columns are put together to rows in strips of this size.
 STRIP_BYTES = 1 << 20

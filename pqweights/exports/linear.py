@@ -16,6 +16,7 @@ from typing import Any
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import DEFAULT_CODEC
+from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
@@ -24,7 +25,6 @@ from pqweights.planning.decisions import is_smaller
 from pqweights.planning.groups import group_of
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
-from pqweights.units import counted, first_names, size_text
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20

@@ -14,7 +14,7 @@ from typing import Any
 
 from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.names import TOKENIZER_FILES
-from pqweights.markdown import fenced
+from pqweights.common.markdown import fenced
 
 IMAGES = "AutoModelForImageTextToText"
 NO_TOKENIZER = "tokenizer_config.json"  # matches a pattern of TOKENIZER_FILES, but holds no tokenizer

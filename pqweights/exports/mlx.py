@@ -21,7 +21,10 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
-from pqweights.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
+from pqweights.common.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
+from pqweights.common.installing import pip_install
+from pqweights.common.locks import ProcessLock
+from pqweights.common.markdown import fenced
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
@@ -33,10 +36,7 @@ from pqweights.exports.mlx_types import check_model_type
 from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget, PlannedMaster
-from pqweights.installing import pip_install
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
-from pqweights.locks import ProcessLock
-from pqweights.markdown import fenced
 from pqweights.options import ExportOptions
 
 if TYPE_CHECKING:

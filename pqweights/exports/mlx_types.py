@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from pqweights.common.installing import pip_install
 from pqweights.errors import ExportError, MissingDependencyError
-from pqweights.installing import pip_install
 
 
 def check_model_type(model_type: str, advice: str) -> None:

@@ -19,11 +19,11 @@ from pqweights.exports.options import GPTQ
 from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
 from pqweights.exports.unexamined import check_names
-from pqweights.folding.fold import EQUALIZE, Fold
 from pqweights.planning.plan import coder_of
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
-from pqweights.remote.storage import open_address
+from pqweights.rewrite.folding.fold import EQUALIZE, Fold
 from pqweights.rewrite.manifest import Manifest
+from pqweights.storage.remote.storage import open_address
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
 

@@ -8,13 +8,13 @@ from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
+from pqweights.common.units import counted, size_text
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.linear import FUSED_WITH_KEPT
-from pqweights.folding.folded import unfolded
 from pqweights.planning.plan import stored_bytes
 from pqweights.planning.roles import classify
-from pqweights.units import counted, size_text
+from pqweights.rewrite.folding.folded import unfolded
 
 # A warning is given if integers have at least this many bits more than the codes of the master, on average.
 REMARKED_BITS = 0.5

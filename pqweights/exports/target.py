@@ -14,11 +14,11 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.exports.loading import LoadableModel
 from pqweights.exports.options import PLAIN, check_known
-from pqweights.folding.fold import check_fold
 from pqweights.options import ExportOptions
-from pqweights.remote.addresses import Address
+from pqweights.rewrite.folding.fold import check_fold
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
+from pqweights.storage.remote.addresses import Address
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TRANSFORMERS, TORCHAO, COMPRESSED_TENSORS, MLX = "transformers", "torchao", "compressed-tensors", "mlx"

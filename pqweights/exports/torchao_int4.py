@@ -20,7 +20,7 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.dtypes import DTYPE_BITS, from_float32
+from pqweights.common.dtypes import DTYPE_BITS, from_float32
 from pqweights.exports.architectures import names_in_memory
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
 from pqweights.exports.linear import LinearRules, linear_weights, patterns

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pqweights.common.installing import pip_install
 from pqweights.exports.architectures import (
     EXAMINED,
     RENAMED_PLAIN_REASON,
@@ -19,7 +20,6 @@ from pqweights.exports.architectures import (
     names_in_memory,
     refused,
 )
-from pqweights.installing import pip_install
 
 if TYPE_CHECKING:
     from pqweights.exports.renamed_layers import LoadedWeight

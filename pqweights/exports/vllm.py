@@ -17,7 +17,8 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.dtypes import from_float32
+from pqweights.common.dtypes import from_float32
+from pqweights.common.units import first_names
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
@@ -30,7 +31,6 @@ from pqweights.kernels.groups import GroupRule, Groups, pack_bits
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
-from pqweights.units import first_names
 
 NAME = "vllm"
 # What manifests call the target: the name that it had first.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pqweights.common.suggestions import instead
 from pqweights.errors import OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.suggestions import instead
 
 # Types without blocks, by the names that GGUF and safetensors share.
 PLAIN_TYPES = ("F32", "F16", "BF16")

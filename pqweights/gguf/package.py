@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pqweights.checkpoint.header import aligned
+from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError
-from pqweights.installing import pip_install
 
 # What llama.cpp assumes unless a file says otherwise.
 ALIGNMENT = 32

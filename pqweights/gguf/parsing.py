@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import SourceError
 from pqweights.gguf.contents import (
     ARRAY,
@@ -29,7 +30,6 @@ from pqweights.gguf.contents import (
     MetadataValue,
     StoredType,
 )
-from pqweights.strict_json import MAX_ELEMENTS
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # they differ in nothing that is read here

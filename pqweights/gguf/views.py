@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import Segment
-from pqweights.dtypes import convert, item_bytes
+from pqweights.common.dtypes import convert, item_bytes
 from pqweights.kernels.workers import scratch
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.master import QUANT_METHOD
+from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.installing import pip_install
 
 # The module that each method of quantization needs, and the extra that has it.
 NEEDED = {"torchao": ("torchao", "torchao"), "compressed-tensors": ("compressed_tensors", "vllm")}

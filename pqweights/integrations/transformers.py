@@ -18,11 +18,11 @@ from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.master import is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
+from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError
-from pqweights.hub.sources import Access, local_folder, repository_id
-from pqweights.installing import pip_install
 from pqweights.integrations.foreign import loading
 from pqweights.rewrite.listed_files import check_weight_files
+from pqweights.storage.hub.sources import Access, local_folder, repository_id
 
 # What becomes of weights that the folder cannot give.
 AT_RANDOM = "initialized at random"

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.dtypes import item_bytes
+from pqweights.common.dtypes import item_bytes
 from pqweights.kernels import (
     BLOCK_SIZE,
     SIGNS,

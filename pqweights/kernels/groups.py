@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.dtypes import FLOAT4_VALUES, float8_table
+from pqweights.common.dtypes import FLOAT4_VALUES, float8_table
 from pqweights.kernels import BLOCK_SIZE, native
 
 # How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import pageable
+from pqweights.common.buffers import pageable
 from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, native
 
 # Levels and inputs as integers, at most: see native/products.cpp.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.dtypes import item_bytes
+from pqweights.common.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, native
 from pqweights.kernels.workers import scratch
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.buffers import pageable
+from pqweights.common.buffers import pageable
 
 Value = TypeVar("Value")
 

@@ -15,7 +15,7 @@ from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.scales import SMALLEST_SCALE, scale_shape
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs.protocol import exact_rate
-from pqweights.dtypes import to_float32
+from pqweights.common.dtypes import to_float32
 from pqweights.errors import SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.statistics_file import SCALES, Statistics, open_statistics

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import get_codec, nearest_rate
-from pqweights.dtypes import item_bytes
+from pqweights.common.dtypes import item_bytes
+from pqweights.common.suggestions import nearest
+from pqweights.common.units import counted
 from pqweights.errors import RecipeError
 from pqweights.planning.recipe import Recipe, Rule
 from pqweights.planning.roles import Role, classify, without_numbers
-from pqweights.suggestions import nearest
-from pqweights.units import counted
 
 
 class Decision(NamedTuple):

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
 from pqweights.planning.fit_problem import FitProblem, FreeGroup, free_groups
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.rates import RatePlanner, Rates
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity
 from pqweights.planning.target import SizeTarget
-from pqweights.strict_json import rounded
 
 
 @dataclass(frozen=True, kw_only=True)

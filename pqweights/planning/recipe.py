@@ -20,11 +20,11 @@ import yaml
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
+from pqweights.common.strict_json import Fields
+from pqweights.common.suggestions import instead, nearest
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target
-from pqweights.strict_json import Fields
-from pqweights.suggestions import instead, nearest
 
 Item = TypeVar("Item")
 

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from pqweights.dtypes import FLOAT_DTYPES
+from pqweights.common.dtypes import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)

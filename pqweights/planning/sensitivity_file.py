@@ -19,11 +19,11 @@ from msgspec import Meta
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
-from pqweights.documents import Count, Document, Number, as_document
+from pqweights.common.documents import Count, Document, Number, as_document
+from pqweights.common.strict_json import json_bytes, parse_json, rounded
 from pqweights.errors import SourceError
 from pqweights.planning.groups import grouped
 from pqweights.planning.sensitivity_rule import heuristic_alphas
-from pqweights.strict_json import json_bytes, parse_json, rounded
 
 VERSION_KEY, VERSION = "pqweights_sensitivity", 1
 HEURISTIC = "heuristic"

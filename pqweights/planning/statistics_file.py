@@ -24,7 +24,7 @@ from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
-from pqweights.documents import Count, Damaged, Document, Number, as_document, read_document
+from pqweights.common.documents import Count, Damaged, Document, Number, as_document, read_document
 from pqweights.errors import SourceError
 
 Floats = npt.NDArray[np.float32]

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights.common.units import BPW_OF, parse_size
 from pqweights.errors import RecipeError
-from pqweights.units import BPW_OF, parse_size
 
 # What bits per weight are a mean over: the weights that the recipe quantizes, or all parameters of the checkpoint, with
 # every byte of the safetensors files.

@@ -15,6 +15,7 @@ from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
+from pqweights.common.strict_json import json_pieces
 from pqweights.errors import (
     ClusterError,
     MasterError,
@@ -33,9 +34,8 @@ from pqweights.rewrite.run import Run, check_output, open_run
 from pqweights.rewrite.statement import is_under_way
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import Preparation, Transform
-from pqweights.store import Store
-from pqweights.store.protocol import FileRecord
-from pqweights.strict_json import json_pieces
+from pqweights.storage import Store
+from pqweights.storage.protocol import FileRecord
 
 
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:

@@ -12,15 +12,15 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import find_non_finite
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, Measures, Part, PassResult, State
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
-from pqweights.dtypes import item_bytes, to_float32
+from pqweights.common.dtypes import item_bytes, to_float32
+from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
-from pqweights.folding.folded import FoldedTensor
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.rewrite import jobs
+from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
-from pqweights.strict_json import rounded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.errors import OutputError
 from pqweights.rewrite.records import TensorRecord
-from pqweights.store import Store
-from pqweights.store.protocol import Stop
+from pqweights.storage import Store
+from pqweights.storage.protocol import Stop
 
 MARK_SUFFIX = ".json"
 # Small requests, and moves on a server, at once.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
-from pqweights.dtypes import DTYPE_BITS
+from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.records import TensorRecord
 

@@ -1,6 +1,6 @@
 """The files of a finished result that its manifest lists: whether they are all there, and which an export copies.
 
-It costs a look at each file's size. Whether every byte is right is for results/verify.py to tell.
+It costs a look at each file's size. Whether every byte is right is for rewrite/results/verify.py to tell.
 """
 
 from __future__ import annotations

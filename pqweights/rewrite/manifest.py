@@ -19,6 +19,7 @@ from pqweights.checkpoint.model_card import checked_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_file
 from pqweights.codecs.protocol import State, exceeds_promise
+from pqweights.common.strict_json import Fields, json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
 from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
@@ -35,8 +36,7 @@ from pqweights.planning.plan import (
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import damaged, parse_tensor
 from pqweights.rewrite.records import TensorRecord, error_totals
-from pqweights.store.protocol import FileRecord
-from pqweights.strict_json import Fields, json_pieces, parse_json
+from pqweights.storage.protocol import FileRecord
 
 # Results in safetensors have the second version, those in another container the third, and those that state since which
 # version of pqweights the same bytes are made the fourth.

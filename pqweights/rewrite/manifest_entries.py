@@ -8,11 +8,11 @@ from typing import Any
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs import CODECS, WITHDRAWN, withdrawn
-from pqweights.dtypes import DTYPE_BITS
+from pqweights.common.dtypes import DTYPE_BITS
+from pqweights.common.strict_json import Fields
 from pqweights.errors import MasterError, RecipeError
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coder_of, stored_bytes
 from pqweights.rewrite.records import TensorRecord
-from pqweights.strict_json import Fields
 
 
 def parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecord]:

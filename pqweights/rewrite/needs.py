@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.file_uses import file_uses, most_fetched
 from pqweights.checkpoint.storage import Storage
-from pqweights.folding.fold import Fold
 from pqweights.planning.plan import Plan
-from pqweights.remote.s3 import upload_bytes_held
+from pqweights.rewrite.folding.fold import Fold
+from pqweights.storage.remote.s3 import upload_bytes_held
 
 if TYPE_CHECKING:
     from pqweights.rewrite.run import Run

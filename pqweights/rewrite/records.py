@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pqweights.common.strict_json import rounded
 from pqweights.planning.plan import INTEGER, TensorPlan
-from pqweights.strict_json import rounded
 
 
 @dataclass(frozen=True, kw_only=True)

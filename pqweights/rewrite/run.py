@@ -20,14 +20,14 @@ from pqweights.checkpoint.names import (
     MANIFEST_FILE,
     WORK_FOLDER,
 )
+from pqweights.common.notices import slow_step
 from pqweights.errors import OutputError, PqweightsError, StorageError
-from pqweights.notices import slow_step
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.statement import JOURNAL, Journal, RunStatement, is_under_way, read_journal
-from pqweights.store import Store
-from pqweights.store.protocol import CheckLock, FileRecord
+from pqweights.storage import Store
+from pqweights.storage.protocol import CheckLock, FileRecord
 
 FETCHED_FOLDER = "fetched"
 

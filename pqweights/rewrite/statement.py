@@ -17,7 +17,7 @@ from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.rewrite.identity import RunIdentity
-from pqweights.store import Store
+from pqweights.storage import Store
 
 JOURNAL = f"{WORK_FOLDER}/{JOURNAL_FILE}"
 

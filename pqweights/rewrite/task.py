@@ -15,7 +15,6 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
 from pqweights.planning.possible import PossibleExport
 from pqweights.planning.totals import Totals
-from pqweights.remote.addresses import Address
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.listed_files import UNCHECKED
@@ -24,7 +23,8 @@ from pqweights.rewrite.run import Run
 from pqweights.rewrite.statement import RunStatement
 from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
-from pqweights.store import Store
+from pqweights.storage import Store
+from pqweights.storage.remote.addresses import Address
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 

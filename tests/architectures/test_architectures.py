@@ -19,8 +19,8 @@ from integer_exports import as_loaded, from_tiles, integer_names, quantization
 from known_architectures import ARCHITECTURES, BEGIN, END, LOADS, Architecture, markdown, with_table
 
 from pqweights.errors import ExportError
-from pqweights.runtimes.decoders import export_weight
-from pqweights.runtimes.models import open_model
+from pqweights.inference.runtimes.decoders import export_weight
+from pqweights.inference.runtimes.models import open_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

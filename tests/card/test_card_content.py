@@ -18,18 +18,18 @@ from families import master as master_of
 from helpers import run_command, small_checkpoint
 from pqweights_cli.report import totals_lines
 
-from pqweights.card.provenance import _sizes
 from pqweights.checkpoint.source import open_local
+from pqweights.common.markdown import words
 from pqweights.errors import MasterError
-from pqweights.markdown import words
 from pqweights.planning.containers import Safetensors
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.totals import Totals, total
-from pqweights.results import evaluation_record
-from pqweights.results.inspect import inspect
-from pqweights.results.verify import verify
+from pqweights.publish.card.provenance import _sizes
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error
+from pqweights.rewrite.results import evaluation_record
+from pqweights.rewrite.results.inspect import inspect
+from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -347,8 +347,8 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
 def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
     pytest.importorskip("transformers")
-    from pqweights.evaluate.recording import make_record
-    from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
+    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
     text = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
@@ -393,8 +393,8 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
 ) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 10)
     pytest.importorskip("transformers")
-    from pqweights.evaluate.recording import make_record
-    from pqweights.results.evaluation_record import find_place, write_record
+    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.rewrite.results.evaluation_record import find_place, write_record
 
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     place, text = find_place(folder), " ".join(f"w{number}" for number in range(200))

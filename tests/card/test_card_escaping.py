@@ -11,10 +11,10 @@ import yaml
 from calls import make_card, write_card
 from cards import change_manifest, facts, sections
 
-from pqweights.card.old_card import NOTES_BEGIN, NOTES_END
+from pqweights.common.markdown import code, words
 from pqweights.errors import OutputError
-from pqweights.hub.ids import is_repository_id
-from pqweights.markdown import code, words
+from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
+from pqweights.storage.hub.ids import is_repository_id
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-x", "a..b", "a-->b", "a\nb", "\u00e4", "x" * 300])

@@ -10,9 +10,9 @@ import pytest
 from calls import make_card, write_card
 from cards import BASE, change_manifest, edit_card, facts
 
-from pqweights.card import read_card, save_card
-from pqweights.card.old_card import NOTES_BEGIN, NOTES_END
 from pqweights.errors import OutputError
+from pqweights.publish.card import read_card, save_card
+from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
 
 
 def test_of_two_cards_that_of_the_folder_counts(master: Path) -> None:

@@ -24,7 +24,7 @@ from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCodin
 from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe, parse_recipe
-from pqweights.results.verify import verify
+from pqweights.rewrite.results.verify import verify
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 CODEC = get_codec("hadamard-lloyd-max")

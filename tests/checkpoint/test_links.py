@@ -16,7 +16,7 @@ from helpers import folder_bytes, small_checkpoint
 from pqweights.checkpoint.links import leads_outside
 from pqweights.checkpoint.names import is_inside
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.store.local import LocalStore
+from pqweights.storage.local import LocalStore
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
 LEADS = "a link that leads out of the folder"

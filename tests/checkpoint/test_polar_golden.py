@@ -17,7 +17,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.errors import MasterError
 from pqweights.options import ExportOptions
-from pqweights.results.verify import verify
+from pqweights.rewrite.results.verify import verify
 
 EXPECTED = json.loads(make_polar.EXPECTED.read_text(encoding="utf-8"))
 MANIFEST = json.loads((make_polar.MASTER / "pqweights.json").read_bytes())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from pqweights.checkpoint.float_formats import Mxfp4Tensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
-from pqweights.dtypes import float8_table, from_float32, to_float32
+from pqweights.common.dtypes import float8_table, from_float32, to_float32
 from pqweights.errors import SourceError
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe

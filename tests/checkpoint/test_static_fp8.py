@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from pqweights.checkpoint.quantized import NOT_A_WEIGHT
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.recipe import load_recipe
-from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from golden import make_trellis
 from golden.make import described
 
 from pqweights.options import ExportOptions
-from pqweights.results.verify import verify
+from pqweights.rewrite.results.verify import verify
 
 EXPECTED = json.loads(make_trellis.EXPECTED.read_text(encoding="utf-8"))
 MANIFEST = json.loads((make_trellis.MASTER / "pqweights.json").read_bytes())

@@ -13,9 +13,9 @@ import pytest
 from commands import answer, done, refused
 from families import ATTENTION, FAMILIES, TEXT, Family, build
 
-from pqweights.measure.kv_distribution import measure_kv
-from pqweights.measure.kv_states import StatesOptions
-from pqweights.runtimes.texts import read_text
+from pqweights.inference.runtimes.texts import read_text
+from pqweights.quality.measure.kv_distribution import measure_kv
+from pqweights.quality.measure.kv_states import StatesOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

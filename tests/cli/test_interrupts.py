@@ -103,11 +103,11 @@ COMMANDS = [
     ("export MASTER OUT --target bf16", "import", "pqweights.exporting", NOTHING),
     ("card MASTER", "open", "pqweights.json", ENDED),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
-    ("eval SOURCE --text TEXT", "import", "pqweights.evaluate.evaluation", ENDED),
-    ("generate SOURCE --prompt Hi", "import", "pqweights.generation.generator", ENDED),
+    ("eval SOURCE --text TEXT", "import", "pqweights.quality.evaluate.evaluation", ENDED),
+    ("generate SOURCE --prompt Hi", "import", "pqweights.inference.generation.generator", ENDED),
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
-    ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.measure.calibrate", None),
-    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.measure.sensitivity", None),
+    ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.calibrate", None),
+    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.sensitivity", None),
 ]
 
 

@@ -11,7 +11,7 @@ from pqweights_cli import bar, output
 from pqweights_cli.amounts import BYTES, amount_of, duration
 from rich.console import Console
 
-from pqweights.notices import listening, slow_step
+from pqweights.common.notices import listening, slow_step
 
 NAME = "model.language_model.layers.17.mlp.experts.113.down_proj.weight"
 

@@ -16,9 +16,9 @@ from added_codecs import ADDED
 from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Codec, Coder, DamagedBlock, Measures, State, has_rate
 from pqweights.codecs.weight import encode_weight
-from pqweights.dtypes import DTYPE_BITS, item_bytes, to_float32
+from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
+from pqweights.common.strict_json import Fields
 from pqweights.errors import RecipeError, SourceError
-from pqweights.strict_json import Fields
 
 ALL = CODECS | ADDED
 # The sizes of weights for which coders are made: below a superblock and above, and no whole number of blocks.

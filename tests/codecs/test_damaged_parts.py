@@ -16,7 +16,7 @@ from pqweights.codecs.hadamard_lloyd_max import ScalarCoder
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, DamagedBlock, State
 from pqweights.codecs.scalar import NORM_EXPONENTS, ScalarState
 from pqweights.codecs.weight import encode_weight
-from pqweights.dtypes import item_bytes
+from pqweights.common.dtypes import item_bytes
 
 # float16: infinities, NaN of both kinds, negative numbers and zero, and what flash memory holds after it was erased.
 NO_NORMS = (0x7C00, 0x7E00, 0x7C01, 0xFC00, 0xFE00, 0xBC00, 0x8001, 0x8000, 0xFFFF)

@@ -24,8 +24,8 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.errors import SourceError
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import parse_recipe
-from pqweights.results.inspect import inspect
-from pqweights.results.verify import verify
+from pqweights.rewrite.results.inspect import inspect
+from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -46,14 +46,14 @@ from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, RecipeError
 from pqweights.integrations.packed import PackedTensor, pack
-from pqweights.measure.scale_search import Inputs, Matrix, search
 from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import parse_recipe
-from pqweights.results.verify import verify
+from pqweights.quality.measure.scale_search import Inputs, Matrix, search
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -701,7 +701,8 @@ def test_search_by_the_model_finds_about_what_encoding_finds(tmp_path: Path, mon
     weight = Matrix(tensor=tensor, number=0, rows=256, columns=512, block_size=SuperblockCodec.block_size)
     encoded = []
     monkeypatch.setattr(
-        "pqweights.measure.scale_search.encode_weight", lambda *a, **kw: (encoded.append(1), encode_weight(*a, **kw))[1]
+        "pqweights.quality.measure.scale_search.encode_weight",
+        lambda *a, **kw: (encoded.append(1), encode_weight(*a, **kw))[1],
     )
     coder = ADDED["test-superblocks"].coder(4.5)
     modelled, scales = search(coder, weight, inputs)

@@ -33,8 +33,8 @@ from pqweights.codecs import CODECS
 from pqweights.errors import MasterError
 from pqweights.integrations.packed import PackedTensor
 from pqweights.planning.recipe import load_recipe, parse_recipe
-from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pqweights import __version__
-from pqweights.distributed import worker
-from pqweights.distributed.calls import greeting, remote_call
-from pqweights.distributed.worker import NodeNeeds, TaskFailure, problem_here
 from pqweights.errors import ClusterError, SourceError
+from pqweights.rewrite.distributed import worker
+from pqweights.rewrite.distributed.calls import greeting, remote_call
+from pqweights.rewrite.distributed.worker import NodeNeeds, TaskFailure, problem_here
 
 NODE = "the node"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pqweights.distributed import running
-from pqweights.distributed.cluster import Node
-from pqweights.distributed.progress import AttemptState, Board
-from pqweights.distributed.running import ClusterTask, ClusterTasks, TaskKind
-from pqweights.distributed.worker import NodeNeeds
 from pqweights.errors import ClusterError
+from pqweights.rewrite.distributed import running
+from pqweights.rewrite.distributed.cluster import Node
+from pqweights.rewrite.distributed.progress import AttemptState, Board
+from pqweights.rewrite.distributed.running import ClusterTask, ClusterTasks, TaskKind
+from pqweights.rewrite.distributed.worker import NodeNeeds
 
 KIND = TaskKind(function="run_shard", common=b"", asked=NodeNeeds(files=()), threads=2, memory_bytes=1000)
 TASK = ClusterTask(3, 100, None)

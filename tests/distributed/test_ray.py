@@ -19,17 +19,17 @@ from ray_cluster import Faulty, RayCluster, wait_until
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
-from pqweights.distributed import cluster as clusters
-from pqweights.distributed import engine as engines
-from pqweights.distributed import running
-from pqweights.distributed.engine import on_ray
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import plan_quantize
+from pqweights.rewrite.distributed import cluster as clusters
+from pqweights.rewrite.distributed import engine as engines
+from pqweights.rewrite.distributed import running
+from pqweights.rewrite.distributed.engine import on_ray
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
-from pqweights.store import open_store
+from pqweights.storage import open_store
 
 pytest.importorskip("ray")
 LAYERS, SHARD = 8, 45_000  # a shard for each layer
@@ -178,7 +178,7 @@ def test_a_command_that_is_killed_is_continued(
     code = f"""
 from pathlib import Path
 from test_ray import faulty_run
-from pqweights.distributed.engine import on_ray
+from pqweights.rewrite.distributed.engine import on_ray
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import RunOptions
 task, marker = faulty_run(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), "hang")

@@ -18,7 +18,7 @@ LOSING = """
 import sys, time
 from pathlib import Path
 
-from pqweights.distributed.cluster import connected
+from pqweights.rewrite.distributed.cluster import connected
 
 with connected(sys.argv[1], cores=1) as ray:
 

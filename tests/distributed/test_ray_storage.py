@@ -10,14 +10,14 @@ from ray_cluster import Faulty, RayCluster
 from remote_server import SECRETS, ObjectServer
 
 import pqweights
-from pqweights.distributed.engine import on_ray
 from pqweights.errors import StorageError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import plan_quantize
+from pqweights.rewrite.distributed.engine import on_ray
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
-from pqweights.store import open_store
+from pqweights.storage import open_store
 
 pytest.importorskip("ray")
 LAYERS, SHARD = 6, 45_000  # a shard for each layer

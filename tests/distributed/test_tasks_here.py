@@ -18,8 +18,8 @@ from tasks_here import use_tasks_here
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
-from pqweights.distributed import engine, worker
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, StrictError
+from pqweights.rewrite.distributed import engine, worker
 from pqweights.rewrite.finished_shards import FinishedShards
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")

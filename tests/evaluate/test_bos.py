@@ -16,10 +16,10 @@ from language_models import BEGIN, babbler
 from safetensors import safe_open
 from tiny_gguf import llama_gguf
 
-from pqweights.measure.calibrate import CalibrationOptions, calibration_windows
+from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.results.evaluation_record import read_records
-from pqweights.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
+from pqweights.quality.measure.calibrate import CalibrationOptions, calibration_windows
+from pqweights.rewrite.results.evaluation_record import read_records
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

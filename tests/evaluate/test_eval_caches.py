@@ -16,13 +16,13 @@ from families import ATTENTION, FAMILIES, Family, build
 from test_eval_command import LLAMA, TEXT
 
 from pqweights.errors import EvaluationError, OptionError
-from pqweights.evaluate.protocol import Windows, compare
-from pqweights.kv.cache import kv_cache
+from pqweights.inference.kv.cache import kv_cache
+from pqweights.inference.runtimes import cached
+from pqweights.inference.runtimes.cached import CachedRun
+from pqweights.inference.runtimes.models import open_model
+from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes import cached
-from pqweights.runtimes.cached import CachedRun
-from pqweights.runtimes.models import open_model
-from pqweights.runtimes.texts import tokenize
+from pqweights.quality.evaluate.protocol import Windows, compare
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -137,7 +137,7 @@ def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
 
 
 def test_progress_counts_every_cache(work: Path) -> None:
-    from pqweights.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
+    from pqweights.quality.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
 
     seen: list[tuple[int, int]] = []
     options = EvaluationOptions(reading=TextOptions(**SHORT), kv_caches=("none", "hadamard"))
@@ -153,7 +153,7 @@ def test_progress_counts_every_cache(work: Path) -> None:
 
 
 def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.evaluate import evaluation
+    from pqweights.quality.evaluate import evaluation
 
     monkeypatch.setattr(evaluation, "read_model", lambda path: pytest.fail("it is read"))
     with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):
@@ -205,7 +205,7 @@ def test_the_plot_names_caches_and_has_one_measure(work: Path, tmp_path: Path) -
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from pqweights.plots.evaluation import draw_evaluation
+    from pqweights.quality.plots.evaluation import draw_evaluation
 
     for reference in (None, work / "source"):
         report = evaluate([work / "q3"], TEXT, reference=reference, kv_caches=("none", "hadamard:4"), **SHORT)

@@ -20,14 +20,14 @@ from families import ATTENTION, Family, build
 from pqweights_cli import tables
 from pqweights_cli.eval import _runtime_lines
 
+from pqweights.common.notices import listening
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
-from pqweights.evaluate import speed
-from pqweights.evaluate.protocol import Windows, compare
-from pqweights.evaluate.report import EvaluationReport
-from pqweights.notices import listening
+from pqweights.inference.runtimes.models import open_model
+from pqweights.inference.runtimes.texts import read_text, tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes.models import open_model
-from pqweights.runtimes.texts import read_text, tokenize, wikitext
+from pqweights.quality.evaluate import speed
+from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.evaluate.report import EvaluationReport
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -198,7 +198,7 @@ def test_image_text_model_is_evaluated_on_text(tmp_path: Path) -> None:
 def test_at_most_two_models_are_in_memory(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import weakref
 
-    from pqweights.evaluate import evaluation as package
+    from pqweights.quality.evaluate import evaluation as package
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
@@ -544,7 +544,7 @@ def test_steps_without_progress_are_announced(work: Path) -> None:
 
 
 def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.evaluate import evaluation as package
+    from pqweights.quality.evaluate import evaluation as package
 
     runs = speed.Speed((90.0, 100.0, 110.0), 2 * 10**9, "bfloat16")
     monkeypatch.setattr(package, "measure_speed", lambda *arguments, **options: runs)
@@ -679,8 +679,8 @@ def test_report_is_frozen_and_converts_to_json(work: Path) -> None:
 
 def test_programming_error_keeps_its_traceback() -> None:
     """An error of a package about its input becomes one line; an error in this library does not."""
-    from pqweights.runtimes import folders
-    from pqweights.runtimes.packages import Refused
+    from pqweights.inference.runtimes import folders
+    from pqweights.inference.runtimes.packages import Refused
 
     with pytest.raises(SourceError, match="json"), Refused("json does not take it"):
         json.loads("{")

@@ -17,19 +17,19 @@ import pytest
 from calls import export, quantize
 from helpers import read_all
 
+from pqweights.common.installing import pip_install
 from pqweights.errors import MasterError, MissingDependencyError, PqweightsWarning, SourceError
-from pqweights.evaluate.protocol import Windows, window_losses
-from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.installing import pip_install
+from pqweights.inference.runtimes.decoders import export_weight, unpack_nibbles, unpack_stream, unpack_tiles
+from pqweights.inference.runtimes.folders import read_folder
+from pqweights.inference.runtimes.models import continuation, open_model
+from pqweights.inference.runtimes.texts import tokenize
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.results.inspect import inspect
+from pqweights.quality.evaluate.protocol import Windows, window_losses
+from pqweights.quality.evaluate.weight_errors import relative_mse
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error
-from pqweights.runtimes.decoders import export_weight, unpack_nibbles, unpack_stream, unpack_tiles
-from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.models import continuation, open_model
-from pqweights.runtimes.texts import tokenize
+from pqweights.rewrite.results.inspect import inspect
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -19,10 +19,10 @@ from language_models import END, SPEECH, TEMPLATE, llama_config, speaker, tokeni
 from tiny_gguf import llama_gguf
 
 from pqweights.errors import SourceError
-from pqweights.runtimes import llama_cpp
-from pqweights.runtimes.folders import LLAMA_CPP, size
-from pqweights.runtimes.models import Model, open_model
-from pqweights.runtimes.texts import load_tokenizer, tokenize
+from pqweights.inference.runtimes import llama_cpp
+from pqweights.inference.runtimes.folders import LLAMA_CPP, size
+from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
 
 need("llama.cpp")
 pytest.importorskip("transformers")

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.errors import EvaluationError
-from pqweights.evaluate.protocol import (
+from pqweights.inference.runtimes.models import Floats, Model
+from pqweights.inference.runtimes.steps import MlxStepper
+from pqweights.inference.runtimes.texts import Ids
+from pqweights.quality.evaluate.protocol import (
     LOGITS_AT_ONCE,
     Loss,
     Windows,
@@ -22,9 +25,6 @@ from pqweights.evaluate.protocol import (
     perplexity_change,
     window_losses,
 )
-from pqweights.runtimes.models import Floats, Model
-from pqweights.runtimes.steps import MlxStepper
-from pqweights.runtimes.texts import Ids
 
 VOCABULARY = 37
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)

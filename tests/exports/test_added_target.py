@@ -16,8 +16,8 @@ from rewriting import interrupt
 
 from pqweights.errors import OutputError
 from pqweights.exports import ALIASES, EXPORTS
-from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
 
 SHARDS = ("--max-shard-size", "500kB")
 

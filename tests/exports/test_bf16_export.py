@@ -31,8 +31,8 @@ from pqweights.errors import MasterError, OptionError, SourceError
 from pqweights.exports import ALIASES, EXPORTS, get_target, target_name
 from pqweights.exports.target import ExportSource
 from pqweights.options import ExportOptions
-from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
+from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -17,10 +17,10 @@ from rewriting import check_killed_runs_resume
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import compensation
-from pqweights.results.verify import verify
+from pqweights.inference.runtimes.decoders import values_of
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import values_of
+from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -13,10 +13,10 @@ from folding_models import rewritten
 from helpers import Array, Tensor, as_float32, bf16, f32, read_all, run_command, write_checkpoint
 from integer_exports import integer_names
 
-from pqweights.results.verify import verify
+from pqweights.inference.runtimes.decoders import export_weight
+from pqweights.inference.runtimes.models import open_model
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import export_weight
-from pqweights.runtimes.models import open_model
+from pqweights.rewrite.results.verify import verify
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,8 @@ from commands import done, refused
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from integer_exports import from_compressed_tensors, integer_names, quantization
 
+from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import export_weight
 
 LAYER = "model.layers.0"
 

@@ -24,8 +24,8 @@ from helpers import (
 from integer_exports import KINDS, LAYER, ROUNDED, from_compressed_tensors, from_torchao, work
 
 from pqweights.errors import MasterError, OutputError, SourceError
+from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import export_weight
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -17,9 +17,9 @@ from rewriting import check_killed_runs_resume
 
 from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.exports import integer_job, target_name
-from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import Manifest, read_manifest
+from pqweights.rewrite.results.verify import verify
 
 
 @pytest.mark.parametrize(

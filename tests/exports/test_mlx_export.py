@@ -30,11 +30,11 @@ from helpers import (
 )
 from rewriting import interrupt
 
+from pqweights.common.installing import pip_install
 from pqweights.errors import ExportError
-from pqweights.installing import pip_install
-from pqweights.results.verify import verify
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
 
 mx: Any = pytest.importorskip("mlx.core")
 mlx_lm: Any = pytest.importorskip("mlx_lm")

@@ -16,8 +16,8 @@ from integer_exports import LAYER, ROUNDED, integer_names, quantization
 
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.common.units import size_text
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.units import size_text
 
 ATTENTION, MLP = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"
 

@@ -22,8 +22,8 @@ from folding_models import (
 from helpers import Array, Tensor, as_float32, bf16, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
-from pqweights.folding import fold as folds
-from pqweights.folding.search import find_links
+from pqweights.rewrite.folding import fold as folds
+from pqweights.rewrite.folding.search import find_links
 
 
 @pytest.fixture(autouse=True)

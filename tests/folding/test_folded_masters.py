@@ -16,9 +16,9 @@ from helpers import as_float32, folder_bytes, master_weights, read_all, run_comm
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
-from pqweights.evaluate.weight_errors import relative_mse
-from pqweights.folding import fold
-from pqweights.folding.folded import TensorFactors
+from pqweights.quality.evaluate.weight_errors import relative_mse
+from pqweights.rewrite.folding import fold
+from pqweights.rewrite.folding.folded import TensorFactors
 from pqweights.rewrite.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")

@@ -15,12 +15,12 @@ from language_models import TEMPLATE, babbler
 
 import pqweights
 from pqweights.errors import GenerationError, OptionError
-from pqweights.generation.generator import Generator
-from pqweights.generation.report import Generation
+from pqweights.inference.generation.generator import Generator
+from pqweights.inference.generation.report import Generation
+from pqweights.inference.runtimes.cached import CachedRun
+from pqweights.inference.runtimes.models import open_model
 from pqweights.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes.cached import CachedRun
-from pqweights.runtimes.models import open_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")

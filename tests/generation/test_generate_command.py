@@ -25,7 +25,7 @@ from pqweights_cli.main import app
 from typer.testing import CliRunner
 
 from pqweights.errors import MasterError
-from pqweights.runtimes.steps import TorchStepper
+from pqweights.inference.runtimes.steps import TorchStepper
 
 pytest.importorskip("transformers")
 

@@ -16,13 +16,13 @@ from language_models import SPEECH, TEMPLATE, babbler, speaker
 
 import pqweights
 from pqweights.errors import EvaluationError, GenerationError, MasterError, OptionError, PqweightsError, SourceError
-from pqweights.generation import generator as module
-from pqweights.generation.generator import Generator
-from pqweights.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
+from pqweights.inference.generation import generator as module
+from pqweights.inference.generation.generator import Generator
+from pqweights.inference.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
+from pqweights.inference.runtimes import steps
+from pqweights.inference.runtimes.models import open_model
 from pqweights.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes import steps
-from pqweights.runtimes.models import open_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -303,7 +303,7 @@ def test_packed_is_for_masters(work):
 
 def test_a_trellis_master_stays_packed_where_the_decoded_model_does_not_fit(work, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr("pqweights.generation.packing.free_bytes", lambda: 10**6)
+    monkeypatch.setattr("pqweights.inference.generation.packing.free_bytes", lambda: 10**6)
     done = generator(work / "t4", told, max_tokens=4).reply("Hello", lambda piece: None)
     assert done.settings.packed
     assert len(told) == 1 and "the weights stay packed, which is slower" in told[0]

@@ -14,11 +14,11 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.errors import GenerationError
-from pqweights.generation import packing
-from pqweights.generation.packing import Needs, check_fits, choose_packed, read_needs
+from pqweights.inference.generation import packing
+from pqweights.inference.generation.packing import Needs, check_fits, choose_packed, read_needs
+from pqweights.inference.runtimes.folders import read_folder
+from pqweights.inference.runtimes.memory import free_bytes, peak_bytes
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes.folders import read_folder
-from pqweights.runtimes.memory import free_bytes, peak_bytes
 
 SCALAR, TRELLIS = "hadamard-lloyd-max", "hadamard-trellis"
 TEXT_SIZES = {"decoded": 16 * 10**9, "packed": 5 * 10**9}

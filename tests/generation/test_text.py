@@ -11,7 +11,7 @@ from blocks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.generation.text import TextStream
+from pqweights.inference.generation.text import TextStream
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

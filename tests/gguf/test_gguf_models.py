@@ -18,7 +18,7 @@ from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkp
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
-from pqweights.dtypes import item_bytes
+from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
 from pqweights.gguf.architectures import ARCHITECTURES, SETTINGS
 from pqweights.gguf.defaults import DEFAULTS

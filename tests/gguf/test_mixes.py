@@ -13,8 +13,8 @@ from external_runtimes import need
 
 from pqweights.errors import OptionError
 from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
+from pqweights.inference.runtimes import llama_library
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.runtimes import llama_library
 
 VOCABULARY, WIDTH, INNER = 64, 256, 512
 

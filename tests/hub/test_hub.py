@@ -26,9 +26,9 @@ from hub_cases import CASES, NOT_NEEDED, RUN, SOURCE, Case, Client, files_of, wr
 from loopback_hub import Corrupt, Cut, Fault, LoopbackHub, Request, Run, Stall, Status
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.hub import transfers
 from pqweights.quantizing import EncodeJob
 from pqweights.rewrite.jobs import Sink
+from pqweights.storage.hub import transfers
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.

@@ -14,8 +14,8 @@ from hub_cases import Client
 from loopback_hub import LoopbackHub
 
 from pqweights.errors import HubError
-from pqweights.hub import session
-from pqweights.hub.client import Hub
+from pqweights.storage.hub import session
+from pqweights.storage.hub.client import Hub
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 httpx2 = pytest.importorskip("httpx2")

@@ -11,9 +11,9 @@ import torch
 from caches import decoded, ids, made, model
 from torch import Tensor
 
-from pqweights.kv import attention_error as module
-from pqweights.kv.attention_error import attention_error
-from pqweights.kv.cache import kv_cache
+from pqweights.inference.kv import attention_error as module
+from pqweights.inference.kv.attention_error import attention_error
+from pqweights.inference.kv.cache import kv_cache
 
 TOKENS, QUERIES = 96, 20
 

@@ -13,7 +13,7 @@ import torch
 from caches import decoded, gaussian, store
 from test_schemes import affine, half, same
 
-from pqweights.kv.schemes import SCHEMES
+from pqweights.inference.kv.schemes import SCHEMES
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [str(Path(__file__).parents[2] / "benchmarks"), *sys.path])  # only here: names clash

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from pqweights.kv import cache as module
-from pqweights.kv.cache import KVCache, kv_cache
-from pqweights.kv.layer import PackedHybridLayer, PackedLayer
+from pqweights.inference.kv import cache as module
+from pqweights.inference.kv.cache import KVCache, kv_cache
+from pqweights.inference.kv.layer import PackedHybridLayer, PackedLayer
 
 SPECS = ("klt:4", "hadamard:4", "polar", "polar:online", "polar-rope:residual=0", "polar-rope")
 FAMILIES = ("llama", "gemma3", "qwen3_5", "falcon_h1")

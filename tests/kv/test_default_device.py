@@ -13,10 +13,10 @@ import torch
 from caches import decoded, gaussian
 from torch import Tensor
 
+from pqweights.inference.kv.codes import coded, levels_of, width_tables
+from pqweights.inference.kv.polar_rope import TokenWise
+from pqweights.inference.kv.schemes import SCHEMES
 from pqweights.kernels.attention import hadamard_scores, polar_rope_scores, weighted_values
-from pqweights.kv.codes import coded, levels_of, width_tables
-from pqweights.kv.polar_rope import TokenWise
-from pqweights.kv.schemes import SCHEMES
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import pqweights
 from pqweights.errors import OptionError, OutputError, SourceError
-from pqweights.kv.cache import KVCache, kv_cache
-from pqweights.kv.files import KEY, load_kv_cache, save_kv_cache
+from pqweights.inference.kv.cache import KVCache, kv_cache
+from pqweights.inference.kv.files import KEY, load_kv_cache, save_kv_cache
 
 SPECS = (
     "klt:3",
@@ -150,7 +150,7 @@ def test_what_cannot_be_saved_is_refused(llama: Any, tmp_path: Path) -> None:
 
 
 def test_a_file_appears_when_it_is_complete(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.kv import files
+    from pqweights.inference.kv import files
 
     cache = filled(llama, "hadamard")
     (tmp_path / "cache").write_text("before")

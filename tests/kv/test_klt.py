@@ -12,15 +12,15 @@ from caches import gaussian, ids, made, model, relative_error
 from torch import Tensor
 
 import pqweights
-from pqweights.kv import bases as module
-from pqweights.kv import klt
-from pqweights.kv.bases import LEAST_SHARE, is_same_summary, model_bases, summary
-from pqweights.kv.cache import kv_cache
-from pqweights.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
-from pqweights.kv.model import cached_model
-from pqweights.kv.rotated import RotatedScalar
-from pqweights.kv.schemes import parse_spec
-from pqweights.kv.states import PackedStates
+from pqweights.inference.kv import bases as module
+from pqweights.inference.kv import klt
+from pqweights.inference.kv.bases import LEAST_SHARE, is_same_summary, model_bases, summary
+from pqweights.inference.kv.cache import kv_cache
+from pqweights.inference.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
+from pqweights.inference.kv.model import cached_model
+from pqweights.inference.kv.rotated import RotatedScalar
+from pqweights.inference.kv.schemes import parse_spec
+from pqweights.inference.kv.states import PackedStates
 
 KLT = parse_spec("klt")
 # Norms of 1 + weight or with biases, norms of each head's queries and keys, joint projections, and gates.
@@ -218,7 +218,7 @@ def test_transform_coding_beats_rotation_where_weights_have_structure(bits: int)
 
 
 def test_bases_from_weights_beat_rotation_in_a_model() -> None:
-    from pqweights.kv.attention_error import attention_error
+    from pqweights.inference.kv.attention_error import attention_error
 
     net = made("llama", hidden_size=128)
     with torch.no_grad():

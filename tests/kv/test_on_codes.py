@@ -12,10 +12,10 @@ from cached_models import causal, hybrid_model, one_by_one, read, tokens
 from torch import Tensor
 
 from pqweights.errors import OptionError
-from pqweights.kv.attention_error import attention_error
-from pqweights.kv.cache import KVCache, kv_cache
-from pqweights.kv.on_codes import NAME, PAST, attends_on_codes
-from pqweights.kv.states import PackedStates
+from pqweights.inference.kv.attention_error import attention_error
+from pqweights.inference.kv.cache import KVCache, kv_cache
+from pqweights.inference.kv.on_codes import NAME, PAST, attends_on_codes
+from pqweights.inference.kv.states import PackedStates
 
 PROMPT, NEXT = 180, 4
 # Entries of the look-up tables of polar-rope are integers; the other products are in float32.
@@ -209,7 +209,7 @@ def test_a_model_of_which_transformers_replaces_no_attention_restores() -> None:
 
 def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model says to the attention beyond keys, values and a plain mask."""
-    from pqweights.kv import on_codes
+    from pqweights.inference.kv import on_codes
 
     kv_cache(llama, "hadamard:8", on_codes=True)  # asks the model whether it can
     calls = []

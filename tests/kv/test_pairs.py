@@ -9,10 +9,10 @@ import torch
 from caches import decoded, gaussian, ids, layer, made, model, relative_error, store
 from torch import Tensor
 
-from pqweights.kv.cache import kv_cache
-from pqweights.kv.codes import unpack
-from pqweights.kv.polar_rope import PolarPairs, RopePairs, rope_pairs
-from pqweights.kv.schemes import parse_spec
+from pqweights.inference.kv.cache import kv_cache
+from pqweights.inference.kv.codes import unpack
+from pqweights.inference.kv.polar_rope import PolarPairs, RopePairs, rope_pairs
+from pqweights.inference.kv.schemes import parse_spec
 
 # Size, how many coordinates RoPE rotates, and whether neighbours are pairs.
 ROTATED = {

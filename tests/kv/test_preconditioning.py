@@ -7,8 +7,8 @@ import pytest
 import torch
 from caches import decoded, gaussian, relative_error
 
-from pqweights.kv import rotated as module
-from pqweights.kv.rotated import rotation as matrix
+from pqweights.inference.kv import rotated as module
+from pqweights.inference.kv.rotated import rotation as matrix
 
 CPU = torch.device("cpu")
 

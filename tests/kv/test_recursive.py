@@ -11,8 +11,8 @@ from caches import decoded, gaussian, layer, relative_error, store
 from helpers import Array
 
 from pqweights.codecs.polar_codebook import LEVELS, RELATIVE_MSE, angle_density
-from pqweights.kv.rotated import polar
-from pqweights.kv.schemes import parse_spec
+from pqweights.inference.kv.rotated import polar
+from pqweights.inference.kv.schemes import parse_spec
 
 
 def transformed(vector: list[float]) -> tuple[list[list[float]], float]:

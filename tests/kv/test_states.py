@@ -7,7 +7,7 @@ import torch
 from caches import gaussian, relative_error, store
 from torch import Tensor
 
-from pqweights.kv.states import GROWTH, LEAST_TOKENS, PackedStates, used_rows
+from pqweights.inference.kv.states import GROWTH, LEAST_TOKENS, PackedStates, used_rows
 
 # What these decode a token to does not depend on the tokens beside it.
 TOKEN_WISE = ("polar", "hadamard:3,centred=0", "polar-rope:residual=0")

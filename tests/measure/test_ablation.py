@@ -25,11 +25,11 @@ from test_calibrate import text, with_outliers
 
 from pqweights.codecs import CODECS, lloyd_max
 from pqweights.codecs.weight import encode_weight
-from pqweights.evaluate.protocol import Loss, Scores, Windows, compare
-from pqweights.evaluate.weight_errors import relative_mse
+from pqweights.inference.runtimes.models import open_model
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes.models import open_model
-from pqweights.runtimes.texts import Ids, load_tokenizer, tokenize
+from pqweights.quality.evaluate.protocol import Loss, Scores, Windows, compare
+from pqweights.quality.evaluate.weight_errors import relative_mse
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [str(Path(__file__).parents[2] / "benchmarks"), *sys.path])  # only here: names clash

@@ -16,10 +16,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights.checkpoint.source import open_local
-from pqweights.measure.activations import TextWindow, WeightPlace, places, watch
-from pqweights.measure.inputs import CollectedInputs, Sample, VectorInputs
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
+from pqweights.quality.measure.activations import TextWindow, WeightPlace, places, watch
+from pqweights.quality.measure.inputs import CollectedInputs, Sample, VectorInputs
 from pqweights.quantizing import Quantize
 
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))

@@ -22,11 +22,11 @@ pytest.importorskip("transformers")
 from recorded_rows import RecordedRows
 
 from pqweights import load_model
-from pqweights.evaluate.protocol import Windows, compare
-from pqweights.measure import activations, collecting
+from pqweights.inference.runtimes.decoders import master_weight
+from pqweights.inference.runtimes.models import open_model
 from pqweights.planning.awq import open_awq
-from pqweights.runtimes.decoders import master_weight
-from pqweights.runtimes.models import open_model
+from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.measure import activations, collecting
 
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.errors import SourceError
-from pqweights.measure import distribution
-from pqweights.measure.distribution import (
+from pqweights.quality.measure import distribution
+from pqweights.quality.measure.distribution import (
     CELLS,
     HISTOGRAM_EDGES,
     Tally,

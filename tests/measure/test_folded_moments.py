@@ -15,13 +15,13 @@ from test_moments import SMALL, matrix, run
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import ExportError
 from pqweights.exports.compensation import Compensation
-from pqweights.folding import fold as folds
-from pqweights.folding.fold import Fold
-from pqweights.folding.sizes import mean_squares
+from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.planning.statistics_file import Statistics
-from pqweights.results.verify import verify
+from pqweights.rewrite.folding import fold as folds
+from pqweights.rewrite.folding.fold import Fold
+from pqweights.rewrite.folding.sizes import mean_squares
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import export_weight
+from pqweights.rewrite.results.verify import verify
 
 
 @pytest.fixture(scope="module", params=SMALL)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from key_value_states import HALVES, HEADS, SIZE, TOKENS, gaussian, layer_of, model_of, structured, with_circle
 
-from pqweights.documents import as_json
-from pqweights.kv.polar_rope import RopePairs
-from pqweights.measure.kv_channels import OUTLIER, measure_channels
-from pqweights.measure.kv_distribution import (
+from pqweights.common.documents import as_json
+from pqweights.inference.kv.polar_rope import RopePairs
+from pqweights.quality.measure.kv_channels import OUTLIER, measure_channels
+from pqweights.quality.measure.kv_distribution import (
     ANGLE_BINS,
     COARSE_BINS,
     KEYS,

@@ -12,9 +12,9 @@ from calls import export, quantize
 from families import ATTENTION, FAMILIES, TEXT, Family, build
 
 from pqweights.errors import EvaluationError
-from pqweights.measure.kv_states import FEWEST_TOKENS, ModelStates, StatesOptions, read_states
+from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.runtimes.texts import tokenize
+from pqweights.quality.measure.kv_states import FEWEST_TOKENS, ModelStates, StatesOptions, read_states
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

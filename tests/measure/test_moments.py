@@ -20,11 +20,11 @@ import torch
 from test_unfinished import TEXT
 
 from pqweights.errors import SourceError
-from pqweights.measure import collecting
-from pqweights.measure.calibrate import CalibrationOptions, calibrate
 from pqweights.planning.awq import open_awq
 from pqweights.planning.recipe import parse_recipe
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
+from pqweights.quality.measure import collecting
+from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
 
 WINDOW, WINDOWS = 64, 16
 Inputs = dict[str, np.ndarray[Any, Any]]

@@ -24,11 +24,11 @@ import torch
 from pqweights import load_model
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, RecipeError
-from pqweights.measure import sensitivity as perturb
-from pqweights.measure.sensitivity import LEVELS, SensitivityOptions
 from pqweights.planning.groups import TIED
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import Sensitivity, fitted_alpha, read_sensitivity
+from pqweights.quality.measure import sensitivity as perturb
+from pqweights.quality.measure.sensitivity import LEVELS, SensitivityOptions
 
 TOKENS = 64
 # A recipe with few groups, for tests that do not depend on the figures.

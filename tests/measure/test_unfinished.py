@@ -25,12 +25,12 @@ pytest.importorskip("transformers")
 import torch
 
 from pqweights.errors import EvaluationError, MissingDependencyError, OutputError, SourceChangedError, SourceError
-from pqweights.measure import calibrate as calibration
-from pqweights.measure import collecting, preparation, sensitivity
-from pqweights.measure.calibrate import CalibrationOptions, calibrate
-from pqweights.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.inference.runtimes import packages
 from pqweights.planning.recipe import parse_recipe
-from pqweights.runtimes import packages
+from pqweights.quality.measure import calibrate as calibration
+from pqweights.quality.measure import collecting, preparation, sensitivity
+from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
+from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
 
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
 RECIPE = parse_recipe("bits: 3", "three")

@@ -39,15 +39,15 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
+from pqweights.inference.runtimes.decoders import export_weight, master_weight
 from pqweights.integrations.packed import pack
-from pqweights.measure import collecting, scale_search
-from pqweights.measure.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.planning.awq import open_awq
 from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, write_statistics
-from pqweights.results.inspect import inspect
-from pqweights.results.verify import verify
+from pqweights.quality.measure import collecting, scale_search
+from pqweights.quality.measure.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.runtimes.decoders import export_weight, master_weight
+from pqweights.rewrite.results.inspect import inspect
+from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -25,7 +25,7 @@ from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
 from pqweights.planning.target import make_target
-from pqweights.results.verify import verify
+from pqweights.rewrite.results.verify import verify
 from pqweights.rewrite.task import RewriteReport
 
 LAYERS = 3

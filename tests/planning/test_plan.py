@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.dtypes import DTYPE_BITS
+from pqweights.common.dtypes import DTYPE_BITS
+from pqweights.common.strict_json import json_bytes
 from pqweights.errors import SourceError
 from pqweights.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.containers import Safetensors
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
-from pqweights.results.plan_report import report_plan
-from pqweights.strict_json import json_bytes
+from pqweights.rewrite.results.plan_report import report_plan
 
 SHARD_BYTES = 20_000
 Q5 = load_recipe("q5")

@@ -9,10 +9,10 @@ import pytest
 from key_value_states import HALVES, gaussian, layer_of, model_of, structured, with_circle
 
 from pqweights.errors import OutputError
-from pqweights.kv.polar_rope import RopePairs
-from pqweights.measure.kv_distribution import KVDistribution, distribution_of
-from pqweights.measure.kv_states import LayerStates
-from pqweights.plots.kv import plot_kv
+from pqweights.inference.kv.polar_rope import RopePairs
+from pqweights.quality.measure.kv_distribution import KVDistribution, distribution_of
+from pqweights.quality.measure.kv_states import LayerStates
+from pqweights.quality.plots.kv import plot_kv
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")

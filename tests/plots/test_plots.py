@@ -17,12 +17,12 @@ import pytest
 from commands import invoke
 
 from pqweights.errors import MissingDependencyError, OutputError
-from pqweights.measure.distribution import measure_distribution
 from pqweights.planning.roles import ROLES
-from pqweights.plots.distribution import plot_distribution
-from pqweights.plots.figure import check_plot_file
-from pqweights.plots.layers import STYLES, _errors, layer_of, plot_inspection
-from pqweights.results.inspect import inspect
+from pqweights.quality.measure.distribution import measure_distribution
+from pqweights.quality.plots.distribution import plot_distribution
+from pqweights.quality.plots.figure import check_plot_file
+from pqweights.quality.plots.layers import STYLES, _errors, layer_of, plot_inspection
+from pqweights.rewrite.results.inspect import inspect
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -279,7 +279,7 @@ def report_of(models: list[str]) -> Any:
 
 @pytest.mark.parametrize("count", [1, 2, 9, 30])
 def test_labels_of_models_do_not_overlap(count: int, tmp_path: Path) -> None:
-    from pqweights.plots import evaluation
+    from pqweights.quality.plots import evaluation
 
     names = [f"run-{number % 2}/a-rather-long-name-of-a-master-in-a-folder-{number // 2}" for number in range(count)]
     found: list[Any] = []

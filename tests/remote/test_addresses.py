@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pqweights.errors import OptionError
-from pqweights.remote.addresses import is_address, local_path, parse_address
+from pqweights.storage.remote.addresses import is_address, local_path, parse_address
 
 
 @pytest.mark.parametrize("text", ["s3://b/f", "S3://b", "gs://b/a/b", "memory://x", "abfs://c@host/path", "http://x/y"])

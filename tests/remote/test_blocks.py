@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pqweights.errors import StorageError
-from pqweights.remote import blocks
-from pqweights.remote.attempts import TransferStopped
-from pqweights.remote.blocks import BlockCache
+from pqweights.storage.remote import blocks
+from pqweights.storage.remote.attempts import TransferStopped
+from pqweights.storage.remote.blocks import BlockCache
 
 SIZE = 1_003_333
 

@@ -14,11 +14,11 @@ import pytest
 from remote_server import BUCKET, SECRETS, ObjectServer
 
 from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, StorageError
-from pqweights.remote import s3
-from pqweights.remote.addresses import parse_address
-from pqweights.remote.attempts import TransferStopped
-from pqweights.remote.failures import ATTEMPTS, FIRST_ATTEMPTS
-from pqweights.remote.folder import RemoteFolder
+from pqweights.storage.remote import s3
+from pqweights.storage.remote.addresses import parse_address
+from pqweights.storage.remote.attempts import TransferStopped
+from pqweights.storage.remote.failures import ATTEMPTS, FIRST_ATTEMPTS
+from pqweights.storage.remote.folder import RemoteFolder
 
 ADDRESS = f"s3://{BUCKET}/a folder/of mine"
 

@@ -22,13 +22,13 @@ import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import MasterError, OptionError, SourceChangedError, SourceError
-from pqweights.remote import blocks
-from pqweights.remote import storage as remote_storage
-from pqweights.remote.addresses import parse_address
-from pqweights.remote.folder import RemoteFolder
-from pqweights.remote.storage import RemoteStorage, open_address
-from pqweights.results.shard_checks import joined, shard_checks
 from pqweights.rewrite.manifest import read_manifest, shards_of
+from pqweights.rewrite.results.shard_checks import joined, shard_checks
+from pqweights.storage.remote import blocks
+from pqweights.storage.remote import storage as remote_storage
+from pqweights.storage.remote.addresses import parse_address
+from pqweights.storage.remote.folder import RemoteFolder
+from pqweights.storage.remote.storage import RemoteStorage, open_address
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 

@@ -12,7 +12,7 @@ from helpers import folder_bytes, run_command, small_checkpoint
 from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
 from pqweights.errors import OutputError, StorageError
-from pqweights.remote import opening, s3
+from pqweights.storage.remote import opening, s3
 
 OUT = f"s3://{BUCKET}/out"
 

@@ -18,12 +18,12 @@ from families import ATTENTION, Family, build
 from msgspec.structs import replace
 
 from pqweights.checkpoint.source import open_local
-from pqweights.documents import as_json
+from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
-from pqweights.evaluate.recording import make_record
 from pqweights.planning.recipe import load_recipe
-from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
-from pqweights.results.verify import verify
+from pqweights.quality.evaluate.recording import make_record
+from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
+from pqweights.rewrite.results.verify import verify
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -198,7 +198,7 @@ def test_read_only_folder_is_noted(recorded: Path, work: Path) -> None:
 
 
 def test_failed_write_is_noted(recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.results import evaluation_record as record
+    from pqweights.rewrite.results import evaluation_record as record
 
     def refuse(*arguments: object) -> None:
         raise OutputError(f"{recorded / FILE}: cannot be written (Read-only file system); choose another output folder")

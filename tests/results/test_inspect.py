@@ -25,10 +25,10 @@ from helpers import (
 )
 
 from pqweights.errors import MasterError
-from pqweights.results.inspect import inspect
+from pqweights.inference.runtimes.folders import size
 from pqweights.rewrite import manifest
 from pqweights.rewrite.records import TensorRecord, total_relative_mse
-from pqweights.runtimes.folders import size
+from pqweights.rewrite.results.inspect import inspect
 
 HEAVY = (np.random.default_rng(9).standard_t(3, size=(96, 128)) * 0.02).astype(np.float32)
 WEIGHTS = {

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from pqweights.checkpoint.digests import HashOfPieces
 from pqweights.errors import MasterError, PqweightsError
-from pqweights.results.inspect import inspect
-from pqweights.results.verify import Verification, verify
+from pqweights.rewrite.results.inspect import inspect
+from pqweights.rewrite.results.verify import Verification, verify
 
 SHARD_BYTES = 20_000
 

@@ -15,9 +15,9 @@ from rewriting import command, interrupt, journaled, watched
 
 from pqweights.checkpoint.header import parse_header
 from pqweights.errors import MasterError
-from pqweights.results.inspect import inspect
-from pqweights.results.verify import verify
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.inspect import inspect
+from pqweights.rewrite.results.verify import verify
 
 VERSION_1 = make.HERE / "version-1.json"
 

@@ -23,7 +23,7 @@ from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import Quantize
 from pqweights.rewrite.finished_shards import FinishedShards
-from pqweights.store.local import LocalStore
+from pqweights.storage.local import LocalStore
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -12,9 +12,9 @@ from rewriting import command, interrupt
 
 from pqweights.errors import MasterError, OutputError
 from pqweights.quantizing import Quantize
-from pqweights.results.verify import verify
 from pqweights.rewrite import identity
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
 
 RECIPE = """
 name: ours

@@ -12,7 +12,7 @@ from rewriting import command, interrupt
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, SourceError
-from pqweights.runtimes.folders import read_folder
+from pqweights.inference.runtimes.folders import read_folder
 
 AGAIN = "run the same command again to continue where it stopped"
 
@@ -78,8 +78,8 @@ def test_older_result_stays_readable_while_it_is_replaced(
     run_command(command(source), out)
     interrupt(monkeypatch, command(source, recipe="q4", overwrite=True), out)
     run_command({"export": str(out), "target": "bf16"}, tmp_path / "export")
-    from pqweights.results.inspect import inspect
-    from pqweights.results.verify import verify
+    from pqweights.rewrite.results.inspect import inspect
+    from pqweights.rewrite.results.verify import verify
 
     assert inspect(out).manifest.made_by["recipe"]["name"] == "q5"
     (problem,) = verify(out, threads=1).problems

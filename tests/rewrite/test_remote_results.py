@@ -22,9 +22,9 @@ from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import plan_quantize, quantize
-from pqweights.store import open_store
-from pqweights.store.bucket import BucketStore
-from pqweights.store.local import LocalStore
+from pqweights.storage import open_store
+from pqweights.storage.bucket import BucketStore
+from pqweights.storage.local import LocalStore
 
 OUT = "memory://results/model"
 

@@ -13,9 +13,9 @@ from memory_storage import Kill, Operation, each_operation, objects, put, run_in
 from rewriting import TENSORS, Killed, command, watched
 
 from pqweights.errors import OutputError, SourceChangedError, StorageError
-from pqweights.remote.folder import RemoteFolder
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
-from pqweights.store.bucket import BucketStore
+from pqweights.storage.bucket import BucketStore
+from pqweights.storage.remote.folder import RemoteFolder
 
 OUT = "memory://resumed/model"
 SECOND_SHARD = "model-00002-of-00004.safetensors"

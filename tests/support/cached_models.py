@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from pqweights.kv.cache import KVCache
+from pqweights.inference.kv.cache import KVCache
 
 VOCABULARY = 128
 SETTINGS: dict[str, Any] = {

@@ -7,15 +7,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pqweights import card, exporting, quantizing
+from pqweights import exporting, quantizing
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.evaluate import evaluation
-from pqweights.evaluate.report import EvaluationReport
-from pqweights.measure import sensitivity as measuring
 from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Sensitivity
+from pqweights.publish import card
+from pqweights.quality.evaluate import evaluation
+from pqweights.quality.evaluate.report import EvaluationReport
+from pqweights.quality.measure import sensitivity as measuring
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 

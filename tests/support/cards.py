@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pqweights.common.strict_json import json_bytes
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.strict_json import json_bytes
 
 BASE = {
     "id": "org/base",

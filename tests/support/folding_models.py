@@ -14,10 +14,10 @@ from helpers import Tensor, as_float32, bf16, f16, f32, read_all, safetensors_by
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.folding.fold import Fold
 from pqweights.planning.plan import KEEP
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import Quantize
+from pqweights.rewrite.folding.fold import Fold
 
 Floats = npt.NDArray[np.float32]
 STORE = {"F32": f32, "F16": f16, "BF16": bf16}

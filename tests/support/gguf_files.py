@@ -13,7 +13,7 @@ from helpers import Array
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.gguf.model import GgufModel, gguf_model
-from pqweights.runtimes.llama_library import library
+from pqweights.inference.runtimes.llama_library import library
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 

@@ -115,7 +115,7 @@ class Client:
         from huggingface_hub import constants
         from huggingface_hub.utils import _http, close_session
 
-        from pqweights.hub import client
+        from pqweights.storage.hub import client
 
         close_session()
         settings = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pqweights.kv.polar_rope import RopePairs
-from pqweights.measure.kv_states import LayerStates, ModelStates
+from pqweights.inference.kv.polar_rope import RopePairs
+from pqweights.quality.measure.kv_states import LayerStates, ModelStates
 
 HEADS, TOKENS, SIZE = 2, 512, 64
 HALVES = RopePairs(SIZE, SIZE, interleaved=False)

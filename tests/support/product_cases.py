@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.dtypes import from_float32, to_float32
+from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.kernels import BlockCoding, products
 from pqweights.kernels.products import MOST_INPUT, MOST_LEVEL
 

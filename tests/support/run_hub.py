@@ -7,7 +7,7 @@ import time
 
 from pqweights_cli.main import main
 
-from pqweights.hub import client
+from pqweights.storage.hub import client
 
 client.FIRST_WAIT_SECONDS = 0.05
 sleep = time.sleep

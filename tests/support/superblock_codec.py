@@ -32,8 +32,8 @@ from pqweights.codecs.protocol import (
     has_rate,
     unknown_rate,
 )
-from pqweights.dtypes import from_float32, to_float32
-from pqweights.strict_json import Fields
+from pqweights.common.dtypes import from_float32, to_float32
+from pqweights.common.strict_json import Fields
 
 NAME = "test-superblocks"
 GROUP = 128

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pqweights import api
-from pqweights.distributed import engine, worker
-from pqweights.distributed.running import ClusterTask, TaskKind
+from pqweights.rewrite.distributed import engine, worker
+from pqweights.rewrite.distributed.running import ClusterTask, TaskKind
 
 NODE = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "host", "NodeManagerAddress": "1.2.3.4"}
 RAY: Any = SimpleNamespace(nodes=lambda: [NODE | {"Resources": {"CPU": 2, "memory": 1 << 40}}])

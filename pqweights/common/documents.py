@@ -1,0 +1,101 @@
+"""JSON documents as typed structs (msgspec): read whole and strictly, or refused in one clear line.
+
+A document is a class derived from Document, or from ClosedDocument if unknown keys are refused. A field without a
+default must be there; one with a default may be missing. Values are never converted: "1" is not a number, 1.0 is not a
+whole number, and true is neither. A subclass repeats frozen=True, and kw_only=True for more than three fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pqweights.common.strict_json import LARGEST_NUMBER, MAX_ELEMENTS, parse_json
+from pqweights.errors import PqweightsError
+
+# No document of ours is longer: a manifest takes some 400 bytes for each tensor.
+MAX_BYTES = 1_000_000_000
+
+Number = Annotated[float, Meta(gt=-LARGEST_NUMBER, lt=LARGEST_NUMBER)]  # finite, whole or not
+Count = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)]  # of a dimension
+
+Kind = TypeVar("Kind")
+Damaged = Callable[[str], PqweightsError]  # what is wrong, in words -> the error
+
+# msgspec says "Expected `int`, got `str` - at `$.groups[0].alpha`".
+_PROBLEM = re.compile(r"(?P<problem>.*?)(, got `?(?P<got>.*?)`?)?( - at `(?P<path>.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A JSON object with the fields of its class; other keys are ignored."""
+
+
+class ClosedDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON object with the fields of its class, and no other key."""
+
+
+def read_document(data: bytes, kind: type[Kind], damaged: Damaged, *, max_bytes: int = MAX_BYTES) -> Kind:
+    """Parse a JSON text as a value of a type.
+
+    data: the text
+    kind: a Document, or any other type that msgspec knows
+    damaged: returns the error for what is wrong
+    max_bytes: how long the text may be
+
+    Raises the error of `damaged` for what parse_json refuses strictly, and for values of other types than the fields
+    have.
+    """
+    if len(data) > max_bytes:
+        raise damaged(f"expected at most {max_bytes} bytes, found {len(data)}")
+    try:
+        value = parse_json(data, strict=True)
+    except ValueError as error:
+        raise damaged(str(error)) from None
+    return as_document(value, kind, damaged)
+
+
+def as_document(value: Any, kind: type[Kind], damaged: Damaged) -> Kind:
+    """Return a value of JSON or YAML, already parsed, as a value of a type; see read_document."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise damaged(_in_words(str(error), value)) from None
+
+
+def as_json(document: object) -> Any:
+    """Return a document as the dicts and lists that json_bytes writes."""
+    return _with_lists(msgspec.to_builtins(document))
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _in_words(message: str, value: Any) -> str:
+    """Return what msgspec found wrong with a value in the words of our messages: which field, expected, found."""
+    match = _PROBLEM.fullmatch(message)
+    assert match is not None
+    problem, path = match["problem"].replace("`", ""), (match["path"] or "").removeprefix("$")
+    problem = problem.replace("Object missing required field", "missing key")
+    problem = problem.replace("Object contains unknown field", "unknown key")
+    if problem.startswith("Expected"):
+        # The path does not say which key of a dict it is (`[...]`), but msgspec says of which type its value is.
+        found = match["got"] or "another value" if "..." in path else _shown(value, path)
+        problem = f"{problem}, found {found}"
+    field = f"{path.removeprefix('.')}: " if path else ""
+    return f"{field}{problem[0].lower()}{problem[1:]}"
+
+
+def _shown(value: Any, path: str) -> str:
+    """Return the value at a path such as `.groups[0].alpha`, short enough for a message."""
+    for key, number in _STEP.findall(path):
+        value = value[key] if key else value[int(number)]
+    return ascii(value)[:80]

@@ -1,0 +1,268 @@
+"""A model that generates: opened once, asked once or in a conversation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pqweights.errors import GenerationError
+from pqweights.inference.generation.choosing import Chooser, Floats
+from pqweights.inference.generation.options import choose_tokens, read_settings
+from pqweights.inference.generation.packing import check_fits, choose_packed, read_needs
+from pqweights.inference.generation.prompts import (
+    ASSISTANT,
+    SYSTEM,
+    USER,
+    Message,
+    chat_ids,
+    check_ids,
+    check_prompt,
+    has_chat_template,
+    text_ids,
+)
+from pqweights.inference.generation.report import (
+    CONTEXT,
+    END,
+    INTERRUPTED,
+    LENGTH,
+    Generation,
+    GenerationSettings,
+    Timings,
+)
+from pqweights.inference.generation.text import CONTEXT_TOKENS, TextStream
+from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
+from pqweights.inference.runtimes.folders import read_model
+from pqweights.inference.runtimes.llama_tokens import GgufTokenizer
+from pqweights.inference.runtimes.memory import peak_bytes
+from pqweights.inference.runtimes.models import Model, check_llama_cpp, check_options, choose_device, open_model
+from pqweights.inference.runtimes.steps import TorchStepper
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer
+from pqweights.options import GenerationOptions
+
+# Called with each piece of the text as it comes.
+OnText = Callable[[str], None]
+# Called with a line about what is done in another way than the caller may expect.
+Tell = Callable[[str], None]
+
+
+# What part of the tokens that a model takes a conversation leaves for the reply.
+PART_FOR_REPLY = 4
+
+
+class Generator:
+    """A model with its tokenizer, and the conversation so far.
+
+    The model itself is loaded by `load`, or by the first reply, after the prompt was checked.
+
+    chats: whether prompts are turns of a conversation
+    """
+
+    def __init__(self, path: Path, options: GenerationOptions, *, name: str | None = None, tell: Tell) -> None:
+        """Open the folder of a model and its tokenizer.
+
+        name: what the report calls the model; by default its folder
+
+        Raises OptionError, SourceError, MasterError, EvaluationError, DeviceError or MissingDependencyError.
+        """
+        start = time.perf_counter()
+        if options.kv_cache is not None:
+            check_spec(options.kv_cache)
+        self._folder, self._options, self._tell = read_model(path), options, tell
+        self._name = name or str(path)
+        check_options(self._folder, options.device, bool(options.packed))
+        check_llama_cpp([self._folder], dtype=options.dtype, has_kv_cache=options.kv_cache is not None)
+        self._device = choose_device(options.device, [self._folder])
+        self._settings = read_settings(self._folder)
+        self._choice = choose_tokens(options, self._settings)
+        self._random = np.random.default_rng(self._choice.seed)
+        self._tokenizer_place = Path(options.tokenizer or path)
+        self._tokenizer = load_tokenizer(self._tokenizer_place)
+        self._ends = self._settings.ends | ({self._tokenizer.eos_token_id} - {None})
+        if isinstance(self._tokenizer, GgufTokenizer):
+            self._ends |= self._tokenizer.ends
+        self.chats = not options.no_chat and has_chat_template(self._tokenizer)
+        if options.system is not None and not self.chats:
+            raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
+        if options.system is not None:
+            check_prompt(options.system, "--system")
+        self._turns = [] if options.system is None else [Message(SYSTEM, options.system)]
+        self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
+        self._packed = False
+        self._model: Model | None = None
+        self._run: CachedRun | None = None
+        self._load_seconds = time.perf_counter() - start
+
+    def load(self) -> None:
+        """Load the model, unless it is loaded.
+
+        Raises GenerationError if it does not fit into memory, and what open_model raises.
+        """
+        if self._model is not None:
+            return
+        start = time.perf_counter()
+        needs = read_needs(self._folder, self._options.dtype)
+        self._packed, why = choose_packed(self._options.packed, needs)
+        check_fits(self._folder, needs, packed=self._packed)
+        if why is not None:
+            self._tell(why)
+        self._model = open_model(self._folder.path, device=self._device, dtype=self._options.dtype, packed=self._packed)
+        if self._options.kv_cache is not None:
+            self._quantize_cache(self._options.kv_cache)
+        self._load_seconds += time.perf_counter() - start
+        if self._settings.not_applied:
+            self._tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
+        if not self._options.no_chat and not self.chats:
+            self._tell("the model has no chat template: it continues the text as it is")
+
+    def _quantize_cache(self, spec: str) -> None:
+        """Let the model generate with a quantized cache."""
+        assert self._model is not None
+        if self._model.net is None:
+            raise GenerationError(f"{self._folder.path}: --kv-cache: {self._model.runtime} has a cache of its own")
+        self._run = CachedRun(self._model.net, spec)
+        self._model = replace(self._model, stepper=self._run.stepper())
+
+    def check(self, prompt: str, name: str = "--prompt") -> Ids:
+        """Return the tokens of a prompt, or of the conversation with it as the last turn.
+
+        The oldest turns of a conversation are left out if they leave too little room for a reply.
+
+        Raises GenerationError if the model cannot take it.
+        """
+        check_prompt(prompt, name)
+        if not self.chats:
+            ids = text_ids(self._tokenizer, prompt)
+            check_ids(self._folder, ids)
+            return ids
+        kept, turns = [turn for turn in self._turns if turn.role == SYSTEM], self._turns
+        dialogue, left_out = [turn for turn in turns if turn.role != SYSTEM], 0
+        while True:
+            asked = [*kept, *dialogue[left_out:], Message(USER, prompt)]
+            ids = chat_ids(self._tokenizer, asked, self._tokenizer_place)
+            if len(ids) + self._reserved <= (self._folder.context or math.inf) or left_out == len(dialogue):
+                break
+            left_out += 2  # a question and its answer
+        check_ids(self._folder, ids)
+        if left_out:
+            self._tell(f"the conversation is too long for the model: its first {left_out} turns are left out")
+            self._turns = [*kept, *dialogue[left_out:]]
+        return ids
+
+    def reply(self, prompt: str, on_text: OnText) -> Generation:
+        """Generate a text, and add it to the conversation if there is one.
+
+        KeyboardInterrupt ends the text, and is not raised again: stop is then INTERRUPTED.
+
+        on_text: called with each piece of the text as it comes
+
+        Raises GenerationError if the model cannot take the prompt, MasterError for a weight that cannot be decoded, and
+        what `load` raises.
+        """
+        ids = self.check(prompt)
+        self.load()
+        assert self._model is not None
+        room = self._options.max_tokens
+        if self._folder.context is not None:
+            room = min(room, self._folder.context - len(ids))
+        before = () if self.chats else ids[-CONTEXT_TOKENS:].tolist()
+        run = _Reply(
+            chooser=Chooser(self._choice, ids, self._random),
+            stream=TextStream(self._tokenizer, before),
+            ends=self._ends,
+            room=room,
+            on_text=on_text,
+        )
+        read = len(ids) - self._model.stepper.kept(ids)
+        run.follow(self._model, ids)
+        if self.chats and run.text:
+            self._turns = [*self._turns, Message(USER, prompt), Message(ASSISTANT, run.text)]
+        return self._report(run, ids, read)
+
+    def _report(self, run: _Reply, ids: Ids, read: int) -> Generation:
+        assert self._model is not None
+        is_full = run.stop == LENGTH and len(run.tokens) < self._options.max_tokens
+        settings = GenerationSettings(
+            runtime=self._model.runtime,
+            device=self._device,
+            dtype=self._model.dtype,
+            packed=self._packed,
+            chat=self.chats,
+            max_tokens=self._options.max_tokens,
+            choice=self._choice,
+        )
+        return Generation(
+            model=self._name,
+            text=run.text,
+            token_ids=tuple(run.tokens),
+            prompt_tokens=len(ids),
+            read_tokens=read,
+            stop=CONTEXT if is_full else run.stop,
+            timings=run.timings(self._load_seconds),
+            peak_bytes=peak_bytes(self._device),
+            kv_cache=self._cache_figures(),
+            settings=settings,
+        )
+
+    def _cache_figures(self) -> CacheFigures | None:
+        """Return what the quantized cache takes; None without one, and after a reply that was broken off."""
+        if self._run is None or self._model is None:
+            return None
+        assert isinstance(self._model.stepper, TorchStepper)
+        cache = self._model.stepper.cache
+        return None if cache is None else self._run.figures(cache)
+
+
+class _Reply:
+    """A text while it is generated.
+
+    chooser: chooses tokens
+    stream: turns them into text
+    ends: the tokens that end it
+    room: the most tokens
+    on_text: called with each piece of the text
+    """
+
+    def __init__(
+        self, *, chooser: Chooser, stream: TextStream, ends: frozenset[int] | set[Any], room: int, on_text: OnText
+    ) -> None:
+        self._choose, self._stream, self._ends, self._room, self._on_text = chooser, stream, ends, room, on_text
+        self.tokens: list[int] = []
+        self.text, self.stop = "", LENGTH
+        self._start = self._first = self._last = 0.0
+
+    def follow(self, model: Model, ids: Ids) -> None:
+        """Let a model read the prompt and continue it, until the text ends or the user breaks it off."""
+        self._start = time.perf_counter()
+        try:
+            model.stepper.run(ids, self._step)
+        except KeyboardInterrupt:
+            self.stop = INTERRUPTED
+        self._give(self._stream.end())
+
+    def timings(self, load: float) -> Timings:
+        """Return how long it took. load: the seconds of loading"""
+        first = self._first - self._start if self.tokens else None
+        return Timings(load=load, first_token=first, generation=self._last - self._first)
+
+    def _step(self, logits: Floats) -> int | None:
+        token = self._choose(np.asarray(logits))
+        self._last = time.perf_counter()
+        if not self.tokens:
+            self._first = self._last
+        self.tokens.append(token)
+        if token in self._ends:
+            self.stop = END
+            return None
+        self._give(self._stream.add(token))
+        return token if len(self.tokens) < self._room else None
+
+    def _give(self, piece: str) -> None:
+        if piece:
+            self.text += piece
+            self._on_text(piece)

@@ -1,0 +1,129 @@
+"""Whether a model fits into memory, and whether a master runs packed or decoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import CODECS
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.common.markdown import size as shown
+from pqweights.errors import GenerationError
+from pqweights.exports.target import MLX
+from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, size
+from pqweights.inference.runtimes.memory import free_bytes
+from pqweights.inference.runtimes.models import AUTO
+from pqweights.kernels import BLOCK_SIZE
+
+# Architectures that multiply with the columns of their weights, which have to be decoded for it.
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "llama4", "llama4_text")
+MOSTLY = 0.9
+BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a model needs, and what there is; all in bytes, and of the weights alone.
+
+    codecs: the names of the codecs of a master; empty for other models.
+    decoded: with ordinary weights.
+    packed: as it is stored.
+    multiplied: whether nearly all weights can be multiplied as they are stored.
+    free: what this process can still take; None if the system does not say.
+    """
+
+    codecs: frozenset[str]
+    decoded: int
+    packed: int
+    multiplied: bool
+    free: int | None
+
+    def fits(self, needed: int) -> bool:
+        """Whether there is that much memory, as far as is known."""
+        return self.free is None or needed <= self.free
+
+
+def choose_packed(asked: bool | None, needs: Needs) -> tuple[bool, str | None]:
+    """Decide whether the weights of a model stay packed, and return a line about it if the user could wonder.
+
+    Scalar codes in whole blocks are multiplied as they are, which is faster than BF16. Other codes are decoded for each
+    token, so they stay packed only where the decoded model does not fit into memory.
+    """
+    if asked is not None or not needs.codecs:
+        return bool(asked), None
+    if needs.multiplied:
+        return True, None
+    if needs.fits(needs.decoded):
+        return False, None
+    return True, (
+        f"the decoded model needs about {shown(needs.decoded)} of memory, and {shown(needs.free or 0)} are free: the "
+        "weights stay packed, which is slower"
+    )
+
+
+def read_needs(folder: Folder, dtype: str) -> Needs:
+    """Read what a model needs from its headers, and what is free now.
+
+    dtype: one of DTYPES, or auto
+
+    Raises SourceError, MasterError.
+    """
+    stored = size(folder.path)
+    encoded: list[EncodedTensor] = []
+    if folder.kind == MASTER:
+        encoded = [each for each in open_local(folder.path).tensors if isinstance(each, EncodedTensor)]
+    decoded = stored.bytes
+    if folder.kind not in (MLX, LLAMA_CPP) and stored.parameters is not None:
+        decoded = stored.parameters * BYTES_PER_WEIGHT[_own_dtype(folder.config) if dtype == AUTO else dtype]
+    return Needs(
+        codecs=frozenset(each.coder.codec for each in encoded),
+        decoded=decoded,
+        packed=stored.bytes,
+        multiplied=_multiplied(encoded, folder.config),
+        free=free_bytes(),
+    )
+
+
+def _multiplied(encoded: Sequence[EncodedTensor], config: Mapping[str, Any]) -> bool:
+    """Whether nearly all weights of a master are multiplied without being decoded for each token."""
+    if config.get("model_type") in TRANSPOSED:
+        return False
+    weights = [
+        (
+            math.prod(each.shape),
+            isinstance(CODECS.get(each.coder.codec), HadamardLloydMax) and not each.shape[-1] % BLOCK_SIZE,
+        )
+        for each in encoded
+        if len(each.shape) > 1
+    ]
+    return sum(size for size, whole in weights if whole) >= MOSTLY * sum(size for size, _ in weights)
+
+
+def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
+    """Raise GenerationError, with what to do, if a model does not fit into memory."""
+    needed = needs.packed if packed else needs.decoded
+    if needs.fits(needed):
+        return
+    if packed or folder.kind in (MLX, LLAMA_CPP):
+        remedy = "quantize it with fewer bits, or use a machine with more memory"
+    elif folder.kind == MASTER:
+        remedy = "leave out --no-packed"
+    else:
+        remedy = f"quantize it and run the master packed: pqweights quantize {folder.path} MASTER, then pqweights "
+        remedy += "generate MASTER --packed"
+    raise GenerationError(
+        f"{folder.path}: its weights need about {shown(needed)} of memory, and {shown(needs.free or 0)} are free; "
+        f"{remedy}"
+    )
+
+
+def _own_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a configuration states, or float32."""
+    text = config.get("text_config")
+    nested = text if isinstance(text, dict) else {}
+    stated = (each.get(key) for each in (config, nested) for key in ("dtype", "torch_dtype"))
+    return next((name for name in map(str, stated) if name in BYTES_PER_WEIGHT), "float32")

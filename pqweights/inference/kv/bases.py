@@ -1,0 +1,201 @@
+"""The bases of klt.py from the weights of a model: projections of queries, keys, values and outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pqweights.errors import OptionError
+from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
+from pqweights.inference.kv.model import FULL, HYBRID, CachedModel
+from pqweights.inference.kv.polar_rope import RopePairs
+
+# Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
+LEAST_SHARE = 1e-4
+# Models whose layers with full attention have no RoPE if others have a sliding window.
+ROTATED_WINDOWS_ONLY = ("cohere2", "exaone4", "exaone_moe")
+
+
+def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
+    """Return the bases of all layers with full attention, by their number.
+
+    net: the model, a PreTrainedModel
+
+    Raises OptionError for a model whose attention is not made of four projections.
+    """
+    modules = list(_attentions(net))
+    numbers = [number for number, kind in enumerate(model.layers) if kind in (FULL, HYBRID)]
+    found = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
+    result = {}
+    for number in numbers:
+        if number not in found:
+            raise OptionError(
+                f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
+                "from which the transform is made; take hadamard"
+            )
+        turning = _turning(net, model, number, found[number][0])
+        result[number] = _layer_bases(*found[number], _key_heads(model.config), turning)
+    return result
+
+
+def summary(bases: dict[int, LayerBases]) -> list[float]:
+    """Return numbers that tell the weights of models apart: the mean logarithm of each layer's variances.
+
+    They depend on the machine in their last digits only; `is_same_summary` compares them.
+    """
+    both = [basis for _, layer in sorted(bases.items()) for basis in (layer.keys, layer.values)]
+    return [round(float(basis.variances.double().log().mean()), 6) for basis in both]
+
+
+def is_same_summary(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two summaries are those of the same weights, up to rounding."""
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4) for a, b in pairs)
+
+
+def _attentions(net: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the attention modules with four projections, each with the module that it is a child of."""
+    for parent in net.modules():
+        for child in parent.children():
+            apart = all(hasattr(child, name) for name in ("q_proj", "k_proj", "v_proj"))
+            if (apart or hasattr(child, "qkv_proj")) and _output(child) is not None:
+                yield child, parent
+
+
+def _output(attention: Any) -> Any:
+    """Return the output projection of an attention module; None without one."""
+    return next(
+        (getattr(attention, name) for name in ("o_proj", "out_proj", "dense") if hasattr(attention, name)), None
+    )
+
+
+def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | None) -> LayerBases:
+    """Return the bases of a layer. heads: those of keys, as the configuration says"""
+    with torch.no_grad():
+        size = attention.head_dim
+        gain = _norm_gain(parent, attention)
+        query_weight, keys, values = (each * gain for each in _projections(attention, heads))
+        key_heads = keys.unflatten(0, (-1, size))
+        heads = len(key_heads)  # not all models follow their configuration
+        value_heads = values.unflatten(0, (heads, -1))
+        queries = query_weight.unflatten(0, (heads, -1, size))
+        output = _weight(_output(attention))
+        if queries.shape[1] * heads * value_heads.shape[1] == 2 * output.shape[1]:  # each head's queries, then its gate
+            queries = queries[:, 0::2]
+        outputs = output.unflatten(1, (heads, -1, value_heads.shape[1]))
+        key_gain, query_gain = (_head_gain(attention, name, size) for name in ("k_norm", "q_norm"))
+        of_queries = torch.einsum("hrdi,hrei->hde", queries, queries) * query_gain[:, None] * query_gain
+        of_keys = torch.einsum("hdi,hei->hde", key_heads, key_heads) * key_gain[:, None] * key_gain
+        of_values = torch.einsum("hdi,hei->hde", value_heads, value_heads)
+        of_outputs = torch.einsum("ihrd,ihre->hde", outputs, outputs)
+        return LayerBases(_basis(of_keys, of_queries), _basis(of_values, of_outputs), turning)
+
+
+def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
+    """Return the transform of a covariance for errors that are measured by e^T measure e, both [heads, size, size]."""
+    values, vectors = torch.linalg.eigh(measure.double())
+    # Of the measure only its directions matter; with a mean of one, coefficients have the size of states.
+    mean = values.mean(-1, keepdim=True)
+    values = values.clamp(min=0) / torch.where(mean > 0, mean, 1) + LEAST_SHARE
+    root = vectors * values.sqrt()[:, None] @ vectors.transpose(-1, -2)
+    inverse = vectors * values.rsqrt()[:, None] @ vectors.transpose(-1, -2)
+    variances, turned = torch.linalg.eigh(root @ covariance.double() @ root)
+    turned = turned * _signs(turned)
+    mean = variances.mean(-1, keepdim=True)
+    variances = variances.clamp(min=0) + torch.where(mean > 0, LEAST_SHARE * mean, 1)  # weights may be zero
+    synthesis = turned.transpose(-1, -2) @ inverse
+    return StateBasis((root @ turned).float(), synthesis.float(), variances.float())
+
+
+def _signs(vectors: Tensor) -> Tensor:
+    """Return the signs that make the columns of matrices the same on every machine, [heads, 1, size]."""
+    reference = torch.arange(vectors.shape[-2], dtype=vectors.dtype, device=vectors.device).cos()
+    return torch.where(reference @ vectors < 0, -1.0, 1.0).to(vectors.dtype)[:, None]
+
+
+def _key_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _projections(attention: Any, heads: int) -> Iterator[Tensor]:
+    """Yield the weights of queries, keys and values, [outputs, inputs] f32.
+
+    heads: those of keys, which are as many rows of a joint projection as those of values
+    """
+    if hasattr(attention, "qkv_proj"):
+        whole = _weight(attention.qkv_proj)
+        rows = heads * attention.head_dim
+        yield from whole.split([len(whole) - 2 * rows, rows, rows])
+    else:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield _weight(getattr(attention, name))
+
+
+def _weight(module: Any) -> Tensor:
+    """Return the matrix of a linear layer, [outputs, inputs] f32, also of one whose weight is packed."""
+    weight = module.weight
+    with torch.no_grad():
+        plain: Tensor = weight.float() if type(weight).__module__.startswith(("torch.", "pqweights.")) else (
+            weight.dequantize()
+        )  # fmt: skip
+        return plain.float()
+
+
+def _norm_gain(parent: Any, attention: Any) -> Tensor | float:
+    """Return the gain of the norm before the attention, [inputs] f32; 1 if there is none that is known."""
+    norm = getattr(parent, "input_layernorm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None or weight.numel() != _inputs(attention):
+        return 1.0
+    return _gain(norm, weight)
+
+
+def _gain(norm: Any, weight: Any) -> Tensor:
+    """Return what a norm multiplies each coordinate by, [size] f32: its weight, or 1 + weight.
+
+    It shows in what the norm makes of ones and minus ones, and of the opposite, which leaves out its bias.
+    """
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1
+    gain: Tensor = (norm(signs[None]) - norm(-signs[None]))[0].float().abs() / 2
+    return gain
+
+
+def _inputs(attention: Any) -> int:
+    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.k_proj
+    return int(projection.in_features)
+
+
+def _head_gain(attention: Any, name: str, size: int) -> Tensor:
+    """Return the gain of a norm of each head's queries or keys, [size] f32; ones if there is none."""
+    norm = getattr(attention, name, None)
+    weight = getattr(norm, "weight", None)
+    known = norm is not None and weight is not None and weight.numel() == size
+    return _gain(norm, weight) if known else torch.ones(size, device=_weight(_output(attention)).device)
+
+
+def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turning | None:
+    """Return the angles of RoPE in a layer; None for a layer without it."""
+    if model.pairs is None or not _is_rotated(model, number, attention):
+        return None
+    names = ("inv_freq", f"{model.layers[number]}_inv_freq")
+    # A tower for images has angles of its own, which come first.
+    decoder = net.get_decoder() if hasattr(net, "get_decoder") else net
+    buffers = (getattr(module, name, None) for module in decoder.modules() for name in names)
+    frequencies = next((found for found in buffers if isinstance(found, Tensor) and found.dim() == 1), None)
+    if frequencies is None or 2 * len(frequencies) > model.size:
+        return None
+    pairs = RopePairs(model.size, 2 * len(frequencies), model.pairs.interleaved)
+    return Turning(pairs, frequencies.detach().clone().cpu())
+
+
+def _is_rotated(model: CachedModel, number: int, attention: Any) -> bool:
+    """Whether RoPE turns the keys of a layer in a model that has RoPE."""
+    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(kind != FULL for kind in model.layers):
+        return False
+    listed = getattr(model.config, "no_rope_layers", None)  # in spite of the name, 1 stands for layers with RoPE
+    return bool(getattr(attention, "use_rope", True) and (not listed or listed[number]))

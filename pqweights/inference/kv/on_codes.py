@@ -1,0 +1,180 @@
+"""Attention of one token on packed keys and values, without restoring them, where there are kernels for it.
+
+The cache hands its layer's packed states to the attention as an attribute of the new key; the attention that is
+registered here takes products on codes, and adds those with the recent tokens, which are not packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from pqweights.inference.kv.model import CachedModel
+from pqweights.inference.kv.states import Chunk, PackedStates, Parts
+from pqweights.kernels.attention import MOST_ROWS, MOST_SIZE
+
+NAME = "pqweights_codes"
+PAST = "pqweights_past"
+# Arguments of attention functions that mean something that is not computed here.
+OTHERS = ("s_aux", "softcap", "position_bias", "output_attentions")
+# Sizes of values that the kernels take are multiples of this.
+VALUE_UNIT = 32
+
+
+@runtime_checkable
+class TakesScores(Protocol):
+    """A quantizer of keys with a kernel for products with queries."""
+
+    def can_score(self) -> bool:
+        """Whether there is a kernel for these options."""
+        ...
+
+    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """Return the products of queries [batch, heads, n, size] f32 with all keys in `rows`, [batch, heads, n, keys].
+
+        The parts have room for more rows than are used; what is returned for those means nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A quantizer of values with a kernel for weighted sums."""
+
+    def can_weigh(self) -> bool:
+        """Whether there is a kernel for these options."""
+        ...
+
+    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """Return the sums of values with weights [batch, heads, n, values] f32, [batch, heads, n, size] f32."""
+        ...
+
+
+class Past:
+    """The keys or values of a layer before a token: the chunks and how many tokens each had, and the window."""
+
+    def __init__(self, states: PackedStates) -> None:
+        self.states, self.window = states, states.window
+        self.chunks: list[tuple[Chunk, int]] = [(chunk, chunk.tokens) for chunk in states.chunks]
+
+    def restored(self) -> Tensor:
+        """Return the states, [batch, heads, tokens, size], decoded."""
+        assert self.window is not None
+        parts = [self.states.decoded_chunk(chunk)[:, :, :tokens].to(self.window.dtype) for chunk, tokens in self.chunks]
+        return torch.cat([*parts, self.window], dim=2)
+
+
+class PastOfLayer:
+    """The keys and values of a layer before a token, for the attention to take once."""
+
+    def __init__(self, keys: PackedStates, values: PackedStates) -> None:
+        self._parts: tuple[Past, Past] | None = Past(keys), Past(values)
+
+    @property
+    def used(self) -> bool:
+        """Whether the attention took them."""
+        return self._parts is None
+
+    def take(self) -> tuple[Past, Past]:
+        """Return keys and values, which are not held any longer: windows may be large."""
+        assert self._parts is not None
+        parts, self._parts = self._parts, None
+        return parts
+
+
+def has_kernels(keys: PackedStates, values: PackedStates) -> bool:
+    """Whether attention can run on these states as they are stored."""
+    if keys.window is None or values.window is None or keys.window.device.type != "cpu":
+        return False
+    scores, weights = keys.quantizer, values.quantizer
+    key_size, value_size = keys.window.shape[-1], values.window.shape[-1]
+    takes_keys = scores is None or (
+        key_size <= MOST_SIZE and isinstance(scores, TakesScores) and scores.can_score()
+    )  # fmt: skip
+    takes_values = weights is None or (
+        value_size <= MOST_SIZE and not value_size % VALUE_UNIT
+        and isinstance(weights, TakesWeights) and weights.can_weigh()
+    )  # fmt: skip
+    return takes_keys and takes_values
+
+
+def attends_on_codes(config: Any) -> bool:
+    """Whether a model takes packed keys now: its attention may have been set to another one since. config: of it"""
+    return bool(config._attn_implementation == NAME)
+
+
+def may_attend_on_codes(net: Any, model: CachedModel) -> bool:
+    """Whether a model attends through transformers' interface, with the usual attention or with that of this module.
+
+    net: a PreTrainedModel; model: what is known of it
+    """
+    usual = net.config._attn_implementation in ("sdpa", NAME)
+    shared = getattr(model.config, "num_kv_shared_layers", 0)  # later layers would take the keys a second time
+    return bool(getattr(net, "_supports_attention_backend", False)) and usual and not shared
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Any]:
+    """Compute attention as transformers calls it; see AttentionInterface."""
+    past: PastOfLayer | None = getattr(key, PAST, None)
+    whole = past is not None and getattr(value, PAST, None) is past
+    if past is None or not whole:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    past_keys, past_values = past.take()
+    groups = query.shape[1] // key.shape[1]
+    others = any(options.get(name) is not None for name in OTHERS)
+    if groups > MOST_ROWS or others or _of_heads(attention_mask) or query.requires_grad:  # kernels have no gradients
+        keys = torch.cat([past_keys.restored(), key], dim=2)
+        values = torch.cat([past_values.restored(), value], dim=2)
+        return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)  # type: ignore[no-any-return]
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    queries = (query.float() * scaling).view(query.shape[0], key.shape[1], groups, query.shape[-1])
+    scores = _scores(queries, past_keys, key)
+    if attention_mask is not None:
+        mask = attention_mask[..., : scores.shape[-1]]
+        bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
+        scores = scores + bias  # [batch, 1, 1, tokens]
+    sums = _sums(torch.softmax(scores, dim=-1), past_values, value)
+    return sums.to(query.dtype).reshape(query.shape[0], 1, query.shape[1], -1), None
+
+
+def _of_heads(mask: Tensor | None) -> bool:
+    """Whether a mask has biases for each head, as those of ALiBi."""
+    return mask is not None and mask.shape[1] != 1
+
+
+def _scores(queries: Tensor, past: Past, key: Tensor) -> Tensor:
+    """Return the scores of all tokens, [batch, heads, groups, tokens] f32."""
+    assert past.window is not None
+    found: list[Tensor] = []
+    for chunk, tokens in past.chunks:
+        assert isinstance(past.states.quantizer, TakesScores)
+        found.append(past.states.quantizer.scores(queries, chunk.rows, chunk.shared)[..., :tokens])
+    recent = torch.cat([past.window, key], dim=2).float()
+    return torch.cat([*found, queries @ recent.transpose(-1, -2)], dim=-1)
+
+
+def _sums(weights: Tensor, past: Past, value: Tensor) -> Tensor:
+    """Return the weighted sums of all values, [batch, heads, groups, size] f32."""
+    assert past.window is not None
+    packed = sum(tokens for _, tokens in past.chunks)
+    recent = torch.cat([past.window, value], dim=2).float()
+    total = weights[..., packed:] @ recent
+    start = 0
+    for chunk, tokens in past.chunks:
+        assert isinstance(past.states.quantizer, TakesWeights)
+        room = next(iter(chunk.rows.values())).shape[2]
+        some = torch.nn.functional.pad(weights[..., start : start + tokens], (0, room - tokens)).contiguous()
+        total = total + past.states.quantizer.weighted(some, chunk.rows, chunk.shared)
+        start += tokens
+    return total
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

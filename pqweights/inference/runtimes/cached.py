@@ -1,0 +1,158 @@
+"""A model of transformers that computes with a quantized cache of keys and values, and what that cache takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.inference.runtimes.packages import package, quiet
+from pqweights.inference.runtimes.steps import TorchStepper, last_logits_only
+from pqweights.inference.runtimes.texts import Ids
+
+Floats = npt.NDArray[np.float32]
+
+# Windows that are read together take at most about this much memory, beside the model; one is always read.
+BATCH_BYTES = 512_000_000
+# The queries whose attention is compared with that over keys and values as they are: those of a text's last tokens.
+MEASURED_QUERIES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFigures:
+    """What a quantized cache is and takes.
+
+    spec: the method and its options, in the shortest form
+    tokens: how many tokens it held
+    bits_per_coordinate: see KVCache.bits_per_coordinate
+    bytes_per_token: of all packed layers together, for one sequence
+    attention_error: the relative mean squared error of the attention's outputs; None if it was not measured
+    """
+
+    spec: str
+    tokens: int
+    bits_per_coordinate: float
+    bytes_per_token: float
+    attention_error: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as eval --json and generate --json print them."""
+        return dict(vars(self))
+
+
+def check_spec(spec: str) -> None:
+    """Raise OptionError for a spec of a quantized cache that names no method, or an option that it does not have.
+
+    Raises MissingDependencyError without torch and transformers.
+    """
+    for name in ("torch", "transformers"):
+        package(name, "transformers", "--kv-cache")
+    from pqweights.inference.kv.schemes import parse_spec
+
+    parse_spec(spec)
+
+
+class CachedRun:
+    """A model with a quantized cache.
+
+    net: a PreTrainedModel with a head for the next token, in evaluation mode
+    spec: the method and its options
+
+    Raises OptionError for a spec that names no method, and for a model whose cache the method cannot quantize.
+    """
+
+    def __init__(self, net: Any, spec: str) -> None:
+        self._net, self._spec, self._keep = net, spec, last_logits_only(net)
+        self._last = self.new_cache()
+
+    def new_cache(self, *, on_codes: bool = False) -> Any:
+        """Return an empty cache. on_codes: see kv_cache"""
+        from pqweights.inference.kv.cache import kv_cache
+
+        return kv_cache(self._net, self._spec, on_codes=on_codes)
+
+    def logits(self, ids: Ids, last: int) -> Floats:
+        """Return the predictions after each of the last tokens of one window, see logits_of."""
+        (found,) = self.logits_of([ids], last)
+        return found
+
+    def logits_of(self, windows: Sequence[Ids], last: int) -> Iterator[Floats]:
+        """Yield the predictions after each of the last tokens of each window, as they come when a text is generated.
+
+        The model reads what is before them at once, and then one token after another, of as many windows as fit into
+        BATCH_BYTES together; of one alone, if the method would fit to all of them what it fits to each.
+
+        windows: of one size, [tokens]; last: how many. Yields f32 [last, vocabulary].
+        """
+        fitting = BATCH_BYTES // self._window_bytes(len(windows[0]), last)
+        together = 1 if self._last.scheme.mixes_sequences else max(1, fitting)
+        for first in range(0, len(windows), together):
+            yield from self._batch(np.stack(windows[first : first + together]), last)
+
+    def _window_bytes(self, tokens: int, last: int) -> int:
+        """Return about how much memory a window takes: logits, keys and values twice, one layer's activations, scores.
+
+        Attention that is computed in steps of its own holds the scores of all heads.
+        """
+        config = self._net.config.get_text_config(decoder=True)
+        hidden = int(getattr(config, "hidden_size", 0) or 0)
+        width = max(hidden, (getattr(config, "num_attention_heads", 0) or 0) * (getattr(config, "head_dim", 0) or 0))
+        inner = getattr(config, "intermediate_size", 0)
+        inner = inner if isinstance(inner, int) and inner else 4 * hidden
+        layers = int(getattr(config, "num_hidden_layers", 0) or 1)
+        is_eager = getattr(config, "_attn_implementation", None) == "eager"
+        scores = tokens * int(getattr(config, "num_attention_heads", 0) or 0) if is_eager else 0
+        values = last * int(config.vocab_size) + tokens * (4 * layers * width + 4 * width + 3 * inner + scores)
+        return 4 * max(1, values)
+
+    def _batch(self, ids: Ids, last: int) -> Iterator[Floats]:
+        """Yield the predictions of windows that are read together, [windows, tokens]."""
+        torch = package("torch", "transformers")
+        cache, found = self.new_cache(), []
+        for layer in cache.packed_layers:
+            layer.keeps_decoded = True
+        given = torch.from_numpy(ids).to(self._net.device)
+        start = max(1, ids.shape[1] - last + 1)
+        with torch.inference_mode(), quiet():
+            for piece in (given[:, :start], *(given[:, at : at + 1] for at in range(start, ids.shape[1]))):
+                result = self._net(piece, past_key_values=cache, use_cache=True, **self._keep)
+                found.append(result.logits[:, -1].clone())
+            for layer in cache.packed_layers:
+                layer.batch_select_indices(torch.tensor([len(ids) - 1]))  # figures are of one window
+        self._last = cache
+        for number in range(len(ids)):
+            yield torch.stack([each[number] for each in found]).float().cpu().numpy()
+
+    def stepper(self) -> TorchStepper:
+        """Return what generates with such a cache."""
+        return TorchStepper(self._net, partial(self.new_cache, on_codes=True))
+
+    def figures(self, cache: Any = None, attention_error: float | None = None) -> CacheFigures:
+        """Return what a cache takes. cache: by default that of the last call of `logits`."""
+        cache = self._last if cache is None else cache
+        return CacheFigures(
+            spec=cache.spec,
+            tokens=cache.get_seq_length(),
+            bits_per_coordinate=cache.bits_per_coordinate(),
+            bytes_per_token=cache.bits_per_coordinate() / 8 * cache.coordinates_per_token(),
+            attention_error=attention_error,
+        )
+
+    def attention_error(self, ids: Ids) -> float | None:
+        """Return the relative mean squared error of the attention's outputs for the queries of the last tokens.
+
+        None for a model that computes its attention itself, so that it cannot be replaced, and for outputs of zero.
+
+        Each layer gets the inputs that it has without quantization. Keys and values of the tokens before the last
+        MEASURED_QUERIES are those that the cache has kept. ids: [tokens], more than MEASURED_QUERIES
+        """
+        from pqweights.inference.kv.attention_error import attention_error
+
+        torch = package("torch", "transformers")
+        given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
+        with torch.inference_mode(), quiet():
+            return attention_error(self._net, self.new_cache(), given, MEASURED_QUERIES)

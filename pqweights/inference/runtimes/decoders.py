@@ -1,0 +1,195 @@
+"""Decoders of the export formats, in numpy: each written from the format's own document.
+
+They share no code with exports/, so that a mistake there is not repeated here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import StoredTensor, parse_header
+from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
+from pqweights.common.dtypes import float8_table, to_float32
+from pqweights.errors import SourceError
+from pqweights.inference.runtimes.folders import refuse_transforms
+from pqweights.rewrite.listed_files import open_result
+from pqweights.rewrite.manifest import find_manifest
+
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+
+def export_weight(folder: Path) -> Callable[[str], Floats]:
+    """Return a function that decodes a weight of an export, given the name that its runtime uses.
+
+    The function returns the weight as f32, in its shape. Raises SourceError if the folder does not have the form of an
+    export of its kind, or if config.json declares transforms of inputs.
+    """
+    storage = LocalStorage(folder)
+    config = json.loads(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else {}
+    stored = Stored(folder)
+    settings = config.get("quantization_config") or {}
+    if settings.get("quant_method") == "torchao":
+        return lambda name: _torchao_weight(stored, name)
+    if settings.get("quant_method") == "compressed-tensors":
+        refuse_transforms(folder, settings)
+        return lambda name: _compressed_weight(stored, settings, name)
+    if "quantization" in config:
+        return lambda name: _mlx_weight(stored, config["quantization"], name)
+    return stored.floats
+
+
+def _torchao_weight(stored: Stored, name: str) -> Floats:
+    """Decode Int4Tensor or Int4TilePackedTo4dTensor of torchao 0.18: (code - 8) * scale + zero, codes from 0 to 15."""
+    if name not in stored.metadata:
+        return stored.floats(name)
+    about = json.loads(stored.metadata[name])
+    rows, columns = about["_data"]["shape"]
+    part = stored_parts(stored, name)[0].removesuffix("qdata")
+    if about["_type"] == "Int4Tensor":
+        codes = unpack_nibbles(stored.rows(part + "qdata") ^ np.uint8(0x88))
+        pairs = np.stack([stored.floats(part + "scale"), stored.floats(part + "zero_point")], axis=-1)
+    else:
+        words = stored.tensors[part + "qdata"].shape
+        codes = unpack_tiles(stored.bytes(part + "qdata").view("<i4").reshape(words))[:rows, :columns]
+        pairs = stored.floats(part + "scale_and_zero")[:, :rows]
+    pairs = pairs[: columns // about["_data"]["block_size"][-1]].transpose(1, 0, 2)  # [rows, groups, 2]
+    grouped = codes.reshape(rows, pairs.shape[1], -1).astype(np.float32) - 8
+    weight: Floats = grouped * pairs[..., :1] + pairs[..., 1:]
+    return weight.reshape(rows, columns)
+
+
+def stored_parts(stored: Stored, name: str) -> list[str]:
+    """The names of the stored tensors that make up a weight in torchao: qdata, then its scales."""
+    module, _, parameter = name.rpartition(".")
+    return [f"{module}._{parameter}_{part}" for part in json.loads(stored.metadata[name])["_tensor_data_names"]]
+
+
+def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
+    """Decode a symmetric pack-quantized weight of compressed-tensors: (code - 2**(bits - 1)) * scale."""
+    if f"{name}_packed" not in stored.tensors:
+        return stored.floats(name)
+    (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
+    rows, columns = stored.bytes(f"{name}_shape").view("<i8")
+    codes = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns].astype(np.float32)
+    scales = stored.floats(f"{name}_scale")
+    centred = (codes - np.float32(2 ** (bits - 1))).reshape(rows, scales.shape[1], -1)
+    weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
+    return weight
+
+
+def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
+    """Decode a weight of mlx.core.quantize: code * scale + bias, or the value of a 4- or 8-bit float times a scale."""
+    module = name.removesuffix(".weight")
+    if f"{module}.scales" not in stored.tensors:
+        return stored.floats(name)
+    own = settings.get(module)
+    about = {**settings, **(own if isinstance(own, dict) else {})}
+    codes = unpack_stream(stored.rows(name), about["bits"])
+    if about.get("mode", "affine") == "affine":
+        scales, biases = stored.floats(f"{module}.scales"), stored.floats(f"{module}.biases")
+        values = codes.astype(np.float32).reshape(*scales.shape, -1)
+        affine: Floats = (values * scales[..., None] + biases[..., None]).reshape(codes.shape)
+        return affine
+    scales = float8_table("F8_E4M3" if about["mode"] == "nvfp4" else "F8_E8M0")[stored.rows(f"{module}.scales")]
+    values = (FLOAT4 if about["bits"] == 4 else float8_table("F8_E4M3"))[codes].reshape(*scales.shape, -1)
+    weight: Floats = (values * scales[..., None]).reshape(codes.shape)
+    return weight
+
+
+def master_weight(folder: Path) -> Callable[[str], Floats]:
+    """Return a function that decodes a weight of a master, given its name, and raises MasterError if it is damaged.
+
+    Raises SourceError, MasterError.
+    """
+    storage = LocalStorage(folder)
+    master = open_result(storage, find_manifest(storage))
+    tensors = {tensor.name: tensor for tensor in master.tensors}
+
+    def weight(name: str) -> Floats:
+        values = values_of(tensors[name])
+        master.finish_checks(tensors[name].parts)
+        return values
+
+    return weight
+
+
+def values_of(tensor: LogicalTensor) -> Floats:
+    """The values of a tensor of a checkpoint: f32, in its shape."""
+    raw = np.empty(element_count(tensor) * 4, dtype=np.uint8)
+    tensor.read(0, element_count(tensor), "F32", raw)
+    return raw.view(np.float32).reshape(tensor.shape)
+
+
+class Stored:
+    """The tensors and metadata of all safetensors files in a folder, whatever the files are called."""
+
+    def __init__(self, folder: Path) -> None:
+        self._storage = LocalStorage(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
+        for file, state in self._storage.files().items():
+            if file.endswith(".safetensors"):
+                read = lambda at, count, file=file: read_bytes(self._storage, file, at, count)  # noqa: E731
+                tensors, metadata = parse_header(file, state.byte_count, read)
+                self.tensors |= {tensor.name: tensor for tensor in tensors}
+                self.metadata |= metadata
+
+    def bytes(self, name: str) -> Codes:
+        """The bytes of a tensor as stored, flat."""
+        if name not in self.tensors:
+            raise SourceError(f"{self._storage.root}: expected the tensor {name!r}, found none; export it again")
+        tensor = self.tensors[name]
+        raw = np.empty(tensor.byte_count, dtype=np.uint8)
+        self._storage.read_into(tensor.file, tensor.offset, raw)
+        return raw
+
+    def rows(self, name: str) -> Codes:
+        """The bytes of a tensor as stored, the bytes of a row on the last axis."""
+        raw = self.bytes(name)
+        return raw.reshape(*self.tensors[name].shape[:-1], -1)
+
+    def floats(self, name: str) -> Floats:
+        """The values of a plain tensor: f32, in its shape."""
+        raw = self.bytes(name)
+        return to_float32(raw, self.tensors[name].dtype).reshape(self.tensors[name].shape)
+
+
+# OCP microscaling formats 1.0, E2M1: the lowest bit is the mantissa, the highest the sign.
+FLOAT4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
+
+
+def unpack_nibbles(packed: Codes) -> Codes:
+    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def unpack_stream(packed: Codes, bits: int) -> Codes:
+    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
+    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
+    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
+
+
+def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
+    """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
+
+    The layout is matrix_to_m16n8k16_Bint4_layout in aten/src/ATen/native/cuda/int4mm.cu: lane t holds row t / 4, and of
+    each 16 columns the pairs that start at 2 (t % 4) and 2 (t % 4) + 8. A word holds two such runs of 16 columns, as
+    nibbles 0 2 4 6 1 3 5 7.
+    """
+    tiles, blocks = words.shape[:2]
+    result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
+    for lane, word, nibble in itertools.product(range(32), range(4), range(8)):
+        odd, sixteen, half = nibble >> 2, nibble >> 1 & 1, nibble & 1
+        column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
+        result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
+    return result.reshape(tiles * 8, blocks * 128)

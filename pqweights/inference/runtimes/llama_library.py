@@ -1,0 +1,75 @@
+"""llama.cpp, through the low-level functions of llama-cpp-python: kept quiet, its errors turned into one line."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pqweights.errors import SourceError
+from pqweights.inference.runtimes.packages import Refused, package
+
+ERROR = 4  # ggml_log_level of ggml.h; the comments of llama-cpp-python name others
+LONGEST_LINE = 300
+
+
+class LlamaLog:
+    """What llama.cpp says instead of printing it: the errors since `clear`."""
+
+    def __init__(self, library: Any) -> None:
+        self._errors: list[str] = []
+        self._callback = library.llama_log_callback(self._add)  # the library does not keep it alive
+        library.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _add(self, level: int, text: bytes, _: Any) -> None:
+        if level == ERROR:
+            self._errors.append(" ".join(text.decode(errors="replace").split()))
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self._errors.clear()
+
+    def first_error(self) -> str:
+        """Return the first error, which names the cause; those that follow name the functions that it ended."""
+        cause = next(filter(None, self._errors), "it does not say why")
+        return cause.partition(": ")[2][:LONGEST_LINE] if cause.startswith("llama_") else cause[:LONGEST_LINE]
+
+
+class Library(NamedTuple):
+    """The functions of llama.cpp by their names, and its log."""
+
+    functions: Any
+    log: LlamaLog
+
+
+@functools.cache
+def library() -> Library:
+    """Load llama.cpp.
+
+    Raises MissingDependencyError if llama-cpp-python is not installed, SourceError if its library cannot be loaded.
+    """
+    with Refused("llama-cpp-python cannot load llama.cpp"):
+        functions = package("llama_cpp.llama_cpp", "llama", "a GGUF file")
+    log = LlamaLog(functions)
+    functions.llama_backend_init()
+    return Library(functions, log)
+
+
+def load(path: Path, *, vocabulary_only: bool = False) -> Any:
+    """Load a model onto the CPU, and return llama.cpp's pointer to it, which the caller frees.
+
+    path: the file, the first one of a split model
+
+    Raises SourceError if llama.cpp refuses it, and what library() raises.
+    """
+    llama, log = library()
+    parameters = llama.llama_model_default_params()
+    parameters.n_gpu_layers = 0
+    parameters.vocab_only = vocabulary_only
+    log.clear()
+    model = llama.llama_model_load_from_file(os.fsencode(path), parameters)
+    if not model:
+        raise SourceError(f"{path}: llama.cpp cannot load this model: {log.first_error()}")
+    return model

@@ -1,0 +1,378 @@
+"""Models, each loaded and computed by the library that its folder is meant for.
+
+By default they run in float32 on a CPU, so that two models differ in nothing but their weights. Where a runtime has no
+CPU kernel for its own layout (torchao's tiles), the integers that it loaded go through PyTorch's CPU kernel for the
+same arithmetic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.common.units import counted
+from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
+from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
+from pqweights.gguf.file import open_gguf
+from pqweights.inference.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
+from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
+from pqweights.inference.runtimes.llama_cpp import LlamaRun
+from pqweights.inference.runtimes.packages import Refused, package, quiet
+from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer
+
+Floats = npt.NDArray[np.float32]
+
+DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"  # as a dtype: the model's own
+# The dtype of llama.cpp, which rounds the inputs of each product to a type that suits the weights.
+MIXED = "mixed precision"
+# Decoders whose configurations have is_decoder = False.
+MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A loaded model.
+
+    runtime: which library computes, in words.
+    dtype: the dtype of the arithmetic.
+    logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
+    generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
+    stepper: what generates one token after another, which the caller chooses.
+    logits_of: logits for several windows of one size, in order, where they are computed faster together.
+    net: the PreTrainedModel that computes; None for models of mlx-lm and llama.cpp.
+    """
+
+    runtime: str
+    dtype: str
+    logits: Callable[[Ids, int], Floats]
+    generate: Callable[[Ids, int], Ids]
+    stepper: Stepper
+    logits_of: Callable[[Sequence[Ids], int], Iterator[Floats]] | None = None
+    net: Any = None
+
+
+def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
+    """Load a checkpoint, a master, an export or a GGUF file with the library that is meant to load it.
+
+    device: cpu, or cuda for runtimes of torch (torchao's tensors run their own kernel there, in BF16).
+    dtype: one of DTYPES, or auto for the model's own.
+    packed: keep the weights of a master packed.
+
+    Of these, llama.cpp takes float32, which is about keys and values, and auto.
+
+    Raises SourceError if the folder is not a causal language model, lacks tensors of the model or has others,
+    EvaluationError for options that do not fit the folder, MissingDependencyError.
+    """
+    folder = read_model(path)
+    check_options(folder, device, packed)
+    loaders: dict[str, Callable[[], Model]] = {
+        MASTER: lambda: _open_master(folder, device=device, dtype=dtype, packed=packed),
+        TORCHAO: lambda: _open_torchao(folder, device, dtype),
+        COMPRESSED_TENSORS: lambda: _open_compressed_tensors(folder, device, dtype),
+        MLX: lambda: _open_mlx(folder, dtype),
+        LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype),
+    }
+    if folder.kind in loaders:
+        return loaders[folder.kind]()
+    return _in_torch("transformers", _from_pretrained(folder, dtype).to(device))
+
+
+def check_options(folder: Folder, device: str, packed: bool) -> None:
+    """Raise EvaluationError if a folder of this kind cannot run on this device or with packed weights.
+
+    device: cpu, cuda or auto
+    """
+    if packed and folder.kind != MASTER:
+        raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
+    if folder.kind == MLX and device == "cuda":
+        raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
+    if folder.kind == LLAMA_CPP and device == "cuda":
+        raise EvaluationError(f"{folder.path}: llama.cpp runs on the CPU here; leave out --device {device}")
+
+
+def check_llama_cpp(folders: Sequence[Folder], *, dtype: str | None, has_kv_cache: bool) -> None:
+    """Raise EvaluationError for options that mean nothing to the GGUF files among these folders.
+
+    dtype: one of DTYPES, AUTO or None; other folders may take it
+    has_kv_cache: whether keys and values are to be quantized
+    """
+    found = [folder for folder in folders if folder.kind == LLAMA_CPP]
+    if found and has_kv_cache:
+        raise EvaluationError(f"{found[0].path}: --kv-cache: llama.cpp has a cache of its own; leave it out")
+    if found == list(folders) and dtype not in (None, AUTO, "float32"):
+        raise EvaluationError(f"{found[0].path}: --dtype {dtype}: llama.cpp computes in types of its own; leave it out")
+
+
+def choose_device(asked: str, folders: Sequence[Folder]) -> str:
+    """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm or llama.cpp.
+
+    Raises DeviceError, MissingDependencyError.
+    """
+    if asked == "cpu" or (asked == "auto" and any(folder.kind in (MLX, LLAMA_CPP) for folder in folders)):
+        return "cpu"
+    torch = package("torch", "transformers", f"--device {asked}")
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use; use --device cpu")
+    return "cpu"
+
+
+def continuation(path: Path, model: Model, *, prompt: str, tokens: int) -> str:
+    """Return the model's continuation of a prompt, as text.
+
+    path: the folder of the tokenizer. Raises what load_tokenizer raises.
+    """
+    tokenizer = load_tokenizer(path)
+    ids = np.array(tokenizer(prompt)["input_ids"], dtype=np.int64)
+    return str(tokenizer.decode(model.generate(ids, tokens).tolist()))
+
+
+# transformers, and the runtimes that build on it.
+
+
+def _from_pretrained(folder: Folder, dtype: str) -> Any:
+    """Load a model onto the CPU with transformers.
+
+    Raises SourceError if tensors are missing, or if the model does not have them.
+    """
+    transformers = package("transformers", "transformers")
+    loader = _loader(folder)
+    with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
+        model, info = loader.from_pretrained(
+            folder.path, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    check_loaded(folder.path, type(model).__name__, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
+    assert isinstance(model, transformers.PreTrainedModel)
+    return model.eval()
+
+
+def _loader(folder: Folder) -> Any:
+    """Return the class of transformers that loads this model with a head for the next token.
+
+    Raises SourceError if there is no such class.
+    """
+    transformers = package("transformers", "transformers")
+    mappings = package("transformers.models.auto.modeling_auto", "transformers")
+    config = transformers_config(folder.path)
+    named = folder.config.get("architectures") or [config.model_type]
+    is_encoder = getattr(config, "is_decoder", None) is False and config.model_type not in MISLABELLED_DECODERS
+    if not (is_encoder or getattr(config, "is_encoder_decoder", False)):
+        if type(config) in mappings.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return transformers.AutoModelForCausalLM
+        if type(config) in mappings.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return transformers.AutoModelForImageTextToText
+    raise SourceError(
+        f"{folder.path}: its architecture, {named[0]}, is not a causal language model, which predicts the next token"
+    )
+
+
+def check_loaded(path: Path, model: str, *, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Warn of tensors that the model does not use, as transformers does.
+
+    Raises SourceError if weights are missing: transformers initializes them at random, and what is computed with them
+    says nothing about the folder.
+    """
+    modules = {name.rpartition(".")[0] for name in missing}
+    if any(name.rpartition(".")[0] in modules for name in unexpected):  # weights in a form that nothing here reads
+        _refuse(path, "transformers", missing=missing, unexpected=unexpected)
+    if missing:
+        raise SourceError(
+            f"{path}: lacks {counted(len(missing), 'weight')} of {model}, the first is {min(missing)!r}: "
+            "transformers would initialize them at random, and nothing that is computed would mean anything; give a "
+            "checkpoint of the whole model"
+        )
+    if unexpected:
+        warnings.warn(
+            f"{path}: has {counted(len(unexpected), 'tensor')} without a place in {model}, the first is "
+            f"{min(unexpected)!r}; left out, as transformers does",
+            PqweightsWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse(path: Path, runtime: str, **names: Any) -> None:
+    for kind, found in names.items():
+        if found:
+            raise SourceError(
+                f"{path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
+                f"{sorted(found)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
+                "`pqweights verify`, or export it again"
+            )
+
+
+def _in_torch(runtime: str, model: Any) -> Model:
+    torch, transformers = package("torch", "transformers"), package("transformers", "transformers")
+    takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def tensor(ids: Ids) -> Any:
+        return torch.from_numpy(np.ascontiguousarray(ids))[None].to(model.device)
+
+    def logits(ids: Ids, last: int) -> Floats:
+        keep = {"logits_to_keep": last} if takes_count else {}
+        with torch.inference_mode(), quiet():
+            result = model(tensor(ids), use_cache=False, **keep).logits[0, -last:]
+        values: Floats = result.float().cpu().numpy()
+        return values
+
+    def generate(ids: Ids, count: int) -> Ids:
+        given = tensor(ids)
+        # Names every setting that the model's own generation_config.json could change.
+        how = transformers.GenerationConfig(
+            max_new_tokens=count,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            use_cache=True,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        with torch.inference_mode(), quiet():
+            result = model.generate(given, attention_mask=torch.ones_like(given), generation_config=how)
+        found: Ids = result[0, len(ids) :].cpu().numpy()
+        return found
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    stepper = TorchStepper(model)
+    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=stepper, net=model)
+
+
+def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
+    """Load a master through the integration with transformers: weights are decoded while they load, or stay packed."""
+    from pqweights.integrations.transformers import load
+
+    _loader(folder)  # raises SourceError for what is not a language model
+    with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
+        loaded = load(folder.path, packed=packed, dtype=dtype, device_map=None)
+    model = loaded.model
+    if model.get_output_embeddings() is None:
+        raise SourceError(f"{folder.path}: {type(model).__name__} has no head for the next token; export it first")
+    check_loaded(folder.path, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
+    runtime = "transformers, pqweights' packed weights" if packed else "transformers, weights decoded by pqweights"
+    return _in_torch(runtime, model.eval().to(device))
+
+
+def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
+    """Load an export for vLLM."""
+    package("compressed_tensors", "vllm")
+    torch = package("torch", "transformers")
+    model = _from_pretrained(folder, dtype).to(device)
+    own_dtype = model.dtype
+    with quiet(), Refused(f"{folder.path}: compressed-tensors cannot load this model"), torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device))  # the first call decompresses
+    # Stacked experts are BF16 whatever dtype was asked for, and transformers refuses model.to(dtype).
+    torch.nn.Module.to(model, own_dtype)
+    return _in_torch("transformers, compressed-tensors", model)
+
+
+def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
+    """Load an export for torchao.
+
+    torchao's tensors cannot compute on the CPU, so each one is decoded there by PyTorch's CPU kernel for INT4.
+    """
+    package("torchao", "torchao")
+    torch = package("torch", "torchao")
+    stored = Stored(folder.path)
+    names = json.loads(stored.metadata.get("tensor_names", "[]"))
+    parts = {part for name in names for part in stored_parts(stored, name)}
+    _refuse(folder.path, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
+    model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the GPU kernel takes nothing else
+    integers = _torchao_modules(folder, model)
+    if device != "cpu":
+        return _in_torch("torchao, its INT4 kernel", model.to(device))
+    for module in integers:
+        decoded = _through_cpu_kernel(torch, module.weight).to(model.dtype)
+        module.weight = torch.nn.Parameter(decoded, requires_grad=False)
+    return _in_torch("torchao's tensors, the CPU's INT4 kernel", model.to(device))
+
+
+def _torchao_modules(folder: Folder, model: Any) -> list[Any]:
+    """The modules whose weights are INT4 tensors of torchao.
+
+    Raises SourceError if there are none, or if one has another shape than its module.
+    """
+    result = []
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if type(weight).__name__ not in ("Int4TilePackedTo4dTensor", "Int4Tensor"):
+            continue
+        expected, found = [module.out_features, module.in_features], list(weight.shape)
+        if found != expected:
+            raise SourceError(f"{folder.path}: {name}.weight: expected shape {expected}, found {found}")
+        result.append(module)
+    if not result:
+        raise SourceError(f"{folder.path}: expected INT4 tensors, torchao loaded none; export it again")
+    return result
+
+
+def _through_cpu_kernel(torch: Any, weight: Any) -> Any:
+    """Decode a weight with aten's CPU kernel for (code - 8) * scale + zero: [N, K] f32.
+
+    The kernel multiplies the identity by the weight. It is slow in float32 (0.6 G multiply-adds a second), so it runs
+    once for each weight; in BF16 it would round.
+    """
+    rows, columns = weight.shape
+    group_size = weight.block_size[-1]
+    if type(weight).__name__ == "Int4Tensor":
+        codes = unpack_nibbles(weight.qdata.numpy().view(np.uint8) ^ np.uint8(0x88))
+        scales = torch.stack([weight.scale, weight.zero_point], dim=-1)
+    else:
+        codes = unpack_tiles(weight.qdata.numpy())
+        scales = weight.scale_and_zero
+    padded = -(-rows // 16) * 16  # the kernel takes a multiple of 16 rows
+    whole = np.zeros((padded, columns), dtype=np.int32)
+    whole[:rows] = codes[:rows, :columns]
+    pairs = torch.zeros(columns // group_size, padded, 2)
+    pairs[:, :rows] = scales[: columns // group_size, :rows].float()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(whole), 1)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(columns), packed, group_size, pairs)
+    return product.T[:rows].contiguous()
+
+
+# MLX.
+
+
+def _open_mlx(folder: Folder, dtype: str) -> Model:
+    mx, utils = package("mlx.core", "mlx"), package("mlx_lm.utils", "mlx")
+    steps = package("mlx_lm.generate", "mlx")
+    tree_flatten = package("mlx.utils", "mlx").tree_flatten
+    refused = Refused(f"{folder.path}: mlx-lm cannot load this model here")
+    with refused, quiet():
+        model, _ = utils.load_model(folder.path, lazy=True, strict=False)
+        there = {name for name, _ in tree_flatten(model.parameters())}
+    stored = set(Stored(folder.path).tensors)
+    _refuse(folder.path, "mlx-lm", missing=there - stored, unexpected=stored - there)
+    with refused, quiet():
+        model, _ = utils.load_model(folder.path)
+        if dtype != AUTO:
+            model.set_dtype(getattr(mx, dtype))
+        computed = model(mx.array([[0]]))  # raises where a mode runs on Apple GPUs only
+        mx.eval(computed)
+
+    def logits(ids: Ids, last: int) -> Floats:
+        return np.array(model(mx.array(ids)[None])[0, -last:].astype(mx.float32))
+
+    def generate(ids: Ids, count: int) -> Ids:
+        found = steps.generate_step(mx.array(ids), model, max_tokens=count)
+        return np.array([int(token) for token, _ in found], dtype=np.int64)
+
+    computed_in = str(computed.dtype).removeprefix("mlx.core.")
+    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate, stepper=MlxStepper(model))
+
+
+# llama.cpp.
+
+
+def _open_llama_cpp(folder: Folder, dtype: str) -> Model:
+    run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO)
+    return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, generate=run.generate, stepper=run)

@@ -1,0 +1,106 @@
+"""Optional packages: imported when a folder needs them, kept quiet, their errors turned into one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pqweights.common.installing import pip_install
+from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
+
+# Loggers that log at import, or while something is loaded.
+NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "huggingface_hub")
+# What these packages raise in their own code for configurations, tokenizers and weights that they do not take.
+REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def package(name: str, extra: str, why: str = "evaluating this folder") -> Any:
+    """Import an optional package, untyped: with its types, mypy would check the package together with pqweights.
+
+    name: the module to import.
+    extra: the extra of pqweights that installs it.
+    why: what needs it, for the message of the error.
+
+    Raises MissingDependencyError.
+    """
+    try:
+        with silent():
+            return importlib.import_module(name)
+    except ImportError:
+        missing = name.partition(".")[0]
+        raise MissingDependencyError(f"{why} needs {missing}: {pip_install(extra)}") from None
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Suppress warnings and log messages; those of pqweights itself come afterwards."""
+    loggers = [logging.getLogger(name) for name in NOISY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", PqweightsWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    for each in heard:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings, log messages and progress bars.
+
+    Do not import inside it: an imported module may keep the stream that it finds as standard error.
+    """
+    with silent(), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _is_bug(error: BaseException) -> bool:
+    """Whether an error was raised in a line of pqweights, not in a package that it calls."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+
+
+class Refused(contextlib.AbstractContextManager["Refused"]):
+    """A context in which the errors of a package become SourceError; it may hold nothing but calls of that package.
+
+    what: the input and the package, for the message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or error is None:
+            return
+        if not isinstance(error, OSError) and _is_bug(error):
+            return  # a bug keeps its traceback
+        # For files that they cannot parse, safetensors raises its own child of Exception, and tokenizers Exception
+        # itself.
+        if isinstance(error, REFUSALS) or kind is Exception or kind.__name__ == "SafetensorError":
+            raise SourceError(f"{self._what}: {kind.__name__}: {' '.join(str(error).split())[:300]}") from error

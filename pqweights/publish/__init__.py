@@ -1,0 +1,1 @@
+"""Publishing a result: its model card, and sending it to the Hub."""

@@ -1,0 +1,1 @@
+"""Measuring: what calibration needs to know of a model, perplexity and divergence, and their figures."""

@@ -1,0 +1,370 @@
+"""The run of an evaluation: checks, windows, and one model after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pqweights.common.notices import slow_step
+from pqweights.errors import EvaluationError
+from pqweights.inference.runtimes.cached import MEASURED_QUERIES, CachedRun, CacheFigures, check_spec
+from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
+from pqweights.inference.runtimes.models import (
+    AUTO,
+    DTYPES,
+    Model,
+    check_llama_cpp,
+    check_options,
+    choose_device,
+    open_model,
+)
+from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
+from pqweights.quality.evaluate.protocol import Scores, Windows, compare
+from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
+from pqweights.quality.evaluate.speed import Speed, measure_speed
+
+DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
+
+# Called with the steps done, the steps in all (windows of all models, runs for speed), and what is being done.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How a text is turned into tokens and cut into windows.
+
+    window: tokens of a window; by default 2048, or the limit of the model that takes the fewest.
+    stride: tokens between the starts of two windows; by default a quarter of the window, at most 512.
+    score_first: whether the first window scores all its predictions, not only its last ones.
+    max_tokens: how many tokens of the text to use, from its start; by default all.
+    tokenizer: the folder of the tokenizer; by default the model's own.
+    bos: whether each window begins with the token BOS if the tokenizer puts one before a text; never in the protocol of
+        arXiv:2603.29078.
+    """
+
+    window: int | None = None
+    stride: int | None = None
+    score_first: bool = False
+    max_tokens: int | None = None
+    tokenizer: Path | None = None
+    bos: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What is measured, and how models are computed.
+
+    text_name: the name of the text in the report.
+    reading: how the text is read.
+    reference: the model that the others are compared with, if any.
+    dtype: one of DTYPES; by default float32, and the model's own for speed.
+    device: cpu, cuda or auto.
+    packed: whether masters compute with packed weights; the reference never does.
+    kv_caches: how keys and values are quantized, each in a row of its own; the reference's never are. Without a
+        reference, each model is compared with itself.
+    speed: whether tokens per second and peak memory are measured, too.
+    """
+
+    text_name: str = "the text"
+    reading: TextOptions = TextOptions()
+    reference: Path | None = None
+    dtype: str | None = None
+    device: str = "cpu"
+    packed: bool = False
+    kv_caches: tuple[str, ...] = ()
+    speed: bool = False
+
+
+class _Computed(NamedTuple):
+    """What a loaded model says: its runtime, its dtype, its scores, and what its quantized cache takes."""
+
+    folder: Folder
+    runtime: str
+    dtype: str
+    scores: Scores
+    kv_cache: CacheFigures | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvaluationJob:
+    """An evaluation of which everything but the models themselves has been read and checked.
+
+    folders: the folders of all models; the reference is the first if there is one.
+    sizes: the sizes of those folders, in the same order.
+    ids: the tokens of the text, [tokens].
+    windows: how the tokens are cut.
+    starts: the first token of each window.
+    device: cpu or cuda.
+    options: what was asked for.
+    progress: the callback of the caller.
+    """
+
+    folders: tuple[Folder, ...]
+    sizes: tuple[Size, ...]
+    ids: Ids
+    windows: Windows
+    starts: range
+    device: str
+    options: EvaluationOptions
+    progress: Progress
+
+    @property
+    def base(self) -> Folder | None:
+        """The folder of the reference."""
+        return self.folders[0] if self.options.reference is not None else None
+
+    @property
+    def compared(self) -> tuple[Folder, ...]:
+        """The folders of the models that are not the reference."""
+        return self.folders if self.base is None else self.folders[1:]
+
+    @property
+    def scoring_steps(self) -> int:
+        """How many windows all models compute together."""
+        return len(self.starts) * len(self.compared) * max(1, len(self.options.kv_caches))
+
+    def report(self, done: int, what: str) -> None:
+        """Report progress after `done` steps."""
+        self.progress(done, self.scoring_steps + (len(self.folders) if self.options.speed else 0), what)
+
+    def is_packed(self, folder: Folder) -> bool:
+        """Whether a folder is computed with packed weights."""
+        return self.options.packed and folder is not self.base
+
+    def open(self, folder: Folder, done: int) -> Model:
+        """Load a model."""
+        self.report(done, f"loading {folder.path}")
+        dtype = self.options.dtype or "float32"
+        with slow_step(f"loading {folder.path}"):
+            return open_model(folder.path, device=self.device, dtype=dtype, packed=self.is_packed(folder))
+
+
+def evaluate(
+    models: Sequence[Path],
+    text: str,
+    options: EvaluationOptions = EvaluationOptions(),
+    *,
+    progress: Progress = lambda done, total, what: None,
+) -> EvaluationReport:
+    """Score models on a text, one after the other, each beside the reference if there is one.
+
+    At most two models are in memory at a time. Everything that can be checked without loading a model is checked before
+    the first one is loaded.
+
+    Raises SourceError for a folder that is not a causal language model or is incomplete, EvaluationError if the models
+    cannot be compared on this text, DeviceError, MasterError, MissingDependencyError.
+    """
+    with slow_step("reading the text with transformers"):
+        job = _prepare(models, text, options, progress=progress)
+    computed = _score_all(job)
+    paths = [folder.path for folder in job.folders]
+    speeds = dict(zip(paths, _measure_speeds(job), strict=True)) if options.speed else {}
+    sizes = dict(zip(paths, job.sizes, strict=True))
+    rows = [
+        ModelScores(
+            model=str(found.folder.path),
+            runtime=found.runtime,
+            dtype=found.dtype,
+            size=sizes[found.folder.path],
+            scores=found.scores,
+            speed=speeds.get(found.folder.path),
+            kv_cache=found.kv_cache,
+        )
+        for found in computed
+    ]
+    return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
+
+
+def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _EvaluationJob:
+    """Read and check everything that needs no model in memory."""
+    if options.dtype not in (None, *DTYPES):
+        raise EvaluationError(f"dtype {options.dtype!r}: expected {', '.join(DTYPES)}")
+    if not models:
+        raise EvaluationError("expected at least one model, found none")
+    for spec in options.kv_caches:
+        check_spec(spec)
+    if options.kv_caches and options.speed:
+        raise EvaluationError(
+            "--speed: it measures models as they are; `pqweights generate --kv-cache` prints its speed"
+        )
+    compared = [read_model(path) for path in models]
+    base = [] if options.reference is None else [read_model(options.reference)]
+    folders = [*base, *compared]
+    for folder in folders:
+        check_options(folder, options.device, options.packed and folder in compared)
+    check_llama_cpp(folders, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
+    device = choose_device(options.device, folders)
+    windows = choose_windows(folders, options.reading)
+    if base:
+        _check_same_vocabulary(base[0], compared)
+    ids, bos = _encoded(folders, text, options.reading)
+    windows = replace(windows, bos=bos)
+    return _EvaluationJob(
+        folders=tuple(folders),
+        sizes=tuple(size(folder.path) for folder in folders),
+        ids=ids,
+        windows=windows,
+        starts=windows.starts(len(ids), max_tokens=options.reading.max_tokens),
+        device=device,
+        options=options,
+        progress=progress,
+    )
+
+
+def _score_all(job: _EvaluationJob) -> list[_Computed]:
+    """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
+    base = None if job.base is None else job.open(job.base, 0)
+    result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
+    if base is not None and job.base is not None:
+        losses = result[0].scores.reference_losses
+        assert losses is not None
+        result.insert(0, _Computed(job.base, base.runtime, base.dtype, Scores(losses)))
+    return result
+
+
+def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[_Computed]:
+    """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
+    folder, specs = job.compared[number], job.options.kv_caches
+    before = number * len(job.starts) * max(1, len(specs))
+    model = job.open(folder, before)
+    if specs:
+        return _score_caches(job, folder, model, base=base, before=before)
+    scores = _compared(job, folder, model, base=base, before=before)
+    return [_Computed(folder, model.runtime, model.dtype, scores)]
+
+
+def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int) -> Scores:
+    """Score a model beside the reference. before: the steps done"""
+
+    def show(done: int, total: int) -> None:
+        job.report(before + done, str(folder.path))
+
+    try:
+        return compare(model, base, ids=job.ids, windows=job.windows, progress=show)
+    except EvaluationError as error:
+        raise EvaluationError(f"{folder.path}: {error}") from None
+
+
+def _score_caches(
+    job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
+) -> list[_Computed]:
+    """Score a model with each of the quantized caches; without a reference, beside and after itself."""
+    if model.net is None:
+        raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
+    runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
+    rows = []
+    for number, run in enumerate(runs):
+        with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
+        steps = before + number * len(job.starts)
+        scores = _compared(job, folder, with_cache, base=base or model, before=steps)
+        ids = job.windows.piece(job.ids, 0)
+        error = run.attention_error(ids) if len(ids) > 2 * MEASURED_QUERIES else None
+        figures = run.figures(attention_error=error)
+        rows.append(_Computed(folder, model.runtime, model.dtype, scores, figures))
+    losses = rows[0].scores.reference_losses
+    if base is None and losses is not None:
+        rows.insert(0, _Computed(folder, model.runtime, model.dtype, Scores(losses)))
+    return rows
+
+
+def _measure_speeds(job: _EvaluationJob) -> list[Speed | None]:
+    """Measure the speed of all models, one after the other."""
+    result: list[Speed | None] = []
+    for number, folder in enumerate(job.folders):
+        job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
+        dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
+        result.append(measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed))
+    return result
+
+
+def _settings(job: _EvaluationJob) -> EvaluationSettings:
+    windows, options = job.windows, job.options
+    return EvaluationSettings(
+        text=options.text_name,
+        tokens=len(job.ids),
+        windows=len(job.starts),
+        window=windows.size,
+        stride=windows.stride,
+        score_first=windows.score_first,
+        bos=windows.bos is not None,
+        scored_tokens=sum(windows.scored(start) for start in job.starts),
+        dtype=options.dtype or "float32",
+        device=job.device,
+        packed=options.packed,
+        reference=None if options.reference is None else str(options.reference),
+    )
+
+
+def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
+    """Return windows of the size that was asked for, or of the default size if all models can take it.
+
+    Raises EvaluationError if a model takes fewer tokens than was asked for.
+    """
+    limits = [(folder.context, folder) for folder in folders if folder.context is not None]
+    shortest, folder = min(limits, key=lambda limit: (limit[0], limit[1].path), default=(None, None))
+    window = options.window
+    if window is None:
+        window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
+    elif shortest is not None and folder is not None and window > shortest:
+        raise EvaluationError(
+            f"--window {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
+        )
+    stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
+    return Windows(size=window, stride=stride, score_first=options.score_first)
+
+
+def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:
+    """Raise EvaluationError if a model's vocabulary differs in size from the reference's, where both are known."""
+    for folder in others:
+        if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
+            raise EvaluationError(
+                f"{folder.path}: its {folder.stated_in} has {folder.vocabulary} tokens, that of the reference "
+                f"{base.vocabulary}: expected models with the same vocabulary"
+            )
+
+
+def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> EncodedText:
+    """Return the tokens of a text, which must be the same for all models.
+
+    Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
+    """
+    first = encode(options.tokenizer or folders[0].path, text, options.max_tokens, bos=options.bos)
+    for folder in folders:
+        if options.tokenizer is None and folder is not folders[0]:
+            found = encode(folder.path, text, options.max_tokens, bos=options.bos)
+            _check_same_tokens(folder, found.ids, other=folders[0], expected=first.ids)
+            _check_same_bos(folder, found.bos, other=folders[0], expected=first.bos)
+        check_vocabulary(folder, *first)
+    return first
+
+
+def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected: int | None) -> None:
+    """Raise EvaluationError if the tokenizers of two models put other tokens before a text."""
+    if bos != expected:
+        ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
+        raise EvaluationError(
+            f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
+            "be compared; choose one of them with --tokenizer DIR, or pass --no-bos"
+        )
+
+
+def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids) -> None:
+    """Raise EvaluationError if a model's tokenizer makes other tokens than that of another model.
+
+    ids, expected: what both make of the text, [tokens].
+    other: the folder of the other model.
+    """
+    if np.array_equal(ids, expected):
+        return
+    shared = min(len(ids), len(expected))
+    differing = np.flatnonzero(ids[:shared] != expected[:shared])
+    place = int(differing[0]) if len(differing) else shared
+    counts = "" if len(ids) == len(expected) else f"{len(ids)} tokens against {len(expected)}, "
+    raise EvaluationError(
+        f"{folder.path}: its tokenizer splits the text into other tokens than that of {other.path} ({counts}the "
+        f"first different one is token {place}), so losses per token cannot be compared; evaluate the models separately"
+    )

@@ -1,0 +1,169 @@
+"""The report of a plan: what quantize would do with each tensor, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.file_uses import file_uses, most_fetched
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
+from pqweights.exports.possible import possible_exports
+from pqweights.options import QuantizeOptions
+from pqweights.planning.fit import Fit
+from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.possible import PossibleExport
+from pqweights.planning.recipe import Recipe
+from pqweights.planning.totals import Totals
+from pqweights.quantizing import plan_quantize
+from pqweights.rewrite.folding.fold import Fold
+from pqweights.rewrite.needs import ResourceNeeds, resource_needs
+from pqweights.storage import Store
+from pqweights.storage.hub.storage import LOW_DISK_FILES, HubStorage
+
+# How an entry of plan --json begins.
+BEFORE_NAME = f'{{{LIST_ITEM}  "name": '
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTraffic:
+    """What a plan of a repository on the Hub fetched, and what quantizing it would.
+
+    repository, revision: the repository, and the commit of the plan
+    requests, bytes: requests made and bytes fetched for the plan
+    source_bytes: the size of the repository's weight files
+    low_disk_bytes: the most of them that `low_disk` keeps at a time
+    """
+
+    repository: str
+    revision: str
+    requests: int
+    bytes: int
+    source_bytes: int
+    low_disk_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the key `hub` of plan --json."""
+        return {
+            "repository": self.repository,
+            "revision": self.revision,
+            "requests": self.requests,
+            "bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "low_disk_bytes": self.low_disk_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport:
+    """What quantizing a checkpoint would do.
+
+    plan: every output tensor and byte
+    fit: how bit widths were chosen for a target; None without one
+    fold: what may be folded; None without a fold
+    needs: disk space and memory
+    hub: traffic with the Hub; None for a local source
+    exports: what the result can be exported to
+    """
+
+    plan: Plan
+    fit: Fit | None
+    fold: Fold | None
+    needs: ResourceNeeds
+    hub: HubTraffic | None
+    exports: tuple[PossibleExport, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """What becomes of each tensor, in the order of the checkpoint."""
+        return self.plan.tensors
+
+    @property
+    def totals(self) -> Totals:
+        """Sizes, counts and bits per weight of the whole result."""
+        return self.plan.totals
+
+    def __repr__(self) -> str:
+        return f"<PlanReport: {self.totals}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of plan --json."""
+        return self._document([tensor.to_json() for tensor in self.tensors])
+
+    def to_pieces(self) -> Iterator[bytes]:
+        """Return the text of plan --json, in pieces, in a quarter of the time that to_json and json_bytes take."""
+        return json_pieces(self._document(_entries(self.tensors)))
+
+    def _document(self, tensors: list[dict[str, Any]] | Iterator[JsonText]) -> dict[str, Any]:
+        return {
+            "totals": self.totals.to_json() | self.needs.to_json(),
+            "tensors": tensors,
+            "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in self.plan.shards],
+            "copied_files": list(self.plan.companions),
+            "left_out_files": self.plan.left_out,
+            "exports": [export.to_json() for export in self.exports],
+            "left_out_tensors": self.plan.left_out_tensors,
+            **({} if self.fit is None else {"fit": self.fit.to_json()}),
+            **({} if self.fold is None else {"fold": self.fold.to_json()}),
+            **({} if self.hub is None else {"hub": self.hub.to_json()}),
+        }
+
+
+def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
+    """Yield the text of each tensor's entry in plan --json.
+
+    Thousands of tensors differ in their names alone, so the rest of an entry is written once for all of them.
+    """
+    rests: dict[tuple[object, ...], str] = {}
+    for tensor in tensors:
+        kind = tensor.kind
+        rest = rests.get(kind)
+        if rest is None:
+            nameless = json_text(tensor._replace(name="").to_json(), LIST_ITEM)
+            rest = rests[kind] = nameless.removeprefix(f'{BEFORE_NAME}""')
+        yield JsonText(f"{BEFORE_NAME}{encode_basestring(tensor.name)}{rest}")
+
+
+def report_plan(
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions,
+    threads: int,
+    out: Store | None = None,
+) -> PlanReport:
+    """Plan what quantizing a source would do, from its headers alone.
+
+    threads: the number of threads for which the memory is estimated
+    out: where the result is to be written; by default a local folder
+
+    Raises SourceError, RecipeError or HubError.
+    """
+    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    fold = transform.fold
+    is_elsewhere = out is not None and out.is_elsewhere
+    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], is_elsewhere=is_elsewhere)
+    return PlanReport(
+        plan=plan,
+        fit=transform.fit,
+        fold=fold,
+        needs=needs,
+        hub=_traffic(checkpoint),
+        exports=possible_exports(checkpoint, plan.tensors),
+    )
+
+
+def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:
+    storage = checkpoint.storage
+    if not isinstance(storage, HubStorage):
+        return None
+    return HubTraffic(
+        repository=storage.origin.id,
+        revision=storage.origin.revision,
+        requests=storage.hub.requests,
+        bytes=storage.hub.bytes,
+        source_bytes=checkpoint.weight_file_bytes,
+        low_disk_bytes=most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
+    )

@@ -1,0 +1,266 @@
+"""A folder in object storage: listings, ranges, uploads and moves, each sent again after failures that pass."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pqweights.checkpoint.file_state import FileState
+from pqweights.errors import SourceChangedError, StorageError
+from pqweights.storage.remote import failures
+from pqweights.storage.remote.addresses import Address
+from pqweights.storage.remote.attempts import Stop, attempted
+from pqweights.storage.remote.failures import ATTEMPTS, FIRST_ATTEMPTS, Request, RequestFailures, Truncated
+from pqweights.storage.remote.opening import EXTRAS, endpoint_of, open_file_system, path_of
+from pqweights.storage.remote.s3 import S3Objects
+
+# What tells one version of a file from another, in the names that file systems give it; the best first.
+VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "modified",
+    "created",
+)
+# When it was written, likewise.
+TIME_KEYS = ("LastModified", "updated", "mtime", "last_modified", "modified", "created")
+
+Result = TypeVar("Result")
+# File systems that do nothing asynchronously share open files between threads.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+class RemoteFolder:
+    """One folder in object storage. Threads may share it, and other processes get it pickled.
+
+    address: where it is
+
+    It connects when it is first used. Every method raises StorageError for what the storage refuses, OptionError for an
+    unknown scheme, and MissingDependencyError if a package is missing.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._opened: Any = None
+        self._answered = False
+
+    def __reduce__(self) -> tuple[type[RemoteFolder], tuple[Address]]:
+        """Pickle the address alone: connections and credentials belong to a process."""
+        return RemoteFolder, (self.address,)
+
+    def files(self, below: str = "", *, recursive: bool = True) -> dict[str, FileState]:
+        """List all files, by their path from this folder, in sorted order; an empty dict if there is no such folder.
+
+        below: a folder inside of this one, to which the list is limited
+        recursive: whether the files in folders inside of it are listed, too
+
+        Hidden files and folders are left out, except `below` itself.
+        """
+        root = self._path("")
+        depth = None if recursive else 1
+        listed = self._request(
+            "list", below, lambda: self._system.find(self._path(below), maxdepth=depth, detail=True), missing=None
+        )
+        found = {}
+        for path, info in (listed or {}).items():
+            if not str(path).strip("/").startswith(root.strip("/") + "/"):
+                continue  # something else whose name begins alike
+            name = str(path).removeprefix(root).strip("/")
+            inner = name.removeprefix(below).strip("/")
+            is_file = info.get("type") == "file" and not str(path).endswith("/") and str(path) != root
+            if is_file and inner and not any(part.startswith(".") for part in inner.split("/")):
+                found[name] = _state(info)
+        return dict(sorted(found.items()))
+
+    def state(self, name: str) -> FileState | None:
+        """Return the size and the stamp of a file; None if it is not there."""
+        info = self._request("read", name, lambda: self._system.info(self._path(name)), missing=None)
+        return _state(info) if info is not None and info.get("type") == "file" else None
+
+    def modified(self, name: str) -> int:
+        """Return when a file was written last, in nanoseconds since 1970 by the clock of the storage."""
+        found = self.state(name)
+        if found is None:
+            raise StorageError(f"{self.address / name}: there is no such file")
+        return found.modified
+
+    def read(self, name: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
+        """Return the bytes [start, end) of a file.
+
+        expected: what the file was when it was listed, if the answer is to be of that version
+
+        Raises StorageError also if the file is not there or ends early, SourceChangedError if it is another version.
+        """
+        if start >= end:
+            return b""
+
+        def fetch() -> bytes:
+            data, version = self._range(self._path(name), start, end)
+            if expected is not None and version and _stamp(version) != expected.stamp:
+                raise SourceChangedError(
+                    f"{self.address / name}: it was replaced while it was being read: leave the source as it is, and "
+                    "run the same command again"
+                )
+            if len(data) != end - start:
+                raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")
+            return data
+
+        data: bytes | None = self._request("read", name, fetch, missing=None)
+        if data is None:
+            raise StorageError(f"{self.address / name}: there is no such file")
+        return data
+
+    def read_whole(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if it is not there."""
+        found = self.state(name)
+        if found is None:
+            return None
+        return self.read(name, 0, found.byte_count)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file; it is there with all of its content, or not at all."""
+        self._request("write", name, lambda: self._system.pipe_file(self._path(name), data))
+        self._check_size(name, len(data))
+
+    def upload(self, name: str, path: Path, *, stop: Stop = lambda: False) -> None:
+        """Write a local file, in parts if it is large; it is there with all of its content, or not at all.
+
+        stop: asked between parts and while waiting
+
+        Raises TransferStopped once `stop` returns True.
+        """
+        if self._is_s3:
+            again = functools.partial(self._request, "write", name, stop=stop)
+            S3Objects(self._system).upload(path, self._path(name), again=again, stop=stop)
+        else:
+            self._request("write", name, lambda: self._put(path, name), stop=stop)
+        self._check_size(name, path.stat().st_size)
+
+    def move(self, source: str, target: str, *, stop: Stop = lambda: False) -> None:
+        """Rename a file on the server. Nothing happens if that was done before.
+
+        Raises StorageError also if neither is there, TransferStopped.
+        """
+        found, there = self.state(source), self.state(target)
+        if found is None:
+            if there is None:
+                raise StorageError(f"{self.address / source}: expected this file, to rename it, found none")
+            return
+        again = functools.partial(self._request, "move", source, stop=stop)
+        if self._is_s3:
+            S3Objects(self._system).copy(
+                self._path(source), self._path(target), found.byte_count, again=again, stop=stop
+            )
+        else:
+            again(lambda: self._system.cp_file(self._path(source), self._path(target)))
+        self._check_size(target, found.byte_count)
+        self.remove([source])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete files; those that are not there are no problem."""
+        for name in names:
+            self._request("remove", name, functools.partial(self._system.rm_file, self._path(name)), missing=None)
+
+    def _put(self, path: Path, name: str) -> None:
+        self._system.put_file(str(path), self._path(name))
+
+    def _check_size(self, name: str, expected: int) -> None:
+        """Raise StorageError unless a file that was written has its size."""
+        found = self.state(name)
+        if found is None or found.byte_count != expected:
+            size = "no such file" if found is None else f"{found.byte_count} bytes"
+            raise StorageError(
+                f"{self.address / name}: expected {expected} bytes after they were written, found {size}: run the same "
+                "command again"
+            )
+
+    def _range(self, path: str, start: int, end: int) -> tuple[bytes, str]:
+        """Return bytes of a file, and what tells its version; an empty text if the file system does not say."""
+        if self._is_s3:
+            return S3Objects(self._system).read(path, start, end)
+        return bytes(self._system.cat_file(path, start=start, end=end)), ""
+
+    @property
+    def _system(self) -> Any:
+        """The file system, opened when it is first needed."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = open_file_system(self.address)
+            return self._opened
+
+    @property
+    def _is_s3(self) -> bool:
+        return EXTRAS.get(self.address.scheme) == "s3"
+
+    def _path(self, name: str) -> str:
+        return path_of(self._system, self.address / name if name else self.address)
+
+    def _request_for(self, action: str, name: str) -> Request:
+        return Request(
+            scheme=self.address.scheme,
+            what=str(self.address / name if name else self.address),
+            bucket=str(Address(self.address.scheme, self.address.place)),
+            action=action,
+            endpoint=endpoint_of(self._opened),
+        )
+
+    def _request(
+        self, action: str, name: str, send: Callable[[], Result], *, stop: Stop = lambda: False, **missing: Any
+    ) -> Any:
+        """Send a request, again if that may help.
+
+        missing: what to return, under the key "missing", if there is no such file; otherwise that is an error
+        """
+        system = self._system
+
+        def sent() -> Result:
+            if getattr(system, "async_impl", False):
+                return send()
+            with _ONE_AT_A_TIME:
+                return send()
+
+        request, attempts = self._request_for(action, name), ATTEMPTS if self._answered else FIRST_ATTEMPTS
+        try:
+            result = attempted(
+                sent, RequestFailures(request, attempts), first_wait=failures.FIRST_WAIT_SECONDS, stop=stop
+            )
+        except FileNotFoundError:
+            if "missing" not in missing:
+                raise StorageError(f"{request.what}: there is no such file") from None
+            result = missing["missing"]
+        self._answered = True
+        return result
+
+
+def _state(info: dict[str, Any]) -> FileState:
+    """Return the state of a file by a listing's account of it."""
+    version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
+    times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
+    modified = next((each for each in times if each is not None), 0.0)
+    return FileState(int(info.get("size") or 0), _stamp(str(_seconds(version) or version)), int(modified * 1e9))
+
+
+def _seconds(time: Any) -> float | None:
+    """Return a time of a listing in seconds since 1970; None for what is not a time."""
+    if isinstance(time, str):
+        try:
+            time = datetime.datetime.fromisoformat(time)
+        except ValueError:
+            return None
+    if isinstance(time, datetime.datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, int | float) else None
+
+
+def _stamp(version: str) -> int:
+    return int(hashlib.sha256(version.strip('"').encode()).hexdigest()[:15], 16)

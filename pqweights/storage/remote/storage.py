@@ -1,0 +1,254 @@
+"""A folder in object storage as a storage: large reads in blocks that are fetched ahead, small files as a whole.
+
+Nothing is stored on this machine. Every reply is checked to be of the version that was listed, where the storage tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
+from pqweights.checkpoint.file_state import FileState
+from pqweights.checkpoint.header_starts import HeaderStarts
+from pqweights.checkpoint.interrupted import check_not_interrupted
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder, others_of_model
+from pqweights.checkpoint.storage import WorkFolder
+from pqweights.common.locks import ProcessLock
+from pqweights.errors import SourceError
+from pqweights.storage.remote.addresses import Address, is_inside
+from pqweights.storage.remote.blocks import BlockCache
+from pqweights.storage.remote.folder import RemoteFolder
+
+# Reads of fewer bytes are requested by themselves, unless a block holds them anyhow.
+LARGE_READ_BYTES = 1 << 18
+# Files up to this size come whole in one request, if they do not hold tensors; one of them is kept.
+SMALL_BYTES = 32_000_000
+REQUESTS_AT_ONCE = 8
+# Of the first line of a journal.
+MOST_FIRST_LINE_BYTES = 1 << 20
+
+
+class RemoteStorage:
+    """A folder in object storage, see Storage. Threads may share it, and other processes get it pickled.
+
+    folder: what is read
+    bytes_read: how many bytes were read so far
+    """
+
+    def __init__(self, folder: RemoteFolder, *, below: bool = True, only: Sequence[str] | None = None) -> None:
+        """List the files of a folder.
+
+        below: whether the files in folders inside of it are listed, too
+        only: the names of the files to list; by default all
+
+        Raises StorageError, and SourceError for a name that cannot be that of a file inside of a folder.
+        """
+        self.folder = folder
+        self.bytes_read = 0
+        self._below, self._only = below, only
+        self._files = self._listed()
+        self._read: set[str] = set()
+        for name in self._files:
+            _check_name(folder, name)
+        self._open()
+
+    def _listed(self) -> dict[str, FileState]:
+        if self._only is None:
+            return self.folder.files(recursive=self._below)
+        states = {name: self.folder.state(name) for name in self._only}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def _open(self) -> None:
+        self._lock = ProcessLock()
+        self._small: tuple[str, bytes] = ("", b"")
+        self._blocks = BlockCache(self._range_between, self._size_of)
+        self._starts = HeaderStarts(self._range, self._size_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        opened = {"_lock", "_small", "_blocks", "_starts"}
+        return {name: value for name, value in vars(self).items() if name not in opened}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
+
+    @property
+    def origin(self) -> None:
+        """None: it is not a repository on the Hub."""
+        return None
+
+    @property
+    def frees(self) -> int:
+        """0: nothing is stored on this machine."""
+        return 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """The blocks that are held and fetched, and a small file."""
+        return BlockCache.memory_bytes() + SMALL_BYTES
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many small reads are best made at once."""
+        return REQUESTS_AT_ONCE
+
+    def newest(self, files: Sequence[str]) -> int:
+        """Return when the last of these files was written, by the clock of the storage."""
+        return max((self._files[name].modified for name in files), default=0)
+
+    @property
+    def broken_links(self) -> tuple[str, ...]:
+        """None: object storage has no links."""
+        return ()
+
+    @property
+    def outside_links(self) -> tuple[str, ...]:
+        """None: object storage has no links."""
+        return ()
+
+    def work_folder(self) -> WorkFolder | None:
+        """Look for what an unfinished run into this folder left."""
+        found = self.folder.files(WORK_FOLDER)
+        if not found:
+            return None
+        journal = f"{WORK_FOLDER}/{JOURNAL_FILE}"
+        if journal not in found:
+            return WorkFolder(has_journal=False)
+        start = self.folder.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES))
+        return WorkFolder(has_journal=True, first_line=start.partition(b"\n")[0])
+
+    def __str__(self) -> str:
+        return str(self.folder.address)
+
+    def files(self) -> dict[str, FileState]:
+        """Return the state of every file by its path, in sorted order; without hidden files, as in a local folder."""
+        return self._files
+
+    def disk_need(self, files: Sequence[str]) -> None:
+        """None: nothing is stored on this machine."""
+
+    def expect(self, files: Sequence[str]) -> None:
+        """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
+        self._starts.expect(files)
+
+    @contextlib.contextmanager
+    def fetching(self, folder: Path, files: Mapping[str, int]) -> Iterator[None]:
+        """Have threads that wait for bytes give up if the context ends with an error. Files are not fetched whole."""
+        self._blocks.start()
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        finally:
+            if not has_ended:
+                self._blocks.stop()
+
+    def release(self, file: str) -> None:
+        """Note that a file is no longer needed."""
+        with self._lock:
+            if self._small[0] == file:
+                self._small = ("", b"")
+
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer with bytes of a file from `offset` on, see Storage.
+
+        Raises StorageError, and SourceChangedError if the file was replaced.
+        """
+        count, size = buffer.nbytes, self._size_of(file)
+        if offset + count > size:
+            raise SourceError(
+                f"{file}: expected {count} bytes at offset {offset}, found {max(0, size - offset)}: it is shorter"
+            )
+        if not self._read_small(file, offset, buffer):
+            start = self._starts.read(file, offset, count)
+            if start is not None:
+                buffer[:] = np.frombuffer(start, dtype=np.uint8)
+            elif count >= LARGE_READ_BYTES:
+                self._blocks.read_into(file, offset, buffer)
+            elif not self._blocks.read_small(file, offset, buffer):
+                buffer[:] = np.frombuffer(self._range(file, offset, count), dtype=np.uint8)
+        with self._lock:
+            self.bytes_read += count
+            self._read.add(file)
+
+    def check_read(self) -> None:
+        """See Storage. Replies of S3 are checked one by one; another storage would have to be asked each time."""
+
+    def check_unchanged(self, files: Iterable[str] = ()) -> None:
+        """See Storage. The folder is listed once more."""
+        there = self._listed()
+        for file in sorted({*self._read, *files}):
+            self._files[file].check(str(self.folder.address / file), there.get(file))
+
+    def _read_small(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> bool:
+        """Fill the buffer if the file is small and does not hold tensors; return whether it is."""
+        size = self._size_of(file)
+        if size > SMALL_BYTES or file.endswith(".safetensors"):
+            return False
+        name, data = self._small
+        if name != file:
+            data = self._range(file, 0, size)
+            with self._lock:
+                self._small = file, data
+        buffer[:] = np.frombuffer(data, dtype=np.uint8)[offset : offset + buffer.nbytes]
+        return True
+
+    def _range(self, file: str, offset: int, count: int) -> bytes:
+        return self._range_between(file, offset, offset + count)
+
+    def _range_between(self, file: str, start: int, end: int) -> bytes:
+        return self.folder.read(file, start, end, expected=self._files[file])
+
+    def _size_of(self, file: str) -> int:
+        return self._files[file].byte_count
+
+
+def _check_name(folder: RemoteFolder, name: str) -> None:
+    """Raise SourceError for a name that would lead out of a folder, or that does not mean what it displays."""
+    if not is_inside(name):
+        raise SourceError(
+            f"{folder.address}: holds a file {name[:80]!a}: expected a path inside of it, in printable characters; "
+            "rename or remove it"
+        )
+
+
+def open_address(address: Address, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
+    """Open the checkpoint in a folder in object storage, or in a single file; only its headers are read.
+
+    allow_pickle: also open pickled weights
+    include: patterns of files to copy, see checkpoint/companions.py
+
+    Raises StorageError, SourceError also if there is nothing; MasterError for a damaged master or an unfinished one.
+    """
+    folder = RemoteFolder(address)
+    storage = RemoteStorage(folder)
+    if storage.files():
+        return open_folder(storage, allow_pickle, include=include)
+    check_not_interrupted(storage)
+    single = _single_file(address)
+    if single is None:
+        raise SourceError(
+            f"{address}: no such file or folder, or nothing in it; give the address of a checkpoint folder or of a "
+            ".safetensors file"
+        )
+    opened = open_checkpoint(single, allow_pickle, single_file=True)
+    beside: tuple[str, ...] = ()
+    if address.name.lower().endswith(WEIGHT_SUFFIXES):
+        beside = others_of_model(RemoteStorage(single.folder, below=False), address.name)
+    return replace(opened, left_out=dict.fromkeys(beside, NOT_GIVEN))
+
+
+def _single_file(address: Address) -> RemoteStorage | None:
+    """Return the folder around a file with that file alone; None if there is no such file."""
+    if not address.path:
+        return None
+    found = RemoteStorage(RemoteFolder(address.parent), only=[address.name])
+    return found if found.files() else None
