@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import re
 import subprocess
 import sys
@@ -147,3 +148,11 @@ def test_the_description_for_package_indexes_has_no_relative_links(monkeypatch):
     text = module.readme()
     assert "## Documentation" in text
     assert all(re.match(r"https?:", link) for link in LINK.findall(CODE.sub("`", text)))
+
+
+def test_functions_of_the_architecture_page_exist() -> None:
+    steps = re.findall(r"^(?:\d+\.|  ) .*", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    names = [name for step in steps for name in re.findall(r"`((?:\w+\.)+\w+)`", step)]
+    assert len(names) > 18
+    for name in names:
+        assert callable(pkgutil.resolve_name(f"pqweights_{name}" if name.startswith("cli.") else f"pqweights.{name}"))
