@@ -232,7 +232,9 @@ class Quantize:
                 "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
                 "bits"
             )
-        return record if self.fold is None else replace(record, folded=self.fold.links_of(record.name))
+        if self.fold is None or not self.fold.is_measured:  # a record of an earlier run is complete
+            return record
+        return replace(record, folded=self.fold.links_of(record.name))
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
         """Return how a size was fitted if there was a target, and what a fold leaves as it is, or why it is none."""

@@ -40,11 +40,12 @@ def partial_path(path: Path) -> Path:
 
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with disk_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_whole(work: Path, final: Path, pieces: Iterable[bytes]) -> str:

@@ -158,7 +158,7 @@ class IntegerExport:
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
         """Return the record with the vectors through which the tensor was folded, or those that it is made of."""
-        if self.fold is None:
+        if self.fold is None or not self.fold.is_measured:  # a record of an earlier run is complete
             return record
         names = self._sources.get(record.name, (record.name,))
         return replace(record, folded=tuple(dict.fromkeys(link for n in names for link in self.fold.links_of(n))))

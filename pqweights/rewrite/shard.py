@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Workers:
         self.most_chunks = 2 * threads + WAITING_THREADS  # under way at a time
         self.pool = ThreadPoolExecutor(threads + WAITING_THREADS, "pqweights")
         self._turns = threading.Semaphore(threads)
+        self._given_up: list[ShardFile] = []
         self._thread = threading.local()
 
     def submit(self, job: Job, chunk: int, sink: Sink) -> Future[Any]:
@@ -69,9 +70,15 @@ class Workers:
             if computes:
                 self._turns.acquire()
 
+    def give_up(self, file: ShardFile) -> None:
+        """Close a file when no thread writes to it any more; one may be waiting for a source that does not answer."""
+        self._given_up.append(file)
+
     def close(self) -> None:
         """End the threads; chunks that none has begun are dropped."""
         self.pool.shutdown(wait=True, cancel_futures=True)
+        for file in self._given_up:
+            file.close()
 
 
 class Sink:
@@ -137,12 +144,13 @@ class SourceFiles:
     def release(self, place: int) -> dict[str, str]:
         """Let go of the files that no tensor after this one reads, and return their fingerprints.
 
-        Raises MasterError if what was read of them is damaged.
+        Raises MasterError if what was read of them is damaged, SourceChangedError if they were changed meanwhile.
         """
         files = self._last_uses.pop(place, [])
         if not files:
             return {}
         self._checkpoint.finish_checks(part for part in self._checkpoint.stored if part.file in files)
+        self._checkpoint.storage.check_read()
         fingerprints = {file: self._checkpoint.file_fingerprint(file) for file in files}
         for file in files:
             self._checkpoint.storage.release(file)
@@ -204,10 +212,12 @@ class _ShardUnderWay:
             self._collect(most_left=0)
             self._file.finish()
             self._check_sources()
-        finally:
-            begun = [future for _, future in self._under_way if future is not None and not future.cancel()]
-            wait(begun)  # no thread writes to the file after it is closed
-            self._file.close()
+        except BaseException:
+            for _, future in self._under_way:
+                if future is not None:
+                    future.cancel()
+            self._workers.give_up(self._file)
+            raise
         return ShardMark(records=tuple(self._records), fingerprints=self._fingerprints)
 
     def _begin(self, place: int, stored: tuple[StoredTensor, ...]) -> None:

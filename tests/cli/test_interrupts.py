@@ -81,8 +81,8 @@ MOMENTS = [
     ("import", "pqweights.kernels.native"),
     ("open", "config.json"),
     ("open", "model-00002-of-00002.safetensors"),
-    ("open", "journal.jsonl"),
-    ("open", "model-00001-of-00001.safetensors.partial"),
+    ("open", "journal.jsonl.partial"),
+    ("open", "model-00001-of-00001.safetensors.json.partial"),
     ("open", "pqweights.json.partial"),
 ]
 

@@ -219,8 +219,8 @@ def test_help_lists_every_target_with_its_summary() -> None:
 @pytest.mark.parametrize(
     ("written", "nearest"),
     [
-        ("mlx-q8", "mlx"),
-        ("vllm-int8", "vllm"),
+        ("mlx-q8", "mlx-q4"),
+        ("vllm-int8", "vllm-int4"),
         ("torch", "torchao"),
         ("bf-16", "bf16"),
     ],
@@ -230,7 +230,7 @@ def test_unknown_target_error_names_the_nearest(written: str, nearest: str) -> N
         get_target(written)
 
 
-@pytest.mark.parametrize(("alias", "name"), [("mlx", "mlx"), ("vllm", "vllm"), ("torchao", "torchao-int4")])
+@pytest.mark.parametrize(("alias", "name"), [("mlx-q4", "mlx"), ("vllm-int4", "vllm"), ("torchao", "torchao-int4")])
 def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Path) -> None:
     assert get_target(alias) is get_target(name)
     if name == "mlx":
@@ -240,7 +240,7 @@ def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Pat
         run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
     assert folder_bytes(tmp_path / alias) == folder_bytes(tmp_path / name)
     stated = read_manifest(tmp_path / alias).made_by["target"]
-    assert stated == {"vllm": "vllm"}.get(name, name)  # as in the manifests of earlier versions
+    assert stated == {"vllm": "vllm-int4"}.get(name, name)  # as in the manifests of earlier versions
     assert target_name(stated) == name
 
 

@@ -16,9 +16,9 @@ from damage import flip, stored_in
 from golden import make
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from memory_storage import objects, put
-from parts_here import use_parts_here
 from random_moments import write_random_moments
 from rewriting import interrupt
+from tasks_here import use_tasks_here
 from typer.testing import CliRunner
 
 import pqweights
@@ -148,7 +148,7 @@ def test_a_master_of_manifest_version_1_is_checked_by_sha256(name: str, tmp_path
 def test_parts_in_other_processes_check_what_they_read(
     base: Path, master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_parts_here(monkeypatch)
+    use_tasks_here(monkeypatch)
     place = flip(master, WEIGHT + "_codes")
     for target, options in (("bf16", {}), ("mlx", GROUPS), ("gguf", {"type": "q4_k_m"})):
         with pytest.raises(MasterError, match=damaged(place)):
@@ -176,7 +176,7 @@ def test_a_run_that_is_continued_checks_what_is_left(
 ) -> None:
     place = flip(master, WEIGHT + "_codes")  # in the last file
     work = {"export": str(master), "target": "bf16", "max_shard_bytes": 300_000}
-    interrupt(monkeypatch, work, tmp_path / "out", tensors=5)
+    interrupt(monkeypatch, work, tmp_path / "out", shards=1)
     with pytest.raises(MasterError, match=damaged(place)):
         run_command(work, tmp_path / "out")
     assert not (tmp_path / "out" / "pqweights.json").exists()

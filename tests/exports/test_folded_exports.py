@@ -120,11 +120,11 @@ def export(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 @pytest.mark.parametrize(
     ("target", "way"),
     [
-        ("vllm-int4", "folded master"),
+        ("vllm", "folded master"),
         ("torchao-int4", "master, --fold"),
-        ("mlx-q4", "master, --fold"),
-        ("vllm-int4", "master, --fold --source"),
-        ("mlx-q4", "folded master, --source"),
+        ("mlx", "master, --fold"),
+        ("vllm", "master, --fold --source"),
+        ("mlx", "folded master, --source"),
         ("torchao-int4", "folded master, --source"),
     ],
 )

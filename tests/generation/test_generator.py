@@ -245,16 +245,16 @@ def test_settings_that_are_not_applied_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "--max-tokens: expected at least 1, found 0"),
-        ({"temperature": -0.1}, "--temperature: expected 0"),
-        ({"temperature": float("nan")}, "--temperature"),
-        ({"temperature": float("inf")}, "--temperature"),
-        ({"top_p": 0.0}, "--top-p: expected more than 0"),
-        ({"top_p": 1.1}, "--top-p"),
-        ({"top_p": float("nan")}, "--top-p"),
-        ({"seed": -1}, "--seed: expected 0 or more"),
-        ({"dtype": "int8"}, "--dtype: expected auto or float32"),
-        ({"system": "S", "chat": False}, "leave out --no-chat"),
+        ({"max_tokens": 0}, "`max_tokens`: expected at least 1, found 0"),
+        ({"temperature": -0.1}, "`temperature`: expected 0"),
+        ({"temperature": float("nan")}, "`temperature`"),
+        ({"temperature": float("inf")}, "`temperature`"),
+        ({"top_p": 0.0}, "`top_p`: expected more than 0"),
+        ({"top_p": 1.1}, "`top_p`"),
+        ({"top_p": float("nan")}, "`top_p`"),
+        ({"seed": -1}, "`seed`: expected at least 0"),
+        ({"dtype": "int8"}, "`dtype`: expected auto or float32"),
+        ({"system": "S", "no_chat": True}, "leave out"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_read(options, message, tmp_path):

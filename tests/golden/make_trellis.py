@@ -68,7 +68,7 @@ def write_master(source: Path, out: Path, threads: int = 1) -> None:
     """Quantize the source with the golden recipe, by the command."""
     recipe = source.parent / "golden-trellis.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
-    done("quantize", source, out, "--recipe", recipe, "--threads", threads)
+    done("quantize", source, out, "--recipe", recipe, "--threads", threads, "--max-shard-size", "5GB")
 
 
 def read_master(folder: Path) -> Iterator[independent_reader.Tensor]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from golden import make
 from helpers import folder_bytes, run_command, small_checkpoint
-from rewriting import command, interrupt, journaled, watched
+from rewriting import command, interrupt
 
-from pqweights.checkpoint.header import parse_header
 from pqweights.errors import MasterError
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
@@ -80,51 +77,13 @@ def test_old_master_is_not_made_again_and_exports_as_a_new_one(old_master: Path,
     assert folder_bytes(tmp_path / "from old") == folder_bytes(tmp_path / "from new")
 
 
-def to_version_1(out: Path) -> None:
-    """Turn what an interrupted run left into what an older version would have left: SHA-256 in the journal."""
-    journal = out / ".pqweights/journal.jsonl"
-    first, *lines = journal.read_text().splitlines()
-    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    hashes: dict[str, str] = {}
-    for shard in (out / ".pqweights").glob("*.safetensors*"):
-        data = shard.read_bytes()
-        if not any(data[:8]):
-            continue  # its room is reserved, and nothing of it written
-        for tensor in parse_header(shard.name, len(data), lambda at, count, data=data: data[at : at + count])[0]:
-            hashes[tensor.name] = hashlib.sha256(data[tensor.offset : tensor.offset + tensor.byte_count]).hexdigest()
-    for entry in entries:
-        entry["sha256"] = {name: hashes[name] for name in entry.pop("blake3_of_pieces")}
-    journal.write_text("\n".join([first, *map(json.dumps, entries)]) + "\n")
-
-
-@pytest.mark.parametrize("tensors", [2, 5, 8])
-def test_run_that_an_older_version_began_is_continued(
-    tensors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some shards are complete, one is not; what is finished is not begun again, and the result is that of today."""
-    source = small_checkpoint(tmp_path / "source")
+def test_run_that_an_older_version_left_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its journal has a line for each finished tensor, and its shards lie beside it; none of them is taken over."""
+    source, out = small_checkpoint(tmp_path / "source"), tmp_path / "out"
     run_command(command(source), tmp_path / "undisturbed")
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out, tensors=tensors)
-    to_version_1(out)
-    finished = journaled(out)
-    assert len(finished) == tensors
-    report, begun = watched(monkeypatch, command(source), out)
-    assert report.resumed == tensors and not begun & finished
-    assert folder_bytes(out) == folder_bytes(tmp_path / "undisturbed")
-
-
-def test_damaged_tensor_of_an_older_run_is_redone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = small_checkpoint(tmp_path / "source")
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out, tensors=8)
-    to_version_1(out)
-    shard = sorted((out / ".pqweights").glob("*.safetensors"))[0]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    finished = journaled(out)
-    _, begun = watched(monkeypatch, command(source), out)
-    assert begun & finished
-    run_command(command(source), tmp_path / "undisturbed")
+    interrupt(monkeypatch, command(source), out, shards=0)
+    with open(out / ".pqweights/journal.jsonl", "a") as journal:
+        journal.write('{"name": "model.norm.weight", "sha256": {"model.norm.weight": "00"}}\n')
+    (out / ".pqweights/model-00001-of-00004.safetensors").write_bytes(b"of an older version")
+    assert run_command(command(source), out).resumed == 0
     assert folder_bytes(out) == folder_bytes(tmp_path / "undisturbed")

@@ -6,7 +6,7 @@ A target is one module with a constant TARGET, and one entry of `pqweights.expor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
@@ -16,8 +16,9 @@ from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
 from pqweights.options import ExportOptions
+from pqweights.planning.containers import Safetensors
 from pqweights.planning.plan import DEFAULT_METADATA
-from pqweights.rewrite.transform import Transform
+from pqweights.rewrite.transform import EXPORT, Account, Output, Transform
 
 NAME = "test-labelled"
 LABEL_KEY, DEFAULT_LABEL = "test_label", "none"
@@ -30,14 +31,16 @@ class LabelledExport(Bf16Export):
 
     label: str = DEFAULT_LABEL
 
-    def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of this transform."""
-        return {"target": NAME, "mode": self.label}
+    @property
+    def account(self) -> Account:
+        """The target with its label."""
+        return Account(EXPORT, {"target": NAME, "mode": self.label})
 
     @property
-    def metadata(self) -> dict[str, str]:
-        """The `__metadata__` of the shards, which holds the label."""
-        return {**DEFAULT_METADATA, LABEL_KEY: self.label}
+    def output(self) -> Output:
+        """Shards whose `__metadata__` holds the label."""
+        metadata = {**DEFAULT_METADATA, LABEL_KEY: self.label}
+        return replace(super().output, container=lambda tensors, most: Safetensors(metadata))
 
 
 def read_options(options: ExportOptions) -> str:

@@ -201,6 +201,11 @@ class Fold:
         """Whether a tensor may be changed."""
         return tensor in self._sides or tensor in self._norms
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether all factors are known."""
+        return len(self._known) == len(self.structure.links)
+
     def links_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names of the vectors through which a tensor was folded."""
         numbers = [number for number, _, _ in self._sides.get(tensor, [])]
