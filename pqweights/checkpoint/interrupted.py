@@ -1,7 +1,7 @@
 """Folders in which a run was interrupted: how they are recognized, and what to tell about them.
 
-The journal of a run lies in the work folder until the run is finished (rewrite/journal.py). Its first line tells which
-command it belongs to.
+The journal of a run lies in the work folder until the run is finished (rewrite/statement.py). It tells
+which command it belongs to.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ EVALUATION_FILE = "pqweights-eval.json"
 WORK_FOLDER = ".pqweights"
 # How the names of weight files end that are PyTorch's pickles.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# In the work folder: which run is under way, and the tensors that it has finished.
+# In the work folder: which run is under way.
 JOURNAL_FILE = "journal.jsonl"
 FACTORS_FILE = "factors"  # what a fold is known to multiply by
 # Ends the name of the folder in which an interrupted measurement keeps what it has found, beside its file.

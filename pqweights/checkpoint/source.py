@@ -131,11 +131,6 @@ class Checkpoint:
         named = [name for name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE) if name in there]
         self.storage.check_unchanged((*self.weight_files, *self.companions, *named))
 
-    @property
-    def known_fingerprints(self) -> dict[str, str]:
-        """The fingerprints of files that are known so far, by name."""
-        return dict(self._fingerprints)
-
     def restore_fingerprints(self, known: dict[str, str]) -> None:
         """Take over the fingerprints of files that an interrupted run computed."""
         self._fingerprints.update(known)

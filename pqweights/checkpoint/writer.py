@@ -1,6 +1,6 @@
 """Writing small files whole, and what every file that is written has in common.
 
-No file has its final name before it is complete and on the disk. shard_writer.py writes those with tensors.
+No file has its final name before it is complete and on the disk. shard_file.py writes those with tensors.
 """
 
 from __future__ import annotations

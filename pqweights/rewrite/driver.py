@@ -148,7 +148,7 @@ def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[Tens
             for record in mark.records:
                 task.transform.accept(plans[record.name], record)
         preparation = Preparation(
-            folder=task.out.work, fetched=run.fetched, threads=options.threads, progress=options.progress
+            folder=run.folder, fetched=run.fetched, threads=options.threads, progress=options.progress
         )
         task.transform.prepare(preparation)
         marks |= engine.make(task, run, [shard for shard in task.plan.shards if shard.file not in marks], options)

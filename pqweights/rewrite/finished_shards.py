@@ -7,6 +7,7 @@ that of RunStatement: whoever makes a shard there, on any machine, makes the sam
 
 from __future__ import annotations
 
+import glob
 import json
 import secrets
 from collections.abc import Iterable, Mapping
@@ -77,10 +78,15 @@ class FinishedShards:
         return f"{WORK_FOLDER}/{self.key}/{shard}"
 
     def new_path(self, shard: str) -> Path:
-        """Return where a process makes a shard: a path of its own, since a lost one may still be making the same."""
+        """Return where a process makes a shard: a path of its own, since a lost one may still be making the same.
+
+        What that one has made is removed; it will find that it is to end.
+        """
         folder = self.store.work / self.key
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
+            for path in folder.glob(f"{glob.escape(shard)}.*{PARTIAL_SUFFIX}"):
+                path.unlink(missing_ok=True)
         return folder / f"{shard}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:

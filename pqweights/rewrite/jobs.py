@@ -1,6 +1,6 @@
 """The work on one tensor, cut into chunks of whole blocks that run in any thread and are collected in order.
 
-`Job` is the interface that the stream knows. `CopyJob` stores a tensor as it is or in another dtype; the job that
+`Job` is the interface that shard.py knows. `CopyJob` stores a tensor as it is or in another dtype; the job that
 encodes a weight is in encode_job.py.
 """
 

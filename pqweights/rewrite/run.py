@@ -20,6 +20,7 @@ from pqweights.checkpoint.names import (
     MANIFEST_FILE,
     WORK_FOLDER,
 )
+from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.common.notices import slow_step
 from pqweights.errors import OutputError, PqweightsError, StorageError
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
@@ -27,6 +28,7 @@ from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.statement import JOURNAL, Journal, RunStatement, is_under_way, read_journal
 from pqweights.storage import Store
+from pqweights.storage.local import clear
 from pqweights.storage.protocol import CheckLock, FileRecord
 
 FETCHED_FOLDER = "fetched"
@@ -40,6 +42,7 @@ class Run:
     shards: its finished shards in the store
     marks: those that were finished when it began
     replaces: the files of earlier runs that it removes or replaces
+    follows: whether it found the journal of a run that did not reach its end
     """
 
     statement: RunStatement
@@ -47,6 +50,7 @@ class Run:
     marks: dict[str, ShardMark]
     replaces: Sequence[str]
     check_lock: CheckLock
+    follows: bool
 
     @property
     def store(self) -> Store:
@@ -54,9 +58,14 @@ class Run:
         return self.shards.store
 
     @property
+    def folder(self) -> Path:
+        """Where it keeps on this machine what only this run may use."""
+        return self.store.work / self.statement.key
+
+    @property
     def fetched(self) -> Path:
         """Where fetched files of the source lie."""
-        return self.store.work / FETCHED_FOLDER
+        return self.folder / FETCHED_FOLDER
 
     def publish(self) -> None:
         """Give all shards their final names, and remove what they replace; a killed call can be repeated."""
@@ -74,14 +83,23 @@ class Run:
 
     def holds_work(self) -> bool:
         """Whether a run that continues this one would find a finished shard, or factors of a fold."""
-        factors = self.store.work / FACTORS_FILE
-        return bool(self.shards.marks(self.statement.shards)) or (factors.exists() and factors.stat().st_size > 0)
+        factors = self.folder / FACTORS_FILE
+        try:
+            return bool(self.shards.marks(self.statement.shards)) or (factors.exists() and factors.stat().st_size > 0)
+        except StorageError:  # what ended the run is more important
+            return True
 
     def discard(self) -> None:
-        """Remove what this run has written, because its source is unusable; an older result stays."""
-        with contextlib.suppress(StorageError, OutputError):  # why the run ends is more important
+        """Remove what this run has written, because its source is unusable; an older result stays.
+
+        The journal stays if there was one before: it lists files that an unfinished run has left under final names.
+        """
+        with contextlib.suppress(StorageError, OutputError, OSError):  # why the run ends is more important
             self.check_lock()
-            self._end()
+            if self.follows:
+                self.store.clear_work(keep=(JOURNAL_FILE,))
+            else:
+                self._end()
 
     def _end(self) -> None:
         """Remove the journal, without which there is nothing to continue, then what else the run left."""
@@ -111,18 +129,29 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
             _refuse_foreign(store, statement.outputs, replaces)
         except PqweightsError:
             if journal is None:
-                with contextlib.suppress(StorageError):  # why there is no run is more important
-                    store.clear_work()
+                clear(store.work, ())
             raise
 
     with store.lock(may_take) as check_lock:
+        check_lock()
+        # First what another run left, then the journal: a kill in between leaves that run without finished shards.
+        store.clear_work(keep=(JOURNAL_FILE, statement.key) if continues else (JOURNAL_FILE,))
+        check_lock()
         store.write(JOURNAL, [statement.line(replaces)])
-        kept = (statement.key, FETCHED_FOLDER, FACTORS_FILE) if continues else ()
-        store.clear_work(keep=(JOURNAL_FILE, *kept))
         shards = FinishedShards(store, statement.key)
-        marks = shards.marks(statement.shards) if continues else {}
-        _remove_partial_shards(store.work / statement.key)
-        yield Run(statement=statement, shards=shards, marks=marks, replaces=replaces, check_lock=check_lock)
+        run = Run(
+            statement=statement,
+            shards=shards,
+            marks=shards.marks(statement.shards) if continues else {},
+            replaces=replaces,
+            check_lock=check_lock,
+            follows=journal is not None,
+        )
+        with disk_errors(run.folder):
+            run.folder.mkdir(exist_ok=True)
+        for path in run.folder.glob("*" + PARTIAL_SUFFIX):  # of processes that are gone
+            path.unlink(missing_ok=True)
+        yield run
 
 
 def check_output(
@@ -165,9 +194,3 @@ def _refuse_foreign(store: Store, outputs: Collection[str], ours: Collection[str
             raise OutputError(
                 f"{store}: {name!r} exists, and pqweights did not write it; move it away, or choose another folder"
             )
-
-
-def _remove_partial_shards(folder: Path) -> None:
-    """Remove what processes that are gone left of shards; one that goes on will find that it is to end."""
-    for path in folder.glob("*.partial"):
-        path.unlink(missing_ok=True)

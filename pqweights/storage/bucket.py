@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pqweights.checkpoint.names import WORK_FOLDER, is_inside
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import disk_errors, write_whole
 from pqweights.common.user_cache import users_cache
 from pqweights.errors import OutputError
@@ -125,15 +125,17 @@ class BucketStore:
         """See Store."""
         kept = {*keep, LOCK_FILE} if keep else set()
         try:
-            below = self.folder.files(below=WORK_FOLDER)
-            self.folder.remove(name for name in below if name.split("/")[1] not in kept)
+            below = [name for name in self.folder.files(below=WORK_FOLDER) if name.split("/")[1] not in kept]
+            # Marks first: one without its shard would say that the shard has its final name.
+            self.folder.remove(sorted(below, key=lambda name: not name.endswith(".json")))
         finally:
             clear(self.work, keep)
 
     def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
         """See Store."""
         if not is_needed():
-            self.folder.remove(self.folder.files(below=WORK_FOLDER))
+            journal = f"{WORK_FOLDER}/{JOURNAL_FILE}"  # if there is one by now, a run has begun
+            self.folder.remove(name for name in self.folder.files(below=WORK_FOLDER) if name != journal)
         with contextlib.suppress(OutputError, OSError):
             if self.work.exists():
                 with locked(self.work, self):

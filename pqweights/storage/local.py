@@ -23,8 +23,8 @@ from pqweights.storage.protocol import CheckLock, FileRecord, Stop
 from pqweights.storage.remote.addresses import Address
 
 LOCK_FILE = "lock"
-# How long to wait for a lock, so that a process that ends just now can let it go, and how often to try.
-WAIT_SECONDS, POLL_SECONDS = 0.0, 0.05
+# How long processes of a run that was killed may take to end.
+ENDING_SECONDS = 10.0
 
 # What the system says of a path that is not there, that a link leads away from, or that cannot be one.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -111,8 +111,12 @@ class LocalStore:
     def move(self, source: str, target: str) -> None:
         """See Store."""
         refuse_linked_folders(self.path, [target])
-        with disk_errors(self.path), contextlib.suppress(FileNotFoundError):
-            os.replace(self.path / source, self.path / target)
+        try:
+            with disk_errors(self.path):
+                os.replace(self.path / source, self.path / target)
+        except FileNotFoundError:
+            if not (self.path / target).exists():
+                raise OutputError(f"{self.path / source}: was removed by another program; run it again") from None
 
     def remove(self, names: Iterable[str]) -> None:
         """See Store.
@@ -171,7 +175,6 @@ def locked(work: Path, store: object) -> Iterator[None]:
 
 def _take_lock(path: Path, store: object) -> int:
     """Take a lock, and return its descriptor; closing it releases the lock."""
-    until = time.monotonic() + WAIT_SECONDS
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,9 +185,6 @@ def _take_lock(path: Path, store: object) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            if time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
-                continue
             raise OutputError(f"{store}: another run is writing there; wait for it, or choose another folder") from None
         # The run that held the lock may have removed the file between our open and our lock.
         with contextlib.suppress(FileNotFoundError):
@@ -194,20 +194,46 @@ def _take_lock(path: Path, store: object) -> int:
 
 
 def clear(work: Path, keep: Collection[str]) -> None:
-    """Remove everything in a locked work folder but some names; with none of them, the lock goes last, with it."""
+    """Remove everything in a locked work folder but some names; with none of them, the lock goes last, with it.
+
+    What marks shards as finished goes first: a mark without its shard would say that the shard has its final name.
+
+    Raises OutputError if another process goes on writing there.
+    """
     if not work.exists():  # somebody has removed it
         return
     for path in work.iterdir():
         if path.name == LOCK_FILE or path.name in keep:
             continue
         if path.is_dir():
-            shutil.rmtree(path)
+            _remove_folder(path)
         else:
             path.unlink(missing_ok=True)
     if not keep:
         (work / LOCK_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another run has just opened the lock
             work.rmdir()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder in which processes of a run that was killed may still be writing for a moment."""
+    for mark in folder.glob("*.json"):
+        mark.unlink(missing_ok=True)
+    until = time.monotonic() + ENDING_SECONDS
+    while True:
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise OutputError(
+                    f"{folder}: cannot be removed ({error.strerror}): processes of an earlier run may still be ending; "
+                    "run the same command again"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return
 
 
 def refuse_linked_folders(out: Path, names: Iterable[str]) -> None:

@@ -73,15 +73,18 @@ def test_killed_low_disk_run_continues(
     client.well("quantize", str(folder), str(tmp_path / "expected"), *fold)
     command = ["quantize", SOURCE, str(out), "--low-disk", "--quiet", *fold]
     kill_at(hub, home, 4, after=after, command=command)
-    measured = (out / WORK_FOLDER / FACTORS_FILE).read_bytes()
+    (factors,) = (out / WORK_FOLDER).glob(f"*/{FACTORS_FILE}")
+    measured = factors.read_bytes()
     assert measured.count(b"\n") in lines
     sent = len(hub.requests)
     client.well(*command)
     # A request for the header of each shard, and one for each pass that needs it again.
     again = Counter(request.path.rpartition("/")[2] for request in hub.requests[sent:])
-    assert [again[f"model-0000{shard}-of-00006.safetensors"] for shard in (2, 3, 4, 5)] == (
-        [2, 2, 3, 3] if after == 1 else [2, 2, 2, 2]
-    )
+    counts = [again[f"model-0000{shard}-of-00006.safetensors"] for shard in (2, 3, 4, 5)]
+    if after == 1:
+        assert counts == [2, 2, 3, 3]
+    else:  # whether an earlier one was deleted depends on how far the threads had come
+        assert set(counts[:2]) <= {1, 2} and counts[2:] == [2, 2]
     assert bytes_of(out) == bytes_of(tmp_path / "expected")
     assert tensors_of(out) == tensors_of(tmp_path / "expected")
 

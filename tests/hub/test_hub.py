@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import signal
 import socket
@@ -418,14 +417,14 @@ def test_unreachable_hub_is_reported(client: Client, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def most_files(folder: Path) -> Iterator[list[int]]:
-    """Watch a folder, and count how many files, whole or partial, it held at most."""
+def most_files(out: Path) -> Iterator[list[int]]:
+    """Watch what is fetched for a run, and count how many files, whole or partial, there were at most."""
     found, stop = [0], threading.Event()
 
     def look() -> None:
         while not stop.is_set():
             with contextlib.suppress(FileNotFoundError):
-                names = {name.removesuffix(".partial") for name in os.listdir(folder)}
+                names = {path.name.removesuffix(".partial") for path in out.glob(".pqweights/*/fetched/*")}
                 found[0] = max(found[0], len(names))
             stop.wait(0.001)
 
@@ -457,7 +456,7 @@ def test_low_disk_holds_two_files_at_most(
 
     monkeypatch.setattr(EncodeJob, "run", slow)
     hub.inject(*(Fault(Stall(0.01, at=20_000), "GET", rf"resolve/.*-0000{n}-of", after=1) for n in range(1, 7)))
-    with most_files(tmp_path / "out/.pqweights/fetched") as most:
+    with most_files(tmp_path / "out") as most:
         client.well("quantize", SOURCE, tmp_path / "out", "--low-disk", "--threads", "1")
     assert most == [2]
     assert not (tmp_path / "out/.pqweights").exists()
@@ -474,7 +473,7 @@ def test_low_disk_holds_two_files_at_most_if_releasing_is_slow(
         return fingerprint(checkpoint, file)
 
     monkeypatch.setattr(Checkpoint, "file_fingerprint", slow)
-    with most_files(tmp_path / "out/.pqweights/fetched") as most:
+    with most_files(tmp_path / "out") as most:
         client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
     assert most == [2]
 
@@ -499,7 +498,7 @@ def test_low_disk_with_scales_in_another_shard(hub: LoopbackHub, client: Client,
     source = write_fp8(tmp_path / "source")
     hub.commit(SOURCE, files_of(source))
     run_command({"quantize": str(source)}, tmp_path / "expected")
-    with most_files(tmp_path / "out/.pqweights/fetched") as most:
+    with most_files(tmp_path / "out") as most:
         client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
     assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
     # The first and the last shard are needed until the end, besides the one being read and the one being fetched.
@@ -538,7 +537,7 @@ def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
     low_disk: bool, client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, out = EncodeJob.run, tmp_path / "out"
-    folder = out / ".pqweights/fetched" if low_disk else client.home / "hub"
+    folder = out / ".pqweights" if low_disk else client.home / "hub"
 
     def changing(job: EncodeJob, chunk: int, sink: Sink) -> Any:
         done = run(job, chunk, sink)
@@ -602,8 +601,7 @@ def stalled(
     try:
         until(lambda: any(request.fault and request.bytes_sent == at for request in hub.requests))
         if "--low-disk" in options:
-            partial = out / ".pqweights/fetched"
-            until(lambda: sizes_in(partial) == [(".partial", at)])
+            until(lambda: [sizes_in(path) for path in out.glob(".pqweights/*/fetched")] == [[(".partial", at)]])
         yield process
     finally:
         process.kill()
@@ -685,7 +683,7 @@ def test_damaged_partial_file_is_fetched_again(hub: LoopbackHub, client: Client,
     )
     client.line("quantize", SOURCE, out, "--low-disk")
     hub.clear_faults()
-    (partial,) = (out / ".pqweights/fetched").glob(f"{hub.repositories[SOURCE].blobs()[SHARDS[1]].sha256}-*.partial")
+    (partial,) = out.glob(f".pqweights/*/fetched/{hub.repositories[SOURCE].blobs()[SHARDS[1]].sha256}-*.partial")
     content = bytearray(partial.read_bytes())
     content[len(content) // 2] ^= 1
     partial.write_bytes(content)

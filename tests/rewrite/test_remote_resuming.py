@@ -321,3 +321,17 @@ def test_key_of_shards_is_that_of_their_bytes(source: Path, scratch: Path, monke
         keys.add(next(name.split("/")[1] for name in objects(OUT) if name.count("/") == 2))
         shutil.rmtree(scratch)
     assert len(keys) == 2
+
+
+def test_mark_without_its_shard_is_not_left_by_a_killed_removal(
+    source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a shard of an older result, of the same size, would be taken for one that has its final name."""
+    killed(command(source), tmp_path / "first", monkeypatch, Kill(10))
+    other = command(source, recipe="q4", overwrite=True)
+    for number in range(1, 12):
+        before = objects(OUT)
+        killed(other, tmp_path / "other", monkeypatch, Kill(number, after=True))
+        names = {name for name in objects(OUT) if name.endswith(".safetensors.json")}
+        assert {name.removesuffix(".json") for name in names} <= objects(OUT).keys()
+        put(OUT, before)

@@ -119,6 +119,7 @@ class RayEngine(Engine):
         checkpoint = task.checkpoint
 
         def take(given: ClusterTask, result: ShardResult) -> None:
+            run.check_lock()
             marks[task.plan.shards[given.number].file] = result.mark
             checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
             checkpoint.storage.bytes_read += result.bytes_read

@@ -191,7 +191,7 @@ def _common(pickled: bytes) -> Any:
 
 def _made(work: ShardWork, number: int, report: Throttled) -> ShardResult:
     task, shard = work.task, work.task.plan.shards[number]
-    read_before, folder = task.bytes_read, task.out.work
+    read_before, folder = task.bytes_read, task.out.work / work.shards.key
     if task.out.is_elsewhere:
         folder.mkdir(parents=True, exist_ok=True)
     path = work.shards.new_path(shard.file)
