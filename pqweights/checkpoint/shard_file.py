@@ -53,6 +53,7 @@ class ShardFile:
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
         self._descriptor = self._direct = -1
+        is_open = False
         try:
             with disk_errors(shown):
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -62,9 +63,10 @@ class ShardFile:
                     self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
             self._takes_direct = self._direct >= 0
             self.write(0, np.frombuffer(header, dtype=np.uint8))
-        except BaseException:
-            self.close()
-            raise
+            is_open = True
+        finally:
+            if not is_open:
+                self.close()
 
     def write(self, offset: int, data: Bytes) -> None:
         """Write data at `offset`; the caller may change it afterwards."""

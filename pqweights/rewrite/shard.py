@@ -203,6 +203,7 @@ class _ShardUnderWay:
 
     def mark(self) -> ShardMark:
         """Make the shard."""
+        is_whole = False
         try:
             for offset, count in self._shard.gaps:
                 self._file.write(offset, np.zeros(count, dtype=np.uint8))
@@ -212,12 +213,13 @@ class _ShardUnderWay:
             self._collect(most_left=0)
             self._file.finish()
             self._check_sources()
-        except BaseException:
+            is_whole = True
+        finally:
             for _, future in self._under_way:
                 if future is not None:
                     future.cancel()
-            self._workers.give_up(self._file)
-            raise
+            if not is_whole:
+                self._workers.give_up(self._file)
         return ShardMark(records=tuple(self._records), fingerprints=self._fingerprints)
 
     def _begin(self, place: int, stored: tuple[StoredTensor, ...]) -> None:
