@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.digests import PieceHasher
 from pqweights.checkpoint.file_uses import FileUse, file_uses
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.shard_file import DIRECT_BYTES, ShardFile, memory_for
+from pqweights.checkpoint.shard_file import ShardFile, memory_for
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.jobs import Job
@@ -100,10 +100,7 @@ class Sink:
         start, hasher = self._places[stored_name]
         assert offset + len(data) <= hasher.byte_count, stored_name
         hasher.add(offset, data)
-        if len(data) < DIRECT_BYTES:
-            self._file.write(start + offset, data)
-            return
-        with self._workers.waiting():
+        with self._workers.waiting():  # also for few bytes: a file system lets one writer wait for another
             self._file.write(start + offset, data)
 
     def again(self) -> Sink:
