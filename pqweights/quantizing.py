@@ -43,7 +43,7 @@ from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.manifest import exceeds
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import MASTER, Account, Inputs, Notes, Output, Preparation, measure_fold
+from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
 from pqweights.storage import Store, open_store
 from pqweights.storage.hub.sources import address_of, open_source
 from pqweights.storage.remote.addresses import local_path
@@ -141,10 +141,10 @@ class Quantize:
         return Account(MASTER, {"recipe": self.recipe.to_json()} | awq | fit | fold)
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> TransformInputs:
         """The file of the scales, and the fold with that of the moments for it."""
         scales = {} if self.awq is None else {"--awq": self.awq.file.file}
-        return Inputs(checkpoints=scales | ({} if self.fold is None else self.fold.also_reads), fold=self.fold)
+        return TransformInputs(checkpoints=scales | ({} if self.fold is None else self.fold.also_reads), fold=self.fold)
 
     @property
     def output(self) -> Output:

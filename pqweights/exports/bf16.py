@@ -21,7 +21,7 @@ from pqweights.planning.roles import classify
 from pqweights.rewrite.folding.folded import unfolded
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import EXPORT, Account, Inputs, Notes, Output, Preparation, Transform
+from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparation, Transform, TransformInputs
 
 NAME = "bf16"
 
@@ -44,9 +44,9 @@ class Bf16Export:
         return Account(EXPORT, {"target": NAME, "dtype": self.dtype})
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> TransformInputs:
         """Nothing besides the master."""
-        return Inputs()
+        return TransformInputs()
 
     @property
     def output(self) -> Output:

@@ -27,7 +27,7 @@ from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord, master_part, mean_error
-from pqweights.rewrite.transform import EXPORT, Account, Inputs, Notes, Output, Preparation, measure_fold
+from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparation, TransformInputs, measure_fold
 
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
@@ -73,7 +73,7 @@ class IntegerExport:
         return Account(EXPORT, self.target.describe() | fingerprint | errors | rounding | fold)
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> TransformInputs:
         """The original and the moments, if they are read."""
         checkpoints = {} if self.original is None else {"--source": self.original}
         if self.compensation is not None:
@@ -81,7 +81,7 @@ class IntegerExport:
         if self.fold is not None:
             checkpoints |= self.fold.also_reads
         held = 0 if self.compensation is None else self.compensation.memory_bytes
-        return Inputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held)
+        return TransformInputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held)
 
     @property
     def output(self) -> Output:

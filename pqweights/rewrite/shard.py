@@ -49,11 +49,11 @@ class Workers:
         self._given_up: list[ShardFile] = []
         self._thread = threading.local()
 
-    def submit(self, job: Job, chunk: int, sink: Sink) -> Future[Any]:
+    def submit(self, job: Job, chunk: int, sink: ShardSink) -> Future[Any]:
         """Have a chunk made."""
         return self.pool.submit(self._run, job, chunk, sink)
 
-    def _run(self, job: Job, chunk: int, sink: Sink) -> Any:
+    def _run(self, job: Job, chunk: int, sink: ShardSink) -> Any:
         self._thread.computes = True
         with self._turns:
             return job.run(chunk, sink)
@@ -81,7 +81,7 @@ class Workers:
             file.close()
 
 
-class Sink:
+class ShardSink:
     """Where one pass over one tensor writes: the places of its stored tensors in a shard."""
 
     def __init__(self, file: ShardFile, stored: tuple[StoredTensor, ...], workers: Workers) -> None:
@@ -103,9 +103,9 @@ class Sink:
         with self._workers.waiting():  # also for few bytes: a file system lets one writer wait for another
             self._file.write(start + offset, data)
 
-    def again(self) -> Sink:
+    def again(self) -> ShardSink:
         """Return the sink of another pass over the tensor."""
-        return Sink(self._file, self._stored, self._workers)
+        return ShardSink(self._file, self._stored, self._workers)
 
     def digests(self) -> dict[str, str]:
         """Return the hash of each stored tensor, all of which must have been written."""
@@ -157,7 +157,7 @@ class SourceFiles:
 class _TensorUnderWay:
     """A tensor of which chunks are made. place: which of the plan."""
 
-    def __init__(self, place: int, job: Job, sink: Sink) -> None:
+    def __init__(self, place: int, job: Job, sink: ShardSink) -> None:
         self.place, self.job, self.sink = place, job, sink
         self.collected = 0
 
@@ -225,7 +225,7 @@ class _ShardUnderWay:
             self._collect(most_left=0)
         task = self._task
         job = task.transform.job(task.plan.tensors[place], task.checkpoint.tensors[place])
-        tensor = _TensorUnderWay(place, job, Sink(self._file, stored, self._workers))
+        tensor = _TensorUnderWay(place, job, ShardSink(self._file, stored, self._workers))
         for chunk in range(job.chunks):
             self._under_way.append((tensor, self._workers.submit(job, chunk, tensor.sink)))
             self._collect(most_left=self._workers.most_chunks)

@@ -53,7 +53,7 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class TransformInputs:
     """What a transform reads besides the checkpoint, and holds while it works.
 
     checkpoints: what it reads, by the option that names it
@@ -104,7 +104,7 @@ class Transform(Protocol):
         ...
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> TransformInputs:
         """What it reads and holds."""
         ...
 

@@ -23,7 +23,7 @@ SIZE = 300_001
 
 @pytest.fixture
 def data(tmp_path: Path) -> np.ndarray:
-    """A file of many blocks, whose size is no multiple of anything."""
+    """A file of many blocks, whose size is not a multiple of anything."""
     found = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     (tmp_path / "file").write_bytes(found.tobytes())
     return found

@@ -29,7 +29,7 @@ from pqweights.rewrite.distributed import running
 from pqweights.rewrite.distributed.engine import on_ray
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Inputs
+from pqweights.rewrite.transform import TransformInputs
 from pqweights.storage import open_store
 
 pytest.importorskip("ray")
@@ -235,7 +235,7 @@ def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_p
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address, threads=5)
     lines: list[str] = []
     with on_ray(cluster.address, tell=lines.append) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Faulty, "inputs", Inputs(memory_bytes=1 << 50))
+        patch.setattr(Faulty, "inputs", TransformInputs(memory_bytes=1 << 50))
         task, _ = faulty_run(source, tmp_path / "out", "hang")
         with pytest.raises(ClusterError, match=r"no node has what a task needs: .*; pass fewer"):
             rewrite(task, RunOptions(engine=engine))

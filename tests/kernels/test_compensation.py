@@ -98,7 +98,7 @@ def test_matrix_that_the_kernels_would_leave_is_refused(shape: tuple[int, int]) 
 @pytest.mark.parametrize("kind", RULES)
 def test_rounding_has_the_bits_of_the_reference(kind: str) -> None:
     rule = RULES[kind]
-    size = 5 * rule.group_size  # with groups of 32, no multiple of what the kernel takes at once
+    size = 5 * rule.group_size  # with groups of 32, not a multiple of what the kernel takes at once
     factor, _ = ready(size)
     weights = gaussian(70, size, seed=5)
     start = rule.quantize(weights.reshape(-1))
