@@ -87,32 +87,41 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class FloatRule:
-    """A floating mode of mlx (a key of FLOAT_MODES): E2M1 or E4M3 codes, and per group a scale in E8M0 or E4M3.
+    """Short floats: E2M1 or E4M3 codes, and per group a scale in E8M0 or E4M3, multiplied by a unit.
 
-    `Groups.scales` are the bytes of the scales, as numbers. Formats: OCP microscaling formats specification 1.0; nvfp4
-    without a scale per tensor.
+    `Groups.scales` are the bytes of the scales, as numbers. Formats: OCP microscaling formats specification 1.0, and
+    NVFP4, whose unit is the scale of the whole tensor; mlx and MXFP4 have a unit of 1.
+
+    kind: a key of FLOAT_MODES.
+    name: the rule, BEST or mlx; mlx's knows no unit.
     """
 
     kind: str
     bits: int
     group_size: int
-
-    @property
-    def name(self) -> str:
-        """The name of the rule."""
-        return "mlx"
+    name: str = "mlx"
+    unit: float = 1.0
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Finite weights [groups * group size] as integers, by mlx's rule."""
+        """Finite weights [groups * group size] as short floats."""
         result = _empty_groups(values, self.group_size)
-        round_groups(values, result, bits=self.bits, rule=FLOAT_MODES[self.kind])
+        if self.name == BEST:
+            fit_floats(values, None, result, kind=self.kind, unit=self.unit)
+        else:
+            round_groups(values, result, bits=self.bits, rule=FLOAT_MODES[self.kind])
+        return result
+
+    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
+        """Finite weights [rows * K] as short floats, by how much each column counts: [K], not negative."""
+        result = _empty_groups(values, self.group_size)
+        fit_floats(values, importance, result, kind=self.kind, unit=self.unit)
         return result
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights [groups, group size] that mlx computes with, in float32."""
         scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[groups.scales.astype(np.uint8)]
         values = FLOAT4_VALUES if self.bits == 4 else float8_table("F8_E4M3")
-        return values[groups.codes] * scales[:, None]
+        return values[groups.codes] * (scales * np.float32(self.unit))[:, None]
 
 
 def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
@@ -177,6 +186,27 @@ def fit_groups(
         )
     given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 7))
     native.call("fit", *given, *_written(out), groups, size, bits, symmetric, middle)
+
+
+def fit_floats(
+    values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None, out: Groups, *, kind: str, unit: float
+) -> None:
+    """Fill `out` from the weights [groups * size] with the scales of least squared error, by a key of FLOAT_MODES.
+
+    importance: how much errors count by column, [K], of which groups are parts; None: all the same.
+    """
+    groups, size = out.codes.shape
+    if size % 16 or not 16 <= size <= MOST_WEIGHTS:
+        raise ValueError(f"expected groups of a multiple of 16 up to {MOST_WEIGHTS} weights, found {size}")
+    factors = np.empty(0, np.float32) if importance is None else importance
+    row_groups, rest = divmod(len(factors), size)
+    if rest or (row_groups and groups % row_groups):
+        raise ValueError(f"expected rows of whole groups of {size}, found the importance of {len(factors)} columns")
+    weighs = native.array(factors, np.float32, row_groups * size)
+    codes, scales, offsets, energies, errors = _written(out)
+    out.offsets[:] = 0
+    arrays = (native.array(values, np.float32, groups * size), weighs, codes, scales, energies, errors)
+    native.call("fit_floats", *arrays, groups, size, row_groups, FLOAT_MODES[kind], unit)
 
 
 def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int) -> None:
