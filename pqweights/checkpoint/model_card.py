@@ -35,6 +35,11 @@ def model_facts(storage: Storage) -> dict[str, Any]:
     return facts | checked_facts(front_matter(read_file(storage, CARD_FILE).decode("utf-8", "replace"))[0])
 
 
+def known_facts(model: dict[str, Any]) -> dict[str, Any]:
+    """Return what may be known of a model (model_facts), as far as the types of fields are right."""
+    return {key: model[key] for key in ("id", "revision") if isinstance(model.get(key), str)} | checked_facts(model)
+
+
 def checked_facts(found: dict[str, Any]) -> dict[str, Any]:
     """Return licence, languages and task from the fields of a card or manifest, as far as their types are right."""
     facts: dict[str, Any] = {key: found[key] for key in TEXT_KEYS if _is_text(found.get(key))}

@@ -34,10 +34,10 @@ from pqweights.codecs.scalar import (
     NormRange,
     ScalarState,
     check_norms,
-    parse_scalar_state,
+    parse_rotated,
     state_after,
 )
-from pqweights.common.strict_json import Fields, is_number
+from pqweights.common.strict_json import is_number
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
@@ -181,9 +181,9 @@ class ScalarCoder:
         """See Coder and `state_after`."""
         return state_after(self, self._codec.rotations, history)
 
-    def parse_state(self, fields: Fields) -> ScalarState:
+    def parse_state(self, values: Mapping[str, Any]) -> ScalarState:
         """See Coder."""
-        return parse_scalar_state(self.codec, self._codec.rotations, fields)
+        return parse_rotated(self, ScalarState, self._codec.rotations, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""

@@ -31,10 +31,9 @@ from pqweights.codecs.protocol import (
     has_rate,
     unknown_rate,
 )
-from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD
+from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD, RotatedState, parse_rotated
 from pqweights.codecs.trellis_classes import decode_tables, encode_model
 from pqweights.codecs.trellis_tables import EXPONENTS, NOISE
-from pqweights.common.strict_json import Fields
 from pqweights.kernels import BLOCK_SIZE, trellis
 
 if TYPE_CHECKING:
@@ -48,22 +47,6 @@ _LANES = 16
 # Bits above the rate-distortion bound of N(0,1), with everything counted, 8 states, from 1.5 to 8 bits.
 _ABOVE_BOUND = 0.097
 _REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
-
-
-@dataclass(frozen=True)
-class TrellisState:
-    """The state of a weight: its rotation."""
-
-    rotation: str
-
-    @property
-    def rescued(self) -> bool:
-        """See State."""
-        return self.rotation == SIGNED_HADAMARD
-
-    def to_json(self) -> dict[str, Any]:
-        """See State."""
-        return {"rotation": self.rotation}
 
 
 @dataclass(frozen=True)
@@ -196,25 +179,22 @@ class TrellisCoder:
         """See Coder."""
         return
 
-    def first_state(self) -> TrellisState:
+    def first_state(self) -> RotatedState:
         """See Coder."""
-        return TrellisState(HADAMARD)
+        return RotatedState(HADAMARD)
 
-    def next_state(self, history: Sequence[PassResult]) -> TrellisState | None:
+    def next_state(self, history: Sequence[PassResult]) -> RotatedState | None:
         """See Coder: signs before the rotation, if the error is too large without, and whichever is better."""
         last = history[-1]
         if len(history) == 1:
-            return TrellisState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
+            return RotatedState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
         if len(history) == 2 and last.relative_mse >= history[0].relative_mse:
-            return TrellisState(HADAMARD)
+            return RotatedState(HADAMARD)
         return None
 
-    def parse_state(self, fields: Fields) -> TrellisState:
+    def parse_state(self, values: Mapping[str, Any]) -> RotatedState:
         """See Coder."""
-        rotation = fields.defaulted("rotation", fields.text, HADAMARD)
-        if rotation not in ROTATIONS:
-            raise ValueError(f"{self.codec} has no rotation {rotation!r}")
-        return TrellisState(rotation)
+        return parse_rotated(self, RotatedState, ROTATIONS, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
@@ -268,7 +248,7 @@ class TrellisCoder:
 
 
 def _is_signed(state: State) -> bool:
-    assert isinstance(state, TrellisState)
+    assert isinstance(state, RotatedState)
     return state.rotation == SIGNED_HADAMARD
 
 

@@ -40,11 +40,10 @@ from pqweights.codecs.scalar import (
     NormRange,
     ScalarState,
     check_norms,
-    parse_scalar_state,
+    parse_rotated,
     state_after,
 )
 from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
-from pqweights.common.strict_json import Fields
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS
 
 if TYPE_CHECKING:
@@ -116,9 +115,9 @@ class PolarCoder:
         """See Coder; rotation and exponent are found as for the scalar codecs."""
         return state_after(self, ROTATIONS, history)
 
-    def parse_state(self, fields: Fields) -> ScalarState:
+    def parse_state(self, values: Mapping[str, Any]) -> ScalarState:
         """See Coder."""
-        return parse_scalar_state(self.codec, ROTATIONS, fields)
+        return parse_rotated(self, ScalarState, ROTATIONS, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""

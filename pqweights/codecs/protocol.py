@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.common.strict_json import Fields
 from pqweights.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -178,10 +177,10 @@ class Coder(Protocol):
     def next_state(self, history: Sequence[PassResult]) -> State | None:
         """Return the state for another pass after these, or None if the last one stands."""
 
-    def parse_state(self, fields: Fields) -> State:
+    def parse_state(self, values: Mapping[str, Any]) -> State:
         """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults.
 
-        Raises ValueError for a value that this coder never writes, and what `fields` raises.
+        Raises ValueError for a value that this coder never writes; the message names its key.
         """
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:

@@ -8,18 +8,34 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pqweights.checkpoint.writer import sha256_of_file
+from pqweights.common.documents import ClosedDocument
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.gguf.mixes import Mix, find_mix, find_type
 from pqweights.options import ExportOptions
-from pqweights.planning.recipe import checked_fields, read_yaml, recipe_text
+from pqweights.planning.recipe import in_recipe, read_yaml, recipe_text, texts
 from pqweights.planning.sensitivity_file import HEURISTIC
 
 Item = TypeVar("Item")
 
 DEFAULT_TYPE = "q4_k_m"
-RECIPE_KEYS = ("type", "pure", "target_size", "sensitivity", "rules")
-RULE_KEYS = ("name", "type")
+
+
+class _RuleFile(ClosedDocument, frozen=True):
+    """A rule as YAML has it."""
+
+    name: str | tuple[str, ...]
+    type: str
+
+
+class _TypesFile(ClosedDocument, frozen=True, kw_only=True):
+    """A recipe of types as YAML has it."""
+
+    type: str | None = None
+    pure: bool | None = None
+    target_size: str | int | None = None
+    sensitivity: str | None = None
+    rules: tuple[Any, ...] = ()
 
 
 class TypeRule(NamedTuple):
@@ -97,30 +113,26 @@ def _recipe(path: Path) -> TypeOptions:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    fields = checked_fields(str(path), read_yaml(recipe_text(path), str(path)), RECIPE_KEYS)
-    mix = _in_recipe(path, lambda: find_mix(fields.defaulted("type", fields.text, DEFAULT_TYPE)))
-    size, sensitivity = fields.raw("target_size"), fields.optional("sensitivity", fields.text, None)
-    if size is not None and (isinstance(size, bool) or not isinstance(size, str | int)):
-        raise RecipeError(f"{path}: target_size: expected a size such as 9GB, found {size!r}")
-    if size is not None and ("type" in fields or "pure" in fields):
+    file = read_yaml(recipe_text(path), str(path), _TypesFile)
+    mix, size = _in_recipe(path, lambda: find_mix(file.type or DEFAULT_TYPE)), file.target_size
+    if size is not None and (file.type is not None or file.pure is not None):
         raise RecipeError(f"{path}: target_size chooses the types itself; leave out type and pure")
     rules: list[TypeRule] = []
-    for number, entry in enumerate(fields.defaulted("rules", fields.items, []), start=1):
+    for number, entry in enumerate(file.rules, start=1):
         rules += _rules(path, f"rule {number}", entry)
     return TypeOptions(
-        mix=replace(mix, pure=fields.defaulted("pure", fields.flag, False)),
+        mix=replace(mix, pure=bool(file.pure)),
         rules=tuple(rules),
         target_size=None if size is None else _in_recipe(path, lambda: parse_size(size)),
-        sensitivity=None if sensitivity in (None, HEURISTIC) else Path(str(sensitivity)),
+        sensitivity=None if file.sensitivity in (None, HEURISTIC) else Path(file.sensitivity),
     )
 
 
 def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
     """Read one rule, which may have several patterns."""
-    fields = checked_fields(f"{path}: {where}", entry, RULE_KEYS)
-    kind, names = fields.text("type"), fields.raw("name")
-    chosen = _in_recipe(path, lambda: find_type(f"{where}: type {kind}", kind))
-    return [TypeRule(name, chosen) for name in ([names] if isinstance(names, str) else fields.texts("name"))]
+    rule = in_recipe(entry, f"{path}: {where}", _RuleFile)
+    chosen = _in_recipe(path, lambda: find_type(f"{where}: type {rule.type}", rule.type))
+    return [TypeRule(name, chosen) for name in texts(rule.name)]
 
 
 def _in_recipe(path: Path, find: Callable[[], Item]) -> Item:

@@ -31,7 +31,7 @@ from pqweights.errors import MasterError, OptionError, SourceError
 from pqweights.exports import ALIASES, EXPORTS, get_target, target_name
 from pqweights.exports.target import ExportSource
 from pqweights.options import ExportOptions
-from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
+from pqweights.rewrite.manifest import ManifestFile, read_manifest
 from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
@@ -267,7 +267,7 @@ def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_pat
         settings.describe() if target in ("mlx", "gguf") else chosen.prepare(source, settings)[1].account.made_by
     )
     assert target_name(described["target"]) == target
-    assert not described.keys() & OWN_KEYS
+    assert not described.keys() & set(ManifestFile.__struct_fields__)
 
 
 @pytest.mark.parametrize(("tied", "target_dtype"), [(True, "bf16"), (False, "source")])

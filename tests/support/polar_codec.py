@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from pqweights.codecs.protocol import (
     Bytes,
@@ -24,8 +25,8 @@ from pqweights.codecs.protocol import (
     decode_torch_on_cpu,
     unknown_rate,
 )
+from pqweights.common.documents import Document, as_document
 from pqweights.common.dtypes import from_float32, to_float32
-from pqweights.common.strict_json import Fields
 
 NAME = "test-polar"
 BLOCK = 96
@@ -39,11 +40,10 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class OctaveState:
+class OctaveState(Document, frozen=True):
     """The state of a weight: its largest radius is at most 2**octave."""
 
-    octave: int = 0
+    octave: Annotated[int, Meta(ge=-150, le=130)] = 0
 
     @property
     def rescued(self) -> bool:
@@ -126,11 +126,8 @@ class PolarCoder:
         needed = OctaveState(math.frexp(found.radius)[1])
         return None if needed == history[-1].state else needed
 
-    def parse_state(self, fields: Fields) -> OctaveState:
-        octave = fields.defaulted("octave", fields.whole, 0)
-        if not -150 <= octave <= 130:
-            raise ValueError(f"octave: expected -150 to 130, found {octave}")
-        return OctaveState(octave)
+    def parse_state(self, values: Mapping[str, Any]) -> OctaveState:
+        return as_document(values, OctaveState, ValueError)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         assert isinstance(state, OctaveState)

@@ -32,9 +32,10 @@ import scalar
 import trellis_decoder
 import trellis_writer
 
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
+from pqweights.codecs.scalar import RotatedState
 from pqweights.kernels import (
     BlockCoding,
     EncodedArrays,
@@ -326,13 +327,13 @@ def trellis_weights() -> npt.NDArray[np.float32]:
     return values
 
 
-def trellis_cases(states: int) -> list[tuple[str, float, TrellisState, Bytes]]:
+def trellis_cases(states: int) -> list[tuple[str, float, RotatedState, Bytes]]:
     """Dtype, rate, rotation and weights to encode with some states."""
     plain = np.random.default_rng(states).standard_normal((BLOCKS, 128)).astype(np.float32)
     words = (plain.view(np.uint32) >> 16).astype(np.uint16)
     cases = [("F32", rate, trellis_weights()) for rate in (2.125, 4.38, 8.0)]
     cases += [("BF16", 1.5, words), ("F16", 3.1, plain.astype(np.float16)), ("F32", 5.0, plain[:1] * np.float32(1e-30))]
-    rotations = (TrellisState("hadamard"), TrellisState("signed-hadamard"))
+    rotations = (RotatedState("hadamard"), RotatedState("signed-hadamard"))
     return [
         (dtype, rate, rotations[place % 2], np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         for place, (dtype, rate, values) in enumerate(cases)
@@ -454,7 +455,7 @@ def decode_trellis_digest(backend: str) -> str:
     found = []
     for number, (blocks, kind) in enumerate(TRELLIS_SUPERBLOCKS):
         row = np.frombuffer(trellis_writer.superblock(np.random.default_rng(number), blocks, **kind), np.uint8)
-        state = TrellisState(("hadamard", "signed-hadamard")[number % 2])
+        state = RotatedState(("hadamard", "signed-hadamard")[number % 2])
         coder = TrellisCoder(rate=1.0, states=8, cut=Superblocks(2, blocks, len(row)))
         rows = np.stack([row, row])
         for dtype, size in DTYPES.items():

@@ -32,8 +32,8 @@ from pqweights.codecs.protocol import (
     has_rate,
     unknown_rate,
 )
+from pqweights.common.documents import Document, Number, as_document
 from pqweights.common.dtypes import from_float32, to_float32
-from pqweights.common.strict_json import Fields
 
 NAME = "test-superblocks"
 GROUP = 128
@@ -60,11 +60,10 @@ def levels_of(bits: float) -> Levels:
     return {"wide": np.linspace(-1, 1, 2 ** (low + 1)).tolist(), "narrow": np.linspace(-1, 1, 2**low).tolist()}
 
 
-@dataclass(frozen=True)
-class ClipState:
+class ClipState(Document, frozen=True):
     """The state of a weight: the largest magnitude that is coded, relative to that of the group."""
 
-    clip: float = 1.0
+    clip: Number = 1.0
 
     @property
     def rescued(self) -> bool:
@@ -185,11 +184,11 @@ class SuperblockCoder:
             return ClipState(CLIPPED) if exceeds_promise(self, errors[0]) else None
         return ClipState() if len(errors) == 2 and errors[0] < errors[1] else None
 
-    def parse_state(self, fields: Fields) -> ClipState:
-        clip = fields.defaulted("clip", fields.number, 1.0)
-        if clip not in (1.0, CLIPPED):
-            raise ValueError(f"clip: expected 1 or {CLIPPED}, found {clip}")
-        return ClipState(float(clip))
+    def parse_state(self, values: Mapping[str, Any]) -> ClipState:
+        state = as_document(values, ClipState, ValueError)
+        if state.clip not in (1.0, CLIPPED):
+            raise ValueError(f"clip: expected 1 or {CLIPPED}, found {state.clip}")
+        return state
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         assert isinstance(state, ClipState)
