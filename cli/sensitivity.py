@@ -82,7 +82,7 @@ def command(
 
 def _check_free(out: Path, overwrite: bool) -> None:
     """Refuse to replace a file that holds no sensitivities, or any file without --overwrite."""
-    from pqweights.planning.result_file import check_free
+    from pqweights.checkpoint.writer import check_free
     from pqweights.planning.sensitivity_file import read_sensitivity
 
     check_free(out, overwrite, kind="sensitivities", read=read_sensitivity)

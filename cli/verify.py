@@ -18,8 +18,7 @@ def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None
     """
     from pqweights.common.units import counted
     from pqweights.rewrite.distributed.engine import engine_of
-    from pqweights.rewrite.results.shard_checks import ShardChecks
-    from pqweights.rewrite.results.verify import verify
+    from pqweights.rewrite.results.verify import ShardChecks, verify
 
     found = options.found_result(str(asked.folder), asked.access)
     with output.progress("verifying") as progress, engine_of(asked.ray, asked.threads, output.note) as engine:

@@ -64,9 +64,15 @@ def test_document_is_read_and_written() -> None:
         ({"entries": [{"weight": 1}, {"weight": "\u00e91"}]}, r"entries[1].weight: expected a number, found '\xe91'"),
         ({"entries": [{"weight": 1e300}]}, "entries[0].weight: expected a number < 1e+300, found 1e+300"),
         ({"entries": [{"weight": 10**400}]}, "entries[0].weight: number out of range"),
-        ({"entries": [{"weight": 1, "shape": [1, 2**61]}]}, f"entries[0].shape[1]: expected a whole number <= {2**60}, found"),
+        (
+            {"entries": [{"weight": 1, "shape": [1, 2**61]}]},
+            f"entries[0].shape[1]: expected a whole number <= {2**60}, found",
+        ),
         ({"by_name": {"b": {"weight": None}}}, "by_name[...].weight: expected a number, found null"),
-        ({"by_name": {"b": {"weight": 1, "shape": [-1]}}}, "by_name[...].shape[0]: expected a whole number >= 0, found another"),
+        (
+            {"by_name": {"b": {"weight": 1, "shape": [-1]}}},
+            "by_name[...].shape[0]: expected a whole number >= 0, found another",
+        ),
         ({"name": float("nan")}, "'NaN is not a number of JSON'"),
         ({"name": "\ud800"}, "expected UTF-8 text, found half of a surrogate pair"),
         ({"name": "a" * 5000}, "expected at most 5000 bytes, found 5038"),

@@ -35,7 +35,6 @@ LAYERS = (
         "pqweights.common.strict_json",
         "pqweights.common.suggestions",
         "pqweights.common.units",
-        "pqweights.common.user_cache",
         "pqweights.parameters",
     ),
     ("pqweights.kernels",),

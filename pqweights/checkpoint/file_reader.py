@@ -3,25 +3,95 @@
 A checkpoint is read once, and often is larger than the memory: in the page cache it would evict everything else, and on
 its way there every byte is copied once more. Large reads that the cache cannot serve are made in blocks with direct
 access, which two threads fetch before they are needed. Small reads are left to the system.
+
+A file must still be what it was when it was listed (FileState) whenever it is opened, and when all is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.file_state import FileState, state_at
 from pqweights.common.buffers import whole_pages
-from pqweights.errors import SourceReadError
+from pqweights.errors import SourceChangedError, SourceReadError
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What a file was when it was listed.
+
+    byte_count: its size
+    stamp: changes with it: its modification time, or a hash of its content or version
+    modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
+    inode: its number in the file system; 0 if that is not known, as on another machine
+    """
+
+    byte_count: int
+    stamp: int
+    modified: int = 0
+    inode: int = 0
+
+    @staticmethod
+    def of(status: os.stat_result) -> FileState:
+        """Return the state of a file on this machine."""
+        return FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns, status.st_ino)
+
+    def check(self, file: str, found: FileState | None) -> None:
+        """Raise SourceChangedError unless a file is still what it was.
+
+        file: what the message calls it
+        found: what it is now; None if it is gone
+        """
+        if found is None:
+            difference = "it is no longer there"
+        elif found.byte_count != self.byte_count:
+            difference = f"expected {self.byte_count} bytes, found {found.byte_count}"
+        elif found.stamp != self.stamp:
+            difference = f"expected the version of {_time(self.modified)}, found that of {_time(found.modified)}"
+        elif self.inode and found.inode and found.inode != self.inode:
+            difference = "another file has its name, of the same size and time"
+        else:
+            return
+        raise SourceChangedError(
+            f"{file}: the source changed while it was being read ({difference}): leave its files as they are, and run "
+            "the same command again"
+        )
+
+
+def state_at(path: Path, *, surely: bool = False) -> FileState | None:
+    """Return the state of a file on this machine now; None if it is gone.
+
+    surely: ask the server of a network file system, which answers as of now when a file is opened
+    """
+    try:
+        if not surely:
+            return FileState.of(os.stat(path))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return FileState.of(os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _time(modified: int) -> str:
+    if not modified:
+        return "another time"
+    seconds, rest = divmod(modified, 10**9)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S}.{rest:09d} UTC"
+
 
 BLOCK_BYTES = 1 << 20
 # Reads of fewer bytes are left to the system.

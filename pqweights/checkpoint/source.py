@@ -19,17 +19,22 @@ import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
 from pqweights.checkpoint.checked_reads import CheckedReads, MapFunction
-from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
+from pqweights.checkpoint.companions import (
+    NOT_GIVEN,
+    WEIGHT_SUFFIXES,
+    check_links,
+    companions,
+    links_outside,
+    top_level_files,
+)
 from pqweights.checkpoint.header import StoredTensor, parse_header
-from pqweights.checkpoint.interrupted import check_not_interrupted
-from pqweights.checkpoint.links import links_outside, top_level_files
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
 )
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, check_not_interrupted, read_bytes
 from pqweights.checkpoint.weight_files import check_tensors, find_weight_files, indexed_files, read_json_object
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import SourceError

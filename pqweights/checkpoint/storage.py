@@ -7,6 +7,7 @@ model that computes with them as they are stored are mapped: they stay in memory
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.disk_room import DiskNeed
-from pqweights.checkpoint.file_reader import FileReader
-from pqweights.checkpoint.file_state import FileState, state_at
-from pqweights.checkpoint.links import PARSED, leads_outside
-from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.checkpoint.companions import PARSED, leads_outside
+from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
+from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.locks import ProcessLock
-from pqweights.errors import SourceError
+from pqweights.errors import MasterError, SourceError
 
 
 class Origin(NamedTuple):
@@ -80,7 +80,7 @@ class Storage(Protocol):
 
     @property
     def outside_links(self) -> tuple[str, ...]:
-        """Links out of the folder, see links.py; `files` has those that may be weights, and leaves out all others."""
+        """Links out of the folder (companions.py); `files` has those that may be weights, and leaves out all others."""
         ...
 
     def work_folder(self) -> WorkFolder | None:
@@ -311,3 +311,47 @@ class LocalStorage:
             named = {*self._read, *files}
         for file in sorted(named):
             self._files[file].check(file, state_at(self.root / file, surely=True))
+
+
+# The commands that make each kind of result (RunIdentity.kind).
+COMMANDS = {"master": "pqweights quantize", "export": "pqweights export"}
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether a run into a folder on this machine began and did not reach its end, and it holds no earlier result."""
+    return not (folder / MANIFEST_FILE).exists() and (folder / WORK_FOLDER / JOURNAL_FILE).exists()
+
+
+def describe_interrupted(found: WorkFolder | None) -> str:
+    """Say that a run was interrupted in a folder, which command it was, and how to continue it.
+
+    found: its work folder
+    """
+    command = "" if found is None else _command_in(found.first_line)
+    of = f" of {command}" if command else ""
+    return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
+
+
+def check_not_interrupted(storage: Storage) -> None:
+    """Raise MasterError if a run into a folder was interrupted, and it holds no earlier result."""
+    if MANIFEST_FILE not in storage.files():
+        found = storage.work_folder()
+        if found is not None and found.has_journal:
+            raise MasterError(f"{storage}: {describe_interrupted(found)}")
+
+
+def _command_in(first_line: bytes) -> str:
+    """Return the command to which a journal belongs, as far as its first line tells."""
+    try:
+        first = json.loads(first_line)
+    except (ValueError, RecursionError):
+        return ""
+    return command_of(first) if isinstance(first, dict) else ""
+
+
+def command_of(first: Mapping[str, Any]) -> str:
+    """Return the command that the first line of a journal names; an empty text if it names none."""
+    target = first.get("target")
+    target = f" --target {target}" if isinstance(target, str) and target.isprintable() else ""
+    command = COMMANDS.get(str(first.get("kind")))
+    return f"{command}{target}" if command else ""

@@ -32,8 +32,7 @@ from pqweights.codecs.protocol import (
     unknown_rate,
 )
 from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD, RotatedState, parse_rotated
-from pqweights.codecs.trellis_classes import decode_tables, encode_model
-from pqweights.codecs.trellis_tables import EXPONENTS, NOISE
+from pqweights.codecs.trellis_tables import EXPONENTS, NOISE, decode_tables, encode_model
 from pqweights.kernels import BLOCK_SIZE, trellis
 
 if TYPE_CHECKING:

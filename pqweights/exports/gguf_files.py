@@ -19,8 +19,7 @@ from pqweights.exports.integers import Importances
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.gguf.mixes import Mix
 from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, MetadataEntry, encode_header
-from pqweights.planning.containers import GgufFiles
-from pqweights.planning.plan import FileHeader, ShardPlan, TensorPlan, cuts
+from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles
 from pqweights.storage.hub.ids import is_repository_id
 

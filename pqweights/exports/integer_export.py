@@ -21,8 +21,7 @@ from pqweights.exports.compensation import CompensatedJob, Compensation, Weighte
 from pqweights.exports.integer_job import IntegerJob
 from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
 from pqweights.exports.options import GPTQ, IMPORTANCE
-from pqweights.planning.containers import Safetensors
-from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
+from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job

@@ -13,9 +13,9 @@ from pqweights.checkpoint.header import entry_bytes
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec
 from pqweights.errors import RecipeError
+from pqweights.planning.decisions import RatePlanner
 from pqweights.planning.knapsack import Choice, Solution, cheapest, curve, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
-from pqweights.planning.rates import RatePlanner
 from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of
 from pqweights.planning.target import SizeTarget
 from pqweights.planning.totals import count

@@ -14,25 +14,25 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
-from pqweights.checkpoint.interrupted import describe_interrupted
-from pqweights.checkpoint.links import leads_outside, outside, top_level_files
 from pqweights.checkpoint.model_card import known_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_file
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
 from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
 from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
-from pqweights.planning.containers import GgufFiles, Safetensors
 from pqweights.planning.plan import (
     DEFAULT_METADATA,
     INTEGER,
     QUANTIZE,
     FileHeader,
+    GgufFiles,
+    Safetensors,
     ShardPlan,
     TensorPlan,
     coder_of,

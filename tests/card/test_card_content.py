@@ -21,7 +21,7 @@ from pqweights_cli.report import totals_lines
 from pqweights.checkpoint.source import open_local
 from pqweights.common.markdown import words
 from pqweights.errors import MasterError
-from pqweights.planning.containers import Safetensors
+from pqweights.planning.plan import Safetensors
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.totals import Totals, total
 from pqweights.publish.card.provenance import _sizes

@@ -17,8 +17,7 @@ from calls import make_card
 from commands import answer, done, invoke, refused
 
 from pqweights.codecs import CODECS, nearest_rate, polar_codebook, polar_transform
-from pqweights.codecs.columns import PIECE_BLOCKS
-from pqweights.codecs.polar import RATE, PolarCoder
+from pqweights.codecs.polar import PIECE_BLOCKS, RATE, PolarCoder
 from pqweights.codecs.protocol import VALUE_DTYPES, DamagedBlock
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
 from pqweights.codecs.weight import encode_weight

@@ -19,7 +19,7 @@ from pqweights.codecs import trellis_tables
 from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, superblocks
 from pqweights.codecs.protocol import DamagedBlock, Measures
 from pqweights.codecs.scalar import RotatedState
-from pqweights.codecs.trellis_classes import decode_tables
+from pqweights.codecs.trellis_tables import decode_tables
 from pqweights.kernels.trellis import Superblocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")

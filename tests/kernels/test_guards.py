@@ -13,7 +13,7 @@ import pytest
 
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.trellis_classes import decode_tables, encode_model
+from pqweights.codecs.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import BlockCoding, trellis
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_groups
 from pqweights.kernels.products import InputBasis, PreparedInputs, Product

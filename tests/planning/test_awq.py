@@ -346,7 +346,7 @@ def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> No
 
 
 def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
-    from pqweights.planning.result_file import check_free
+    from pqweights.checkpoint.writer import check_free
 
     check_free(tmp_path / "new.safetensors", False, kind="scales", read=open_awq)
     check_free(awq, True, kind="scales", read=open_awq)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pqweights.checkpoint.writer import check_free
 from pqweights.errors import OutputError, SourceError
-from pqweights.planning.result_file import check_free
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, read_sensitivity, write_sensitivity
 
 FOUND = Sensitivity(

@@ -88,7 +88,10 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
         ({"inputs": DESCRIPTION["inputs"] * 2}, "expected inputs.1 as two float32 matrices"),
         ({"weights": []}, "weights: expected keys and values"),
         ({"weights": {"a": 3}}, "weights[...]: expected keys and values, found a whole number"),
-        ({"weights": {"a": {"inputs": ["0"], "transposed": False}}}, "'a': inputs[0]: expected a whole number, found '0'"),
+        (
+            {"weights": {"a": {"inputs": ["0"], "transposed": False}}},
+            "'a': inputs[0]: expected a whole number, found '0'",
+        ),
         ({"weights": {"a": {"inputs": [0]}}}, "'a': missing key transposed"),
         ({"weights": {"b.weight": {"scaled": True}}}, "'b.weight': missing key codec"),
         ({"weights": {"b": SEARCHED["b.weight"]}}, "its metadata does not describe its tensors"),

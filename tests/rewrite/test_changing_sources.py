@@ -17,7 +17,7 @@ from memory_storage import put
 from rewriting import Killed, command, finished, interrupt, watched
 
 from pqweights.checkpoint import file_reader
-from pqweights.checkpoint.file_state import FileState
+from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe

@@ -8,16 +8,15 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.file_uses import file_uses, most_fetched
+from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.possible import possible_exports
 from pqweights.options import QuantizeOptions
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan
-from pqweights.planning.possible import PossibleExport
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.totals import Totals
+from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.needs import ResourceNeeds, resource_needs
