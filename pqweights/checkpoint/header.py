@@ -20,7 +20,7 @@ from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.common.strict_json import MAX_ELEMENTS
+from pqweights.common.strict_json import MAX_ELEMENTS, unique_keys
 from pqweights.errors import SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -86,10 +86,10 @@ def parse_header(
     position = data_start
     for tensor in tensors:
         if tensor.offset != position:
-            kind = "overlaps the one before it" if tensor.offset < position else "leaves a hole before it"
+            wrong = "overlaps the one before it" if tensor.offset < position else "leaves a hole before it"
             raise _damaged(
                 file,
-                f"tensor {tensor.name!r} {kind}: expected data offset {position - data_start}, found "
+                f"tensor {tensor.name!r} {wrong}: expected data offset {position - data_start}, found "
                 f"{tensor.offset - data_start}",
             )
         position += tensor.byte_count
@@ -144,22 +144,13 @@ def _with_unique_keys(text: str) -> Any:
         strings = 5 * len(header) - (4 - 2 * len(metadata) if isinstance(metadata, dict) else 0)
         if text.count('"') == 2 * strings:
             return header
-    return json.loads(text, object_pairs_hook=_unique_keys)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ValueError(f"the key {twice!r} appears twice")
-    return result
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
 def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[StoredTensor]:
     """Check each entry by itself, and return the tensors in the order of the header."""
     tensors = []
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
+    forms: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}  # by dtype and shape
     for name, entry in header.items():
         if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
             raise _damaged(file, f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
@@ -172,10 +163,10 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
             raise _damaged(file, f"tensor {name!r}: expected a shape of non-negative integers, found {str(shape)[:80]}")
         if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
             raise _damaged(file, f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
-        kind = (dtype, tuple(shape))
-        known = kinds.get(kind)
+        form = (dtype, tuple(shape))
+        known = forms.get(form)
         if known is None:
-            known = kinds[kind] = kind[1], _checked_bits(file, name, dtype, shape)
+            known = forms[form] = form[1], _checked_bits(file, name, dtype, shape)
         begin, end = offsets
         shared_shape, bits = known
         if 8 * (end - begin) != bits:
@@ -229,11 +220,11 @@ def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> by
     known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # dtype and shape -> their JSON, byte count
     end, end_text = 0, "0"
     for name, dtype, shape in ordered:
-        kind = (dtype, shape)
-        if kind not in known:
+        form = (dtype, shape)
+        if form not in known:
             common = f'{encode({"dtype": dtype, "shape": shape})[:-1]},"data_offsets":['
-            known[kind] = common, byte_count(dtype, shape)
-        common, count = known[kind]
+            known[form] = common, byte_count(dtype, shape)
+        common, count = known[form]
         end += count
         begin_text, end_text = end_text, str(end)
         entries.append(f"{encode_basestring(name)}:{common}{begin_text},{end_text}]}}")

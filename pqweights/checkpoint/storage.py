@@ -41,29 +41,29 @@ class WorkFolder(NamedTuple):
 
 
 class Storage(Protocol):
-    """Read access to a folder of files. Its text names it in messages."""
+    """Read access to a folder of files. Its text names it in messages. What has a default is that of a local folder."""
 
     bytes_read: int  # so far, by all threads
 
     @property
     def origin(self) -> Origin | None:
         """The repository and its commit; None for a local folder."""
-        ...
+        return None
 
     @property
     def frees(self) -> int:
         """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
-        ...
+        return 0
 
     @property
     def memory_bytes(self) -> int:
         """How many bytes it may hold in memory, beside what its readers hold."""
-        ...
+        return 0
 
     @property
     def reads_at_once(self) -> int:
         """How many small reads are best made at once: many where each waits for a reply, 1 for a disk."""
-        ...
+        return 1
 
     def files(self) -> dict[str, FileState]:
         """Return the state of every regular file by its relative POSIX path, in sorted order."""
@@ -111,11 +111,10 @@ class Storage(Protocol):
 
     def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
         """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
-        ...
+        return None
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files, which is what the caller does next."""
-        ...
 
     def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
         """Fetch files ahead while the context is open and the caller reads them in the given order.
@@ -123,11 +122,10 @@ class Storage(Protocol):
         folder: where fetched files lie, unless they lie elsewhere already
         files: for each file, how many files are needed together when it is first read
         """
-        ...
+        return contextlib.nullcontext()
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
-        ...
 
 
 def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
@@ -159,7 +157,7 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
     return read_bytes(storage, file, 0, size)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A folder on this machine, without its hidden files and folders."""
 
     def __init__(self, root: Path, only: Sequence[str] | None = None, origin: Origin | None = None) -> None:
@@ -188,7 +186,7 @@ class LocalStorage:
 
     def _walk(self) -> list[str]:
         """Return the names of all files, following links, but never into a folder that was already visited."""
-        found: list[str] = []
+        inside: list[str] = []
         broken: list[str] = []
         outside: list[str] = []
         seen = set()
@@ -208,9 +206,9 @@ class LocalStorage:
                 elif path.is_file():
                     is_outside = self._leads_outside(path)
                     outside += [self._relative(path)] * is_outside
-                    found += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
+                    inside += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
         self._broken_links, self._outside_links = tuple(broken), tuple(outside)
-        return found
+        return inside
 
     def _leads_outside(self, path: Path) -> bool:
         return path.is_symlink() and leads_outside(self.root, path)
@@ -225,21 +223,6 @@ class LocalStorage:
     def origin(self) -> Origin | None:
         """The repository that the folder was fetched from, if it was."""
         return self._origin
-
-    @property
-    def frees(self) -> int:
-        """0: the files stay."""
-        return 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """0: the few blocks that are read ahead are part of what the process needs anyhow."""
-        return 0
-
-    @property
-    def reads_at_once(self) -> int:
-        """1: a disk serves one after the other."""
-        return 1
 
     def newest(self, files: Sequence[str]) -> int:
         """Return when the last of these files was changed; the content of a commit does not change."""
@@ -262,19 +245,6 @@ class LocalStorage:
     def files(self) -> dict[str, FileState]:
         """Return the files that were listed."""
         return self._files
-
-    def disk_need(self, files: Sequence[str]) -> None:
-        """None: the files are there."""
-
-    def expect(self, files: Sequence[str]) -> None:
-        """Do nothing: the files are there."""
-
-    def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the files are there."""
-        return contextlib.nullcontext()
-
-    def release(self, file: str) -> None:
-        """Do nothing: the files stay."""
 
     def mapped(self, file: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of a file, which are read when they are used; changes of them do not reach the file."""
@@ -322,12 +292,9 @@ def is_interrupted(folder: Path) -> bool:
     return not (folder / MANIFEST_FILE).exists() and (folder / WORK_FOLDER / JOURNAL_FILE).exists()
 
 
-def describe_interrupted(found: WorkFolder | None) -> str:
-    """Say that a run was interrupted in a folder, which command it was, and how to continue it.
-
-    found: its work folder
-    """
-    command = "" if found is None else _command_in(found.first_line)
+def describe_interrupted(work: WorkFolder | None) -> str:
+    """Say that a run was interrupted in a folder, by its work folder, which command it was, and how to continue it."""
+    command = "" if work is None else _command_in(work.first_line)
     of = f" of {command}" if command else ""
     return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
 
@@ -335,9 +302,9 @@ def describe_interrupted(found: WorkFolder | None) -> str:
 def check_not_interrupted(storage: Storage) -> None:
     """Raise MasterError if a run into a folder was interrupted, and it holds no earlier result."""
     if MANIFEST_FILE not in storage.files():
-        found = storage.work_folder()
-        if found is not None and found.has_journal:
-            raise MasterError(f"{storage}: {describe_interrupted(found)}")
+        work = storage.work_folder()
+        if work is not None and work.has_journal:
+            raise MasterError(f"{storage}: {describe_interrupted(work)}")
 
 
 def _command_in(first_line: bytes) -> str:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     DamagedBlock,
     Doubles,
     Floats,
@@ -25,7 +27,6 @@ from pqweights.codecs.protocol import (
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     exact_rate,
     exceeds_promise,
     has_rate,
@@ -34,9 +35,6 @@ from pqweights.codecs.protocol import (
 from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD, RotatedState, parse_rotated
 from pqweights.codecs.trellis_tables import EXPONENTS, NOISE, decode_tables, encode_model
 from pqweights.kernels import BLOCK_SIZE, trellis
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TRELLIS = "_trellis"
 # Blocks of a superblock: about as many, so that the last superblock of a weight has few zeros to fill it. The most are
@@ -57,7 +55,7 @@ class Nothing:
         return self
 
 
-class HadamardTrellis:
+class HadamardTrellis(Codec):
     """The codec; see Codec."""
 
     name = "hadamard-trellis"
@@ -86,12 +84,6 @@ class HadamardTrellis:
             raise unknown_rate(self, bits)
         return _coder(bits, self.efforts[0] if effort is None else effort)
 
-    def coder_from_tables(self, bits: float, tables: Any) -> TrellisCoder:
-        """See Codec; there are no tables but those of the format."""
-        if tables is not None:
-            raise ValueError(f"expected none for {self.name}")
-        return self.coder(bits)
-
 
 @functools.lru_cache(maxsize=1024)
 def _coder(bits: float, states: int) -> TrellisCoder:
@@ -118,7 +110,7 @@ def superblocks(weights: int, rate: float) -> trellis.Superblocks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrellisCoder:
+class TrellisCoder(Coder):
     """The codec at one rate; see Coder.
 
     rate: bits per weight
@@ -130,20 +122,14 @@ class TrellisCoder:
     states: int
     cut: trellis.Superblocks | None = None
 
-    @property
-    def codec(self) -> str:
-        """See Coder."""
-        return HadamardTrellis.name
+    codec = HadamardTrellis.name
+    depends_on_size = True
+    orthogonal_error = True  # because the step of a superblock is fitted by least squares
 
     @property
     def bits(self) -> float:
         """See Coder."""
         return exact_rate(self.rate)
-
-    @property
-    def depends_on_size(self) -> bool:
-        """See Coder."""
-        return True
 
     def sized(self, weights: int) -> TrellisCoder:
         """See Coder."""
@@ -168,15 +154,6 @@ class TrellisCoder:
     def distortion(self) -> float:
         """See Coder."""
         return float(4.0 ** (_ABOVE_BOUND - self.rate))
-
-    @property
-    def orthogonal_error(self) -> bool:
-        """See Coder; the step of a superblock is fitted by least squares."""
-        return True
-
-    def tables(self) -> None:
-        """See Coder."""
-        return
 
     def first_state(self) -> RotatedState:
         """See Coder."""
@@ -225,10 +202,6 @@ class TrellisCoder:
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder; what is wrong with a superblock shows when it is decoded."""
-
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        """See Coder."""
-        return decode_torch_on_cpu(self, parts, state)
 
     def modelled_errors(self, blocks: Floats) -> Doubles:
         """See Coder: the same error for each weight, but not more than a block's energy (reverse water-filling).

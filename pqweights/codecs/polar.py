@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from pqweights.codecs import polar_transform
 from pqweights.codecs.polar_transform import RELATIVE_MSE
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     Doubles,
     Floats,
     Measures,
@@ -28,7 +30,6 @@ from pqweights.codecs.protocol import (
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     unknown_rate,
 )
 from pqweights.codecs.scalar import (
@@ -44,10 +45,6 @@ from pqweights.codecs.scalar import (
 )
 from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # Blocks that are encoded together: few enough for their temporary arrays to stay in the cache, and enough to make the
 # cost of the numpy calls small.
@@ -112,15 +109,13 @@ RATE = 3.875
 _ROOT_OF_BLOCK_SIZE = math.sqrt(BLOCK_SIZE)
 
 
-class PolarAngles:
+class PolarAngles(Codec):
     """The codec; see Codec."""
 
     name = "polar"
     format_version = 3
     suffixes = (ANGLES, RADII)
     rates = (RATE,)
-    any_rate = False
-    efforts: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
     description = ""
@@ -136,32 +131,17 @@ class PolarAngles:
             raise unknown_rate(self, bits)
         return PolarCoder()
 
-    def coder_from_tables(self, bits: float, tables: Any) -> PolarCoder:
-        """See Codec; there are no tables but those of the format."""
-        if tables is not None:
-            raise ValueError(f"expected none for {self.name}")
-        return self.coder(bits)
-
 
 @dataclass(frozen=True)
-class PolarCoder:
+class PolarCoder(Coder):
     """The codec at its rate; see Coder."""
 
     codec = PolarAngles.name
     bits = RATE
-    depends_on_size = False
     block_size = BLOCK_SIZE
     parts = (Part(ANGLES, "U8", polar_transform.ANGLE_BYTES), Part(RADII, "F16", polar_transform.GROUPS))
     distortion = RELATIVE_MSE
     orthogonal_error = False  # because radii are those of the weights, not of least squares
-
-    def sized(self, weights: int) -> PolarCoder:
-        """See Coder."""
-        return self
-
-    def tables(self) -> None:
-        """See Coder."""
-        return
 
     def first_state(self) -> ScalarState:
         """See Coder."""
@@ -208,14 +188,6 @@ class PolarCoder:
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder."""
         check_norms(parts[1], state, "a radius")
-
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        """See Coder."""
-        return decode_torch_on_cpu(self, parts, state)
-
-    def modelled_errors(self, blocks: Floats) -> Doubles | None:
-        """See Coder; encoding is fast enough to measure the error."""
-        return None
 
 
 class _PolarPiece(NamedTuple):

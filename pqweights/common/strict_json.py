@@ -94,7 +94,7 @@ def parse_json(data: bytes, *, strict: bool = False) -> Any:
     Raises ValueError, with what was expected and found, for anything else, for more than MAX_DEPTH levels of nesting,
     and for strings that UTF-8 cannot hold.
     """
-    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse} if strict else {}
+    hooks: dict[str, Any] = {"object_pairs_hook": unique_keys, "parse_constant": _refuse} if strict else {}
     try:
         value = json.loads(data.decode("utf-8"), **hooks)
     except RecursionError:
@@ -109,7 +109,7 @@ def parse_json(data: bytes, *, strict: bool = False) -> Any:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these pairs; raises ValueError for a key that is there twice."""
     result = dict(pairs)
     if len(result) != len(pairs):

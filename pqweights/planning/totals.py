@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 
@@ -130,4 +130,4 @@ class PossibleExport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the target in the JSON of plan and quantize."""
-        return {"target": self.target, "possible": self.possible, "reason": self.reason}
+        return asdict(self)

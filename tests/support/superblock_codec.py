@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     DamagedBlock,
     Doubles,
     Measures,
@@ -26,7 +28,6 @@ from pqweights.codecs.protocol import (
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     exact_rate,
     exceeds_promise,
     has_rate,
@@ -48,7 +49,7 @@ SMALLER = 0.9
 LARGEST_SQUARE = 8.07
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 Floats = npt.NDArray[np.float32]
 Levels = dict[str, list[float]]
@@ -81,7 +82,7 @@ class Nothing:
         return later
 
 
-class SuperblockCodec:
+class SuperblockCodec(Codec):
     """The codec; see the docstring of the module."""
 
     name = NAME
@@ -99,7 +100,7 @@ class SuperblockCodec:
         if not has_rate(self, bits):
             raise unknown_rate(self, bits)
         check_effort(self, effort)
-        return SuperblockCoder(bits=exact_rate(bits), levels=levels_of(bits), effort=effort or self.efforts[0])
+        return SuperblockCoder(rate=exact_rate(bits), levels=levels_of(bits), effort=effort or self.efforts[0])
 
     def coder_from_tables(self, bits: float, tables: Any) -> SuperblockCoder:
         coder = self.coder(bits)
@@ -109,10 +110,10 @@ class SuperblockCodec:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SuperblockCoder:
+class SuperblockCoder(Coder):
     """The codec at one rate. weights: those of the weight that it is sized for."""
 
-    bits: float
+    rate: float
     levels: Levels
     effort: int
     weights: int | None = None
@@ -120,6 +121,10 @@ class SuperblockCoder:
     codec = NAME
     orthogonal_error = False
     depends_on_size = True
+
+    @property
+    def bits(self) -> float:
+        return self.rate
 
     def sized(self, weights: int) -> SuperblockCoder:
         return replace(self, weights=weights)
@@ -231,9 +236,6 @@ class SuperblockCoder:
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """What is wrong shows when blocks are decoded, as with the trellis."""
-
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        return decode_torch_on_cpu(self, parts, state)
 
     def _scales(self, x: Floats, clip: float) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The unit of every superblock, and the scale of every group in that unit."""
