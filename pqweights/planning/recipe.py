@@ -56,7 +56,7 @@ class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
     bits: Number | None = None
     effort: int | None = None
     target_size: str | int | None = None
-    target_bpw: Number | None = None
+    target_bpw: int | float | None = None
     bpw_of: str | None = None
     sensitivity: str | None = None
     rules: tuple[Any, ...] | None = None

@@ -9,7 +9,7 @@ import independent_reader
 import numpy as np
 import pytest
 from calls import export
-from commands import done, invoke, refused
+from commands import invoke, refused
 from golden import make_trellis
 from golden.make import described
 
@@ -79,13 +79,6 @@ def test_readers_of_version_1_refuse_the_golden_master():
         independent_reader.quantization_config(make_trellis.MASTER)
 
 
-def test_masters_of_version_1_stay_what_they_are(tmp_path):
-    source = make_trellis.write_source(tmp_path / "source")
-    done("quantize", source, tmp_path / "out", "--recipe", "q5")
-    settings = json.loads((tmp_path / "out/config.json").read_bytes())["quantization_config"]
-    assert settings["format_version"] == 1
-
-
 # --- damaged files ---
 
 
@@ -142,8 +135,8 @@ def test_truncated_file_is_one_clear_line(tmp_path, cut):
         ("bits", "nan", "bits"),
         ("shape", [18, 130], "expected U8"),
         ("shape", [20, 1300], "expected U8"),
-        ("shape", [10**400], "shape: expected a list of sizes"),
-        ("shape", [2**50, 2**50], "shape: expected a list of sizes"),
+        ("shape", [10**400], "shape"),
+        ("shape", [2**50, 2**50], "shape: expected at most"),
         ("rotation", "givens", "rotation"),
         ("norm_exponent", 3, "norm_exponent"),
     ],
