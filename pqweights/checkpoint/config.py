@@ -80,8 +80,8 @@ def edited_config(
     for place in _places(result):
         for key in (*QUANTIZATION_KEYS, GUARD_KEY):
             place.pop(key, None)
-        found = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
-        place["dtype"] = CONFIG_DTYPES[dtype] if found == CONFIG_DTYPES[old_dtype] else found
+        stated = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
+        place["dtype"] = CONFIG_DTYPES[dtype] if stated == CONFIG_DTYPES[old_dtype] else stated
         if "torch_dtype" in place:
             place["torch_dtype"] = place["dtype"]
     if quantization is not None:

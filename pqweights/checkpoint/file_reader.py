@@ -47,19 +47,19 @@ class FileState:
         """Return the state of a file on this machine."""
         return FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns, status.st_ino)
 
-    def check(self, file: str, found: FileState | None) -> None:
+    def check(self, file: str, now: FileState | None) -> None:
         """Raise SourceChangedError unless a file is still what it was.
 
         file: what the message calls it
-        found: what it is now; None if it is gone
+        now: what it is now; None if it is gone
         """
-        if found is None:
+        if now is None:
             difference = "it is no longer there"
-        elif found.byte_count != self.byte_count:
-            difference = f"expected {self.byte_count} bytes, found {found.byte_count}"
-        elif found.stamp != self.stamp:
-            difference = f"expected the version of {_time(self.modified)}, found that of {_time(found.modified)}"
-        elif self.inode and found.inode and found.inode != self.inode:
+        elif now.byte_count != self.byte_count:
+            difference = f"expected {self.byte_count} bytes, found {now.byte_count}"
+        elif now.stamp != self.stamp:
+            difference = f"expected the version of {_time(self.modified)}, found that of {_time(now.modified)}"
+        elif self.inode and now.inode and now.inode != self.inode:
             difference = "another file has its name, of the same size and time"
         else:
             return
@@ -160,15 +160,15 @@ class FileReader:
 
     def _opened(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
         with self._lock:
-            found = self._files.get(path)
-            if found is None:
-                found = self._files[path] = self._open(path, file, expected)
+            opened = self._files.get(path)
+            if opened is None:
+                opened = self._files[path] = self._open(path, file, expected)
                 if len(self._files) > MOST_OPEN_FILES:
                     self._files.popitem(last=False)
             elif expected is not None:
-                expected.check(file, found.state)
+                expected.check(file, opened.state)
             self._files.move_to_end(path)
-            return found
+            return opened
 
     def _open(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
         known = [state for state in (expected, self._states.get(path)) if state is not None]
@@ -259,16 +259,16 @@ class _BlockCache:
         while done < len(buffer) and file.direct >= 0:
             number, at = divmod(offset + done, BLOCK_BYTES)
             wanted = min(BLOCK_BYTES - at, len(buffer) - done)
-            block, found = self._needed(file, number), 0
+            block, count = self._needed(file, number), 0
             try:
-                found = max(0, min(wanted, block.fetched.result() - at))
-                buffer[done : done + found] = block.memory[at : at + found]
+                count = max(0, min(wanted, block.fetched.result() - at))
+                buffer[done : done + count] = block.memory[at : at + count]
             except OSError:  # the file system wants larger pages, or cannot after all
                 file.direct = -1
             finally:
-                self._used(file, number, block, found)
-            done += found
-            if found < wanted:
+                self._used(file, number, block, count)
+            done += count
+            if count < wanted:
                 break
         return done
 
@@ -277,7 +277,7 @@ class _BlockCache:
         with self._lock:
             block = self._requested(file, number)
             block.users += 1
-            self._most_users = max(self._most_users, sum(each.users for each in self._blocks.values()))
+            self._most_users = max(self._most_users, sum(block.users for block in self._blocks.values()))
             self._most = BLOCKS_AHEAD + SPARE_BLOCKS + BLOCKS_FOR_A_USER * self._most_users
             if abs(number - file.last_block) <= BLOCKS_AHEAD:
                 for ahead in range(number + 1, number + 1 + BLOCKS_AHEAD):
@@ -287,16 +287,16 @@ class _BlockCache:
             return block
 
     def _requested(self, file: _OpenFile, number: int) -> _FetchedBlock:
-        found = self._blocks.get((file, number))
-        if found is None:
+        block = self._blocks.get((file, number))
+        if block is None:
             while len(self._blocks) >= self._most and self._drop_oldest():
                 pass
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(FETCHING_THREADS, thread_name_prefix="pqweights-read")
             memory = self._free.pop() if self._free else whole_pages(BLOCK_BYTES)
             fetched = self._pool.submit(_fetch, file, number * BLOCK_BYTES, memory)
-            found = self._blocks[file, number] = _FetchedBlock(memory, fetched)
-        return found
+            block = self._blocks[file, number] = _FetchedBlock(memory, fetched)
+        return block
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest block that nobody uses; return whether there was one."""

@@ -323,8 +323,8 @@ def _check_shapes(
         raise MasterError(
             f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)}; the master is damaged"
         )
-    found = parts if awq is None else (*parts, awq)
-    for spec, part in zip(encoded_specs(name, shape, coder, awq=awq is not None), found, strict=True):
+    stored = parts if awq is None else (*parts, awq)
+    for spec, part in zip(encoded_specs(name, shape, coder, awq=awq is not None), stored, strict=True):
         if (spec.dtype, spec.shape) != (part.dtype, part.shape):
             raise MasterError(
                 f"{part.file}: {part.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "

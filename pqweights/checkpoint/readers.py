@@ -177,12 +177,12 @@ class EncodedTensor:
         count = self.awq.byte_count if last is None else (last - first) * row
         raw = np.empty(count, dtype=np.uint8)
         self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
-        found = to_float32(raw, "F16")
-        if len(found) and not scales.SMALLEST_SCALE <= found.min() <= found.max() < np.inf:
+        values = to_float32(raw, "F16")
+        if len(values) and not scales.SMALLEST_SCALE <= values.min() <= values.max() < np.inf:
             raise damaged_master(
                 f"{self.awq.file}: tensor {self.awq.name!r}: expected finite scales from {scales.SMALLEST_SCALE} on"
             )
-        return found
+        return values
 
     def read_parts(self, first: int, last: int, into: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Read the bytes of blocks [first, last) of each part into arrays [blocks, bytes per block]."""
@@ -196,13 +196,13 @@ class EncodedTensor:
         """
         storage = self.storage.storage if isinstance(self.storage, CheckedReads) else self.storage
         assert isinstance(storage, LocalStorage)
-        found = []
+        mapped = []
         for part, stored in zip(self.coder.parts, self.encoded, strict=True):
             raw = storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
             if len(raw) < stored.byte_count:
                 raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
-            found.append(raw.reshape(-1, part.bytes_per_block))
-        return found
+            mapped.append(raw.reshape(-1, part.bytes_per_block))
+        return mapped
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode elements [start, start + count), straight into `out` if it holds their whole blocks."""
@@ -220,8 +220,8 @@ class EncodedTensor:
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
         try:
             self.coder.decode(parts, values, dtype=dtype, state=self.state)
-        except DamagedBlock as found:
-            raise damaged_error(self.place, found, first=first) from None
+        except DamagedBlock as damaged:
+            raise damaged_error(self.place, damaged, first=first) from None
         if not in_place:
             out[: count * size] = values[skip : skip + count * size]
 

@@ -125,10 +125,10 @@ class Checkpoint:
     @functools.cached_property
     def _by_file(self) -> dict[str, list[StoredTensor]]:
         """The stored tensors of each weight file, sorted by name."""
-        found: dict[str, list[StoredTensor]] = {file: [] for file in self.weight_files}
+        by_file: dict[str, list[StoredTensor]] = {file: [] for file in self.weight_files}
         for stored in sorted(self.stored, key=operator.attrgetter("name")):
-            found[stored.file].append(stored)
-        return found
+            by_file[stored.file].append(stored)
+        return by_file
 
     def check_unchanged(self) -> None:
         """Raise SourceChangedError if a file of the model is not what it was when the checkpoint was opened."""
@@ -231,20 +231,20 @@ def open_checkpoint(
         check_tensors(index, stored)
     if master.is_master(config):
         assert config is not None
-        found = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
+        model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
     else:
-        found = quantized.logical_tensors(storage, stored, config)
+        model = quantized.logical_tensors(storage, stored, config)
     beside = companions(files, weight_files, include, outside_links=storage.outside_links)
     return Checkpoint(
         storage=storage,
         config=config,
         stored=tuple(stored.values()),
-        tensors=_in_file_order(found.tensors, weight_files),
+        tensors=_in_file_order(model.tensors, weight_files),
         weight_files=weight_files,
         companions=beside.copied,
         left_out=beside.left_out,
         is_master=master.is_master(config),
-        left_out_tensors=found.left_out,
+        left_out_tensors=model.left_out,
     )
 
 

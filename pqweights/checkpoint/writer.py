@@ -129,7 +129,7 @@ def _check_disk(needs: Sequence[DiskNeed]) -> None:
 
 def _existing(folder: Path) -> Path:
     """Return a folder, or the nearest one around it that exists."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def check_free(path: Path, overwrite: bool, *, kind: str, read: Callable[[Path], object]) -> None:

@@ -167,10 +167,10 @@ class PolarCoder(Coder):
             if len(bad):
                 x[:, bad] = 0
                 first_bad = here.start + int(bad[0]) if first_bad < 0 else first_bad
-            found = _encode(x, state)
-            angles[here], radii[here] = found.angles.T, found.radii.T
-            energies[here], errors[here] = found.energies, found.errors
-            used = found.exact_radii[found.exact_radii > 0]
+            piece = _encode(x, state)
+            angles[here], radii[here] = piece.angles.T, piece.radii.T
+            energies[here], errors[here] = piece.energies, piece.errors
+            used = piece.exact_radii[piece.exact_radii > 0]
             smallest = min(smallest, float(used.min(initial=math.inf)))
             largest = max(largest, float(used.max(initial=0.0)))
         observed = NormRange(smallest, largest)
@@ -221,8 +221,8 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
         x = x * SIGNS[:, None]
     x, squares, k = prescale(x)
     z = hadamard(x)
-    found, of_groups = polar_transform.transform(z.T, polar_transform.angle_codes)
-    codes, lengths = [each.T for each in found], of_groups.T
+    angles, of_groups = polar_transform.transform(z.T, polar_transform.angle_codes)
+    codes, lengths = [of_level.T for of_level in angles], of_groups.T
     exact = np.ldexp(lengths.astype(np.float64) * ORTHONORMAL, k)
     # No radius is clipped in the last pass, whose exponent fits.
     radii = np.minimum(np.ldexp(exact, -state.norm_exponent), LARGEST_HALF).astype(np.float16)
@@ -252,7 +252,7 @@ def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState) -
 
 def _directions(codes: Sequence[npt.NDArray[np.uint8]]) -> Floats:
     """Return the unit vectors of codes, [128 / 2**level, blocks] each -> [128, blocks]."""
-    result: Floats = polar_transform.directions([each.T for each in codes], _pairs_of).T
+    result: Floats = polar_transform.directions([of_level.T for of_level in codes], _pairs_of).T
     return result
 
 

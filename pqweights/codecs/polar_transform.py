@@ -130,12 +130,12 @@ def transform(x: Array, of_pairs: Callable[[int, Array, Array], Array]) -> tuple
     x: coordinates whose squares neither overflow nor vanish beside the largest, [..., n] f32
     of_pairs: called with the level, x and y; above level 1 neither is negative
     """
-    found = []
+    of_levels = []
     for level in range(1, len(ANGLE_BITS) + 1):
         x, y = x[..., 0::2], x[..., 1::2]
-        found.append(of_pairs(level, x, y))
+        of_levels.append(of_pairs(level, x, y))
         x = library(x).sqrt(x * x + y * y)
-    return found, x
+    return of_levels, x
 
 
 def angle_codes(level: int, x: Array, y: Array) -> Array:

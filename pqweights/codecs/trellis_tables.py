@@ -164,11 +164,11 @@ def gain(number: int) -> float:
     It is the square root of s2 / (s2 + NOISE), s2 being the variance of the class in squares of the step: coding with
     this factor on both sides leaves the error of least squares, and the same error in blocks of every class.
     """
-    kind = Class.of(number)
-    if kind.table == 0:
+    of_number = Class.of(number)
+    if of_number.table == 0:
         return 0.0
-    variance = sqrt2_power(kind.table - 1 + EXPONENTS[0])
-    return math.ldexp(math.sqrt(variance / (variance + NOISE)), kind.doublings)
+    variance = sqrt2_power(of_number.table - 1 + EXPONENTS[0])
+    return math.ldexp(math.sqrt(variance / (variance + NOISE)), of_number.doublings)
 
 
 def sqrt2_power(exponent: int, root: int = 2) -> float:
@@ -270,9 +270,9 @@ def decode_tables() -> DecodeTables:
 @functools.cache
 def encode_model() -> EncodeModel:
     """Return what the encoder knows."""
-    kinds = [Class.of(number) for number in range(CLASSES)]
-    tables = np.array([kind.table for kind in kinds])
-    doubled = np.ldexp(1.0, [kind.doublings for kind in kinds])
+    classes = [Class.of(number) for number in range(CLASSES)]
+    tables = np.array([of_number.table for of_number in classes])
+    doubled = np.ldexp(1.0, [of_number.doublings for of_number in classes])
     gains = np.array([gain(table) for table in range(1 + TABLES)])[tables]
     limits = np.array([-math.inf, *(sqrt2_power(2 * e - 1, 4) + NOISE for e in EXPONENTS)])[tables] * doubled**2
     lengths = np.array([(0.0, 0.0), *(_code_length(exponent) for exponent in EXPONENTS)])[tables]

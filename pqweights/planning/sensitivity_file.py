@@ -54,8 +54,8 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
     """
     places = {name: found for name in groups if (found := _LAYER.match(name))}
     layers_of: dict[str, set[int]] = {}
-    for found in places.values():
-        layers_of.setdefault(found[1], set()).add(int(found[2]))
+    for layer in places.values():
+        layers_of.setdefault(layer[1], set()).add(int(layer[2]))
     result = {}
     for name, names in groups.items():
         alpha = _alpha_of_one_layer(name, {roles[weight] for weight in names})
@@ -208,10 +208,10 @@ def alphas_for(
     by_weight = {name: group for group in known.groups for name in group.weights}
     alphas: dict[str, float] = {}
     for name, names in groups.items():
-        found = {by_weight[weight].name: by_weight[weight] for weight in names if weight in by_weight}
-        if found:
+        known_groups = {by_weight[weight].name: by_weight[weight] for weight in names if weight in by_weight}
+        if known_groups:
             # The groups may have been others when they were measured: errors of different weights add up.
-            alphas[name] = math.fsum(group.alpha for group in found.values())
+            alphas[name] = math.fsum(group.alpha for group in known_groups.values())
     ratios = sorted(alphas[name] / rule[name] for name in alphas if rule[name] > 0)
     scale = ratios[len(ratios) // 2] if ratios else 1.0
     missing = [name for name in groups if name not in alphas]
@@ -237,12 +237,12 @@ def is_tied(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> bool:
     return all(role != "lm_head" for _, role in weights) if stated is None else bool(stated)
 
 
-def write_sensitivity(path: Path, found: Sensitivity) -> None:
+def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:
     """Write the file, whole or not at all.
 
     Raises OutputError.
     """
-    write_whole(path.absolute().parent, path, [json_bytes(found.to_json())])
+    write_whole(path.absolute().parent, path, [json_bytes(sensitivity.to_json())])
 
 
 def read_sensitivity(path: Path) -> Sensitivity:

@@ -137,7 +137,7 @@ class Statistics:
         """
         if self.checkpoint in fingerprints.values():
             return
-        wanted = " or ".join(f"{name} (fingerprint {found[:12]})" for name, found in fingerprints.items())
+        wanted = " or ".join(f"{name} (fingerprint {fingerprint[:12]})" for name, fingerprint in fingerprints.items())
         raise SourceError(
             f"{self.path}: expected {kind} of {wanted}, found those of another checkpoint "
             f"({self.checkpoint[:12]}); run {COMMANDS[kind]} on this one"
@@ -211,8 +211,8 @@ def open_statistics(path: Path, kind: Kind | None = None) -> Statistics:
         _check_version(path, told)
         holds = read_document(told, _Description, _damaged(path, ())).holds
     if kind is not None and kind not in holds:
-        found = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in holds) or "nothing"
-        raise SourceError(f"{path}: expected {what} that {command} wrote, found {found}")
+        held = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in holds) or "nothing"
+        raise SourceError(f"{path}: expected {what} that {command} wrote, found {held}")
     return _opened(path, file, holds=holds, told=told, stored={part.name: part for part in stored})
 
 

@@ -283,8 +283,8 @@ def _top_level(folder: Path) -> LocalStorage:
         )
         raise MasterError(f"{folder}: no such folder{hint}")
     if not folder.is_dir():
-        found = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
-        raise MasterError(f"{folder}: expected a folder, found {found}")
+        what = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
+        raise MasterError(f"{folder}: expected a folder, found {what}")
     return LocalStorage(folder, only=top_level_files(folder))
 
 

@@ -89,20 +89,20 @@ def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) 
 
     Raises MasterError if action, codec and bits do not go together, or for a codec of WITHDRAWN.
     """
-    found = f"action, codec and bits: expected those of a codec, found {(plan.action, plan.codec, plan.bits)}"
+    mismatch = f"action, codec and bits: expected those of a codec, found {(plan.action, plan.codec, plan.bits)}"
     if plan.action == INTEGER and plan.codec is not None and plan.bits in range(1, 9):
         return None
     if plan.action in (KEEP, DECODE) and plan.codec is None and plan.bits is None:
         return None
     if plan.action != QUANTIZE or plan.codec is None or plan.bits is None:
-        raise wrong(found)
+        raise wrong(mismatch)
     if plan.codec in WITHDRAWN and plan.codec not in CODECS:
         raise MasterError(f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again")
     try:
         coder = coder_of(plan)
         state = coder.parse_state({key: stated[key] for key in CODECS[plan.codec].state_defaults}).to_json()
     except RecipeError:
-        raise wrong(found) from None
+        raise wrong(mismatch) from None
     except KeyError as error:
         raise wrong(f"missing key {error}") from None
     except ValueError as error:

@@ -150,20 +150,20 @@ class GgufInspection:
     def hyper_parameters(self) -> dict[str, MetadataValue]:
         """The metadata of the architecture, without its name before each key."""
         start = f"{self.contents.architecture}."
-        found = self.contents.metadata.items()
-        return {key.removeprefix(start): value for key, value in found if key.startswith(start)}
+        items = self.contents.metadata.items()
+        return {key.removeprefix(start): value for key, value in items if key.startswith(start)}
 
     @property
     def tokenizer(self) -> GgufTokenizerFacts:
         """The tokenizer."""
-        found = self.contents
+        contents = self.contents
         return GgufTokenizerFacts(
-            model=found.text("tokenizer.ggml.model"),
-            splitter=found.text("tokenizer.ggml.pre"),
-            tokens=found.vocabulary,
-            begin=found.number("tokenizer.ggml.bos_token_id"),
-            end=found.number("tokenizer.ggml.eos_token_id"),
-            has_chat_template=found.text("tokenizer.chat_template") is not None,
+            model=contents.text("tokenizer.ggml.model"),
+            splitter=contents.text("tokenizer.ggml.pre"),
+            tokens=contents.vocabulary,
+            begin=contents.number("tokenizer.ggml.bos_token_id"),
+            end=contents.number("tokenizer.ggml.eos_token_id"),
+            has_chat_template=contents.text("tokenizer.chat_template") is not None,
         )
 
     @functools.cached_property
@@ -172,8 +172,8 @@ class GgufInspection:
         by_type: dict[str, list[FileTensor]] = {}
         for tensor in self.contents.tensors:
             by_type.setdefault(tensor.type, []).append(tensor)
-        found = (_total(name, tensors) for name, tensors in by_type.items())
-        return tuple(sorted(found, key=lambda each: (-each.bytes, each.type)))
+        totals = (_total(name, tensors) for name, tensors in by_type.items())
+        return tuple(sorted(totals, key=lambda total: (-total.bytes, total.type)))
 
     @property
     def totals(self) -> TypeTotal:
@@ -185,19 +185,19 @@ class GgufInspection:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `inspect --json` prints."""
-        found, totals = self.contents, self.totals.to_json()
+        contents, totals = self.contents, self.totals.to_json()
         del totals["type"]
         return {
             "kind": "gguf",
-            "files": list(found.files),
-            "version": found.version,
-            "architecture": found.architecture,
+            "files": list(contents.files),
+            "version": contents.version,
+            "architecture": contents.architecture,
             "name": self.name,
             "file_type": self.file_type,
             "tokenizer": self.tokenizer._asdict(),
-            "metadata": {key: _json_of(value) for key, value in found.metadata.items()},
-            "totals": totals | {"file_bytes": found.file_bytes},
-            "types": [each.to_json() for each in self.types],
+            "metadata": {key: _json_of(value) for key, value in contents.metadata.items()},
+            "totals": totals | {"file_bytes": contents.file_bytes},
+            "types": [total.to_json() for total in self.types],
             "tensors": [
                 {
                     "name": tensor.name,
@@ -207,7 +207,7 @@ class GgufInspection:
                     "offset": tensor.offset,
                     "bytes": tensor.byte_count,
                 }
-                for tensor in found.tensors
+                for tensor in contents.tensors
             ],
         }
 

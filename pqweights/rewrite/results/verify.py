@@ -118,10 +118,10 @@ class ShardChecks:
                 done += end - begin
                 progress(done, total, tensor.name)
                 if end == tensor.byte_count:
-                    found, digests = tensor_hash.combined(digests), []
+                    whole, digests = tensor_hash.combined(digests), []
                     expected = self.digests[tensor.name]
-                    if found != expected:
-                        differs = f"{tensor_hash.key}: expected {expected}, found {found}"
+                    if whole != expected:
+                        differs = f"{tensor_hash.key}: expected {expected}, found {whole}"
                         wrong.append(f"{tensor.file}: tensor {tensor.name!r}: {differs}")
         return wrong
 
@@ -197,14 +197,15 @@ def verify(
     manifest = read_manifest(result)
     storage = LocalStorage(result) if isinstance(result, Path) else result
     shards = shards_of(manifest)
-    found = run(shard_checks(storage, manifest, shards), threads, progress)
-    problems = [*_check_state(storage, manifest), *found.damaged, *found.wrong]
+    findings = run(shard_checks(storage, manifest, shards), threads, progress)
+    problems = [*_check_state(storage, manifest), *findings.damaged, *findings.wrong]
     problems += _check_index(storage, manifest, shards)
-    problems += _check_files(storage, manifest)
+    of_files = dict(_check_files(storage, manifest))
+    problems += of_files.values()
     problems += _check_foreign(storage, manifest, shards=shards, beside=beside)
-    if manifest.kind == "master" and not any(p.startswith((CONFIG_FILE, "model-")) for p in problems):
+    if manifest.kind == "master" and not (findings.damaged or findings.wrong or CONFIG_FILE in of_files):
         problems += _check_config(storage, manifest)
-    good = [shard for shard in shards if shard.file in found.good]
+    good = [shard for shard in shards if shard.file in findings.good]
     hashed = {stored.name for shard in good for stored in shard.stored}
     files = [record.bytes for name, record in manifest.files.items() if _size_of(storage, name) == record.bytes]
     return Verification(
@@ -249,8 +250,8 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
         if target is None:
             yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(stated)[:80]!r}"
             return
-        found = get_target(target)
-        known = {*known, *found.options, *found.account}
+        chosen = get_target(target)
+        known = {*known, *chosen.options, *chosen.account}
     for key in manifest.made_by:
         if key not in known:
             yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"
@@ -269,22 +270,22 @@ def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, 
         yield f"{MANIFEST_FILE}: a tensor is there twice"
 
 
-def _check_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
-    """Check the files without tensors."""
+def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Check the files without tensors; yield what is wrong with each of them."""
     if not manifest.identity.container and INDEX_FILE not in manifest.files:
-        yield f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
+        yield INDEX_FILE, f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
         size = _size_of(storage, name)
         if not is_inside(name):
-            yield f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
+            yield name, f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
         elif name in storage.outside_links:
-            yield outside(name)
+            yield name, outside(name)
         elif size is None:
-            yield f"{name}: missing"
+            yield name, f"{name}: missing"
         elif size != record.bytes:
-            yield f"{name}: expected {record.bytes} bytes, found {size}"
-        elif (found := _sha256(storage, name, size)) != record.sha256:
-            yield f"{name}: sha256: expected {record.sha256}, found {found}"
+            yield name, f"{name}: expected {record.bytes} bytes, found {size}"
+        elif (digest := _sha256(storage, name, size)) != record.sha256:
+            yield name, f"{name}: sha256: expected {record.sha256}, found {digest}"
 
 
 def _sha256(storage: Storage, name: str, size: int) -> str:
@@ -317,25 +318,25 @@ def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
     if not checkpoint.is_master or checkpoint.config is None:
         yield f"{CONFIG_FILE}: has no quantization_config of pqweights"
         return
-    found = {t.name: t for t in checkpoint.tensors if isinstance(t, EncodedTensor)}
+    configured = {t.name: t for t in checkpoint.tensors if isinstance(t, EncodedTensor)}
     expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
-    for name in sorted(expected.keys() ^ found.keys()):
+    for name in sorted(expected.keys() ^ configured.keys()):
         yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
-    for name in sorted(expected.keys() & found.keys()):
-        yield from _check_weight(expected[name], found[name])
+    for name in sorted(expected.keys() & configured.keys()):
+        yield from _check_weight(expected[name], configured[name])
     kept = checkpoint.config["quantization_config"].get("kept")
     if kept != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
         yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
 
 
-def _check_weight(expected: Encoding, found: EncodedTensor) -> Iterator[str]:
-    """Check what a configuration states about a weight. expected: by the manifest. found: by the configuration."""
-    ours, theirs = _stated(expected), _stated(_encoding(found))
+def _check_weight(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
+    """Check what a configuration states about a weight. expected: by the manifest. configured: by the configuration."""
+    ours, theirs = _stated(expected), _stated(_encoding(configured))
     for key in ours.keys() & theirs.keys():
         if ours[key] != theirs[key]:
             yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours[key]!r}, found {theirs[key]!r}"
     coder = expected.coder
-    if ours["codec"] == theirs["codec"] and found.coder.tables() != coder.tables():
+    if ours["codec"] == theirs["codec"] and configured.coder.tables() != coder.tables():
         yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
 
 
