@@ -68,7 +68,7 @@ def test_document_is_read_and_written() -> None:
             {"entries": [{"weight": 1, "shape": [1, 2**61]}]},
             f"entries[0].shape[1]: expected a whole number <= {2**60}, found",
         ),
-        ({"by_name": {"b": {"weight": None}}}, "by_name[...].weight: expected a number, found null"),
+        ({"by_name": {"b": {"weight": None}}}, "by_name['b'].weight: expected a number, found None"),
         (
             {"by_name": {"b": {"weight": 1, "shape": [-1]}}},
             "by_name[...].shape[0]: expected a whole number >= 0, found another",

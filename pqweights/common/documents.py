@@ -29,7 +29,7 @@ Damaged = Callable[[str], Exception]  # what is wrong, in words -> the error
 
 # msgspec says "Expected `int`, got `str` - at `$.groups[0].alpha`".
 _PROBLEM = re.compile(r"(?P<problem>.*?)(, got `?(?P<got>.*?)`?)?( - at `(?P<path>.*)`)?", re.DOTALL)
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 # The types of JSON, in the words of our messages.
 _WORDS = {
     "int": "a whole number",
@@ -40,6 +40,7 @@ _WORDS = {
     "object": "keys and values",
     "|": "or",
 }
+_TYPES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -105,16 +106,27 @@ def _in_words(message: str, value: Any) -> str:
     problem = problem.replace("Object contains unknown field", "unknown key")
     if problem.startswith("Expected"):
         problem = " ".join(_WORDS.get(word, word) for word in problem.split()).removesuffix(" or null")
-        # The path does not say which key of a dict it is (`[...]`), but msgspec says of which type its value is.
-        got = match["got"] or "another value"
-        found = _WORDS.get(got, got) if "..." in path else _shown(value, path)
-        problem = f"{problem}, found {found}"
+        path, got = _located(value, _STEP.findall(path), match["got"]) or (path, "another value")
+        problem = f"{problem}, found {got}"
     field = f"{path.removeprefix('.')}: " if path else ""
     return f"{field}{problem[0].lower()}{problem[1:]}"
 
 
-def _shown(value: Any, path: str) -> str:
-    """Return the value at a path such as `.groups[0].alpha`, short enough for a message."""
-    for key, number in _STEP.findall(path):
-        value = value[key] if key else value[int(number)]
-    return ascii(value)[:80]
+def _located(value: Any, steps: list[tuple[str, str]], got: str | None) -> tuple[str, str] | None:
+    """Return the path of what msgspec refused, and the value, short enough for a message; None if it is not there.
+
+    msgspec does not say in which item of a mapping (`[...]`), but of which type the value is.
+    """
+    if not steps:
+        return ("", ascii(value)[:80]) if got in (None, _TYPES.get(type(value))) else None
+    (key, index), *rest = steps
+    if index == "..." and got is None:
+        return None
+    for at in list(value) if index == "..." else [key or int(index)]:
+        try:
+            located = _located(value[at], rest, got)
+        except (IndexError, KeyError, TypeError):
+            continue
+        if located is not None:
+            return f".{key}{located[0]}" if key else f"[{at!r}]{located[0]}", located[1]
+    return None

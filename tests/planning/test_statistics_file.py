@@ -87,7 +87,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
         ({"inputs": [{"tokens": -1, "windows": 1}]}, "inputs[0].tokens: expected a whole number >= 0, found -1"),
         ({"inputs": DESCRIPTION["inputs"] * 2}, "expected inputs.1 as two float32 matrices"),
         ({"weights": []}, "weights: expected keys and values"),
-        ({"weights": {"a": 3}}, "weights[...]: expected keys and values, found a whole number"),
+        ({"weights": {"a": 3}}, "weights['a']: expected keys and values, found 3"),
         (
             {"weights": {"a": {"inputs": ["0"], "transposed": False}}},
             "'a': inputs[0]: expected a whole number, found '0'",
