@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,6 @@ MOST_OPEN_PIECES = 32
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all damage"
 
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # as `map` does
-
-
-class Reads(Protocol):
-    """What a tensor is read through: a storage, or one whose tensors are checked."""
-
-    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill the buffer with bytes of a file from `offset` on, see Storage."""
-        ...
 
 
 class CheckedReads:
@@ -157,3 +149,6 @@ class CheckedReads:
             self._begun.pop(tensor.name, None)
         if problem:
             raise MasterError(problem)
+
+
+Reads = Storage | CheckedReads  # what a tensor is read through: a storage, or one whose tensors are checked

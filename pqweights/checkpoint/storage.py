@@ -115,6 +115,7 @@ class Storage(Protocol):
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files, which is what the caller does next."""
+        return
 
     def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
         """Fetch files ahead while the context is open and the caller reads them in the given order.
@@ -126,6 +127,7 @@ class Storage(Protocol):
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
+        return
 
 
 def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:

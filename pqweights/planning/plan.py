@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
@@ -153,28 +153,6 @@ class ShardPlan:
                 yield end, gap
 
 
-class Container(Protocol):
-    """The format of a result's files: how they are named, how they begin, and where tensors lie in them."""
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The `__metadata__` of safetensors files."""
-        ...
-
-    @property
-    def index_file(self) -> str | None:
-        """The name of the file that tells which tensor lies where; None if the format has none."""
-        ...
-
-    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
-        """Return the files that hold the tensors, in their order."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a manifest says of the format; nothing of safetensors."""
-        ...
-
-
 def cuts(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> list[range]:
     """Divide tensors, in their order, into runs of at most max_shard_bytes of data, or of one larger tensor."""
     first, size, runs = 0, 0, []
@@ -308,3 +286,6 @@ class GgufFiles:
         """Return what a manifest says of the files."""
         headers = [{"bytes": header.byte_count, "sha256": header.sha256} for header in self.headers]
         return {"format": GGUF, "name": self.name, "alignment": self.alignment, "headers": headers}
+
+
+Container = Safetensors | GgufFiles  # the format of a result's files: how they are named, begin and hold tensors

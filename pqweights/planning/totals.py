@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class _Counted(Protocol):
-    """What is counted: the properties of a TensorPlan that matter here."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def bits(self) -> float | None: ...
-
-    @property
-    def weights(self) -> int: ...
-
-    @property
-    def bytes(self) -> int: ...
+if TYPE_CHECKING:
+    from pqweights.planning.plan import TensorPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +77,7 @@ class Totals(Counts):
         }
 
 
-def count(tensors: Sequence[_Counted]) -> Counts:
+def count(tensors: Sequence[TensorPlan]) -> Counts:
     """Return counts over tensors."""
     weights = quantized_tensors = quantized_weights = quantized_bytes = 0
     for tensor in tensors:
@@ -110,7 +97,7 @@ def count(tensors: Sequence[_Counted]) -> Counts:
     )
 
 
-def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
+def total(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int) -> Totals:
     """Return counts over tensors with the sizes of files."""
     return Totals(**vars(count(tensors)), source_bytes=source_bytes, output_bytes=output_bytes)
 
