@@ -124,7 +124,7 @@ def _recipe(path: Path) -> TypeOptions:
         mix=replace(mix, pure=bool(file.pure)),
         rules=tuple(rules),
         target_size=None if size is None else _in_recipe(path, lambda: parse_size(size)),
-        sensitivity=None if file.sensitivity in (None, HEURISTIC) else Path(file.sensitivity),
+        sensitivity=None if file.sensitivity in (None, HEURISTIC) else Path(str(file.sensitivity)),
     )
 
 

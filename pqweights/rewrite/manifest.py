@@ -348,6 +348,8 @@ def _parsed(document: dict[str, Any], version: int) -> Manifest:
         raise damaged(f"model: expected what a model card may say, {facts}, found {str(file.model)[:80]}")
     entries = list(map(parse_tensor, file.tensors, document["tensors"], itertools.repeat(TENSOR_HASHES[version].key)))
     origin = file.source
+    if (origin.id is None) != (origin.revision is None):
+        raise damaged("source: expected id and revision, found one of them")
     identity = RunIdentity(
         kind=file.kind,
         made_by=account,
