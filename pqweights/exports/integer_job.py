@@ -18,7 +18,8 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
-from pqweights.exports.integers import Rounding, RoundingRule, StoredPiece
+from pqweights.exports.formats import Rule, StoredPiece
+from pqweights.exports.integers import Rounding
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import BEST, Groups
 from pqweights.kernels.workers import scratch
@@ -32,7 +33,9 @@ STRIP_BYTES = 1 << 20
 
 
 class IntegerJob:
-    """The job that turns one weight into integers."""
+    """The job that turns one weight into integers; a chunk is some whole rows of one matrix."""
+
+    row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
 
     def __init__(
         self,
@@ -40,8 +43,8 @@ class IntegerJob:
         tensor: LogicalTensor,
         rounding: Rounding,
         *,
-        master: LogicalTensor | None,
-        master_error: float | None,
+        master: LogicalTensor | None = None,
+        master_error: float | None = None,
         is_original: bool,
     ) -> None:
         """Prepare the job of one weight.
@@ -53,16 +56,17 @@ class IntegerJob:
         self._planned, self._tensor, self._rounding = planned, tensor, rounding
         self._master, self._master_error, self._is_original = master, master_error, is_original
         self._columns = tensor.shape[-1]
-        self._rows = math.prod(tensor.shape[:-1])
-        multiple = rounding.layout.row_multiple
+        self._matrices, self._rows = math.prod(tensor.shape[:-2]), tensor.shape[-2]
+        multiple = max(self.row_multiple, rounding.layout.row_multiple)
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
+        self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
         self._energy = self._error = self._error_by_master = 0.0
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of whole rows."""
-        return -(-self._rows // self._rows_per_chunk)
+        """The number of chunks."""
+        return self._per_matrix * self._matrices
 
     def run(self, chunk: int, sink: Sink) -> RoundedChunk:
         """Round one chunk of rows, and write its pieces.
@@ -99,8 +103,9 @@ class IntegerJob:
 
     def _span(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and how many it has."""
-        first = chunk * self._rows_per_chunk
-        return first, min(self._rows_per_chunk, self._rows - first)
+        matrix, part = divmod(chunk, self._per_matrix)
+        first = part * self._rows_per_chunk
+        return matrix * self._rows + first, min(self._rows_per_chunk, self._rows - first)
 
     def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round the rows of a chunk; also return what `collect` is to know of it besides the errors of weights."""
@@ -173,7 +178,7 @@ class RoundedChunk:
     about: Any = None
 
 
-def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> npt.NDArray[np.float64]:
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:
     """Return the squared errors of codes against other values than they were made from, summed by group."""
     decoded = rule.decode(groups)
     return sums_of_squares(values.reshape(decoded.shape) - decoded)

@@ -8,72 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.kernels.groups import Groups
+from pqweights.exports.formats import Layout, Rule
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.rewrite.transform import SmallFiles
-
-
-class StoredPiece(NamedTuple):
-    """Bytes of a stored tensor.
-
-    stored_name: the stored tensor
-    offset: where the data goes, in bytes from the start of the tensor; None if its columns follow those that came with
-        earlier rows of weights
-    data: u8, contiguous; [rows of the stored tensor, bytes] for columns
-    """
-
-    stored_name: str
-    offset: int | None
-    data: npt.NDArray[np.uint8]
-
-
-class RoundingRule(Protocol):
-    """How groups of consecutive weights become codes, and how codes become weights again."""
-
-    @property
-    def bits(self) -> int:
-        """The width of a code, in bits."""
-        ...
-
-    @property
-    def group_size(self) -> int:
-        """The number of weights that share a scale."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The name of the rule: "best", or what the runtime calls its own rule."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """The kind of code: "affine", "symmetric", or the name of a floating mode."""
-        ...
-
-    def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Quantize whole groups of weights."""
-        ...
-
-    def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
-        """Return the weights that the runtime computes with: [groups, group size]."""
-        ...
-
-
-@runtime_checkable
-class WeightedRule(Protocol):
-    """A rule that can weigh errors by how large inputs are."""
-
-    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
-        """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
-        ...
 
 
 class Importances(Protocol):
@@ -87,25 +31,6 @@ class Importances(Protocol):
         ...
 
 
-class Layout(Protocol):
-    """How a target stores a weight of integers."""
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows are handed to `pieces` in multiples of this number, except for the last ones."""
-        ...
-
-    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """Return the stored tensors of a weight [..., K]."""
-        ...
-
-    def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
-    ) -> list[StoredPiece]:
-        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Rounding:
     """How one weight becomes integers.
@@ -114,7 +39,7 @@ class Rounding:
     reason: why it is rounded so, if not by the name of the rule
     """
 
-    rule: RoundingRule
+    rule: Rule
     layout: Layout
     label: str | None = None
     reason: str | None = None

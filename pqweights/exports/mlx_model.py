@@ -13,8 +13,10 @@ import io
 import json
 import re
 import tempfile
+import textwrap
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
+from pqweights.errors import ExportError
 from pqweights.exports.architectures import MLX, other_targets
-from pqweights.exports.mlx_refusals import refused
 from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
@@ -46,6 +48,9 @@ GEMMA3_VOCABULARY = 262208
 # Models with images whose text_config must say whether the head is tied. For the first two, tied is the default.
 TEXT_HEAD = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
+# What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MOST_QUOTED = 240
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 
 
@@ -98,8 +103,7 @@ def read_model(
 
     Raises ExportError if mlx-lm does not support the model.
     """
-    what = f"mlx-lm does not support this model ({config.get('model_type')!r})"
-    checked = functools.partial(refused, what, other_targets(MLX, config))
+    checked = functools.partial(_checked, config.get("model_type"), other_targets(MLX, config))
     with checked():
         config = _loaded(config, generation_config)
     _add_old_names(config)
@@ -128,6 +132,26 @@ def read_model(
         return evaluate(_sanitize(build(), model_type), specs, wanted=wanted, load=load)
 
     return MlxModel(outputs=outputs, dtypes=dtypes, quantized=quantized, config=config, evaluate=values)
+
+
+@contextlib.contextmanager
+def _checked(model_type: object, advice: str) -> Iterator[None]:
+    """Turn an error of mlx-lm into an ExportError that quotes it and ends with `advice`; what mlx-lm prints is dropped.
+
+    The line of mlx-lm's own code tells which setting or tensor it was about where the error does not.
+    """
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except (SystemExit, *REFUSALS) as error:  # mlx-lm's OLMo exits without a package of its own
+        said = textwrap.shorten(str(error).rstrip(". "), MOST_QUOTED, placeholder=" ...")
+        lines = traceback.extract_tb(error.__traceback__)
+        line = next((f", {Path(f.filename).name}:{f.lineno}" for f in reversed(lines) if "mlx_lm" in f.filename), "")
+        if isinstance(error, SystemExit):
+            said = "a package that it needs is not installed"
+        raise ExportError(
+            f"mlx-lm does not support this model ({model_type!r}): {said} ({type(error).__name__}{line}); {advice}"
+        ) from error
 
 
 def _quantize(

@@ -43,10 +43,10 @@ EQUALIZE = "equalize"
 KEPT_TENSORS = 16
 
 
-def check_fold(kind: str | None) -> None:
-    """Raise OptionError for a fold that does not exist. kind: None for none."""
-    if kind not in (None, EQUALIZE):
-        raise OptionError(f"`fold` {kind}: {instead(kind, [EQUALIZE])}")
+def check_fold(fold: str | None) -> None:
+    """Raise OptionError for a fold that does not exist. fold: None for none."""
+    if fold not in (None, EQUALIZE):
+        raise OptionError(f"`fold` {fold}: {instead(fold, [EQUALIZE])}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +61,11 @@ class _LinkFactors:
     gain: float
 
     @staticmethod
-    def of(found: Factors) -> _LinkFactors:
-        if found.gain < SMALLEST_GAIN:
-            return _LinkFactors(None, found.gain)
-        stored = from_float32(np.ascontiguousarray(found.columns).reshape(-1), "BF16")
-        return _LinkFactors(stored.reshape(len(found.columns), -1), found.gain)
+    def of(factors: Factors) -> _LinkFactors:
+        if factors.gain < SMALLEST_GAIN:
+            return _LinkFactors(None, factors.gain)
+        stored = from_float32(np.ascontiguousarray(factors.columns).reshape(-1), "BF16")
+        return _LinkFactors(stored.reshape(len(factors.columns), -1), factors.gain)
 
     @property
     def factors(self) -> Floats | None:
@@ -192,7 +192,7 @@ class Fold:
     def over(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint with tensors of the same names, folded with the same factors."""
         tensors = tuple(
-            FoldedTensor(original=tensor, factors=self.factors) if self._touches(tensor.name) else tensor
+            FoldedTensor.of(tensor, self.factors) if self._touches(tensor.name) else tensor
             for tensor in checkpoint.tensors
         )
         return replace(checkpoint, tensors=tensors)
@@ -226,10 +226,10 @@ class Fold:
         """
         path = folder / FACTORS_FILE
         self._read_gains()
-        found = read_journal(path)
-        if not found:
+        entries = read_journal(path)
+        if not entries:
             path.unlink(missing_ok=True)
-        self._known |= {number: _LinkFactors.parse(gain, stored) for number, gain, stored in found}
+        self._known |= {number: _LinkFactors.parse(gain, stored) for number, gain, stored in entries}
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
@@ -272,8 +272,8 @@ class Fold:
         """Whether a tensor of a folded master is a norm with another gain than this fold gives it."""
         if tensor.name not in self._norms:
             return False
-        found = self.factors(tensor.name).values
-        return not np.array_equal(_values(tensor), self._gains[tensor.name] if found is None else found)
+        folded = self.factors(tensor.name).values
+        return not np.array_equal(_values(tensor), self._gains[tensor.name] if folded is None else folded)
 
     def _read_gains(self) -> None:
         """Read norms and biases before files are fetched: others would wait for room that nothing frees.
@@ -288,11 +288,11 @@ class Fold:
     def _decided(self, link: Link, sizes: Sizes) -> _LinkFactors:
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
-        found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
+        factors = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
         if link.exact and link.matrices == 1:
-            columns = keeping_bits(found.columns[0], self._plain_vectors(link))
-            found = Factors(columns[None], found.gain)
-        return _LinkFactors.of(found)
+            columns = keeping_bits(factors.columns[0], self._plain_vectors(link))
+            factors = Factors(columns[None], factors.gain)
+        return _LinkFactors.of(factors)
 
     def _plain_vectors(self, link: Link) -> list[tuple[Floats, str]]:
         """Return the gain and the biases of a link, [channels], each with the dtype that it is stored in."""
@@ -334,21 +334,21 @@ class Fold:
             folded = self._folded_gain(number)
             return TensorFactors() if folded is None else TensorFactors(values=folded.stored)
         shape = self._tensors[tensor].shape
-        found: dict[int, Floats] = {}
+        by_axis: dict[int, Floats] = {}
         for number, side, reads in self._sides[tensor]:
             columns = self._columns(number)
             if columns is None:
                 continue
             factors = columns if reads else 1 / columns
             matrices = shape[0] if len(shape) == 3 else 1
-            along = found.get(side.axis)
+            along = by_axis.get(side.axis)
             if along is None:
-                along = found[side.axis] = np.ones((matrices, shape[side.axis]), dtype=np.float32)
+                along = by_axis[side.axis] = np.ones((matrices, shape[side.axis]), dtype=np.float32)
             by_head = factors.reshape(len(factors), -1, 1, side.width)
             expanded = np.repeat(by_head, side.repeats, axis=2).reshape(len(factors), -1)
             along[:, side.first : side.first + side.count] *= expanded.astype(np.float32, copy=False)
-        rows = found.get(-2)
-        return TensorFactors(rows=None if rows is None else rows.reshape(-1), columns=found.get(COLUMNS))
+        rows = by_axis.get(-2)
+        return TensorFactors(rows=None if rows is None else rows.reshape(-1), columns=by_axis.get(COLUMNS))
 
     def _columns(self, number: int) -> Floats | None:
         """Return by what the columns of a link's readers are multiplied, [matrices, channels]; None for nothing."""
