@@ -36,7 +36,6 @@ SLOW = {
     "exports/test_layer_names.py": MODELS,
     "exports/test_mlx_export.py": MODELS,
     "exports/test_torchao_export.py": MODELS,
-    "exports/test_vllm_export.py": MODELS,
     "exports/test_vllm_runs.py": PROCESSES,
     "exports/test_folded_exports.py": MODELS,
     "folding/test_folded_runs.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
