@@ -51,6 +51,13 @@ TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
 # What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 MOST_QUOTED = 240
+# What mlx-lm says of it, and the same in words of ours.
+IN_WORDS = (
+    (r"Model type (\S+) not supported", r"it has no model of type '\1'"),
+    (r".* missing \d+ required .* arguments?: (.*)", r"it needs settings that config.json does not have: \1"),
+    (r"Received (\d+) parameters? not in model: (.*)", r"its model has no place for \1 tensors: \2"),
+    (r"Missing (\d+) parameters?: (.*)", r"its model needs \1 tensors that the checkpoint does not have: \2"),
+)
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 
 
@@ -136,22 +143,27 @@ def read_model(
 
 @contextlib.contextmanager
 def _checked(model_type: object, advice: str) -> Iterator[None]:
-    """Turn an error of mlx-lm into an ExportError that quotes it and ends with `advice`; what mlx-lm prints is dropped.
+    """Turn an error of mlx-lm into an ExportError that ends with `advice`; what mlx-lm prints is dropped.
 
-    The line of mlx-lm's own code tells which setting or tensor it was about where the error does not.
+    Where mlx-lm does not say itself what it lacks, the line of its code tells about which setting it stumbled.
     """
+    what = f"mlx-lm does not support this model ({model_type!r})"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
-    except (SystemExit, *REFUSALS) as error:  # mlx-lm's OLMo exits without a package of its own
-        said = textwrap.shorten(str(error).rstrip(". "), MOST_QUOTED, placeholder=" ...")
+    except SystemExit as error:  # mlx-lm's OLMo
+        raise ExportError(f"{what}: a package that it needs is not installed; {advice}") from error
+    except REFUSALS as error:
+        text = str(error).rstrip(". ")
         lines = traceback.extract_tb(error.__traceback__)
-        line = next((f", {Path(f.filename).name}:{f.lineno}" for f in reversed(lines) if "mlx_lm" in f.filename), "")
-        if isinstance(error, SystemExit):
-            said = "a package that it needs is not installed"
-        raise ExportError(
-            f"mlx-lm does not support this model ({model_type!r}): {said} ({type(error).__name__}{line}); {advice}"
-        ) from error
+        line = next(
+            (f" in {Path(f.filename).name}, line {f.lineno}" for f in lines[::-1] if "mlx_lm" in f.filename), ""
+        )
+        said = f"its code fails ({type(error).__name__}{line}): {text}"
+        for pattern, words in IN_WORDS:
+            if match := re.fullmatch(pattern, text, re.DOTALL):
+                said = match.expand(words)
+        raise ExportError(f"{what}: {textwrap.shorten(said, MOST_QUOTED, placeholder=' ...')}; {advice}") from error
 
 
 def _quantize(

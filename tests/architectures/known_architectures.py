@@ -140,7 +140,7 @@ MLA: dict[str, Any] = {
     "topk_group": 1,
 }
 LOADS = "loads"
-UNKNOWN_TO_MLX = r"Model type \S+ not supported"
+UNKNOWN_TO_MLX = "it has no model of type"
 TRANSPOSED = "it stores its linear weights transposed"
 FUSED = "transformers splits its fused experts"
 RESHAPED = "transformers cuts or joins its weights"
@@ -212,7 +212,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_neox": A("GPTNeoX", ENCODER, mlx=LOADS, intermediate_size=512),
     "gptj": A("GPTJ", GPT, mlx=LOADS, rotary_dim=16),
-    "gpt_bigcode": A("GPTBigCode", GPT, mlx=r"\(TypeError, gpt_bigcode.py:\d+\)"),
+    "gpt_bigcode": A("GPTBigCode", GPT, mlx=r"\(TypeError in gpt_bigcode.py, line \d+\)"),
     "openai-gpt": A("OpenAIGPT", GPT, head="LMHeadModel", vllm=TRANSPOSED, torchao=TRANSPOSED),
     "dbrx": A(
         "Dbrx",
@@ -308,7 +308,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         EXPERTS,
         vllm=RESHAPED,
         torchao=RESHAPED,
-        mlx="'rope_theta' and 'linear_attn_config'",
+        mlx="settings that config.json does not have: 'rope_theta' and 'linear_attn_config'",
         num_key_value_heads=4,
         kv_lora_rank=WIDTH,
         qk_nope_head_dim=32,
@@ -335,7 +335,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         EXPERTS,
         config="Llama4Text",
         vllm=FUSED,
-        mlx="7 parameters not in model: lm_head.weight",
+        mlx="no place for 7 tensors: lm_head.weight",
         intermediate_size_mlp=WIDE,
         interleave_moe_layer_step=2,
     ),
@@ -361,7 +361,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "laguna": A("Laguna", TEXT, EXPERTS, torchao=RENAMED, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
     "hy_v3": A("HYV3", TEXT, EXPERTS, torchao=RENAMED),
-    "exaone_moe": A("ExaoneMoe", TEXT, EXPERTS, mlx="'is_moe_layer'"),
+    "exaone_moe": A("ExaoneMoe", TEXT, EXPERTS, mlx="settings that config.json does not have: 'is_moe_layer'"),
     "hrm_text": A("HrmText", TEXT, vllm=RESHAPED, torchao=RESHAPED),
     "gpt_oss": A("GptOss", TEXT, EXPERTS, mlx=LOADS, intermediate_size=WIDTH, sliding_window=32),
     "jamba": A(
@@ -433,7 +433,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MiniMax",
         TEXT,
         EXPERTS,
-        mlx="'shared_intermediate_size' and 'rotary_dim'",
+        mlx="does not have: 'shared_intermediate_size' and 'rotary_dim'",
         layer_types=["linear_attention", "full_attention"],
         block_size=32,
     ),
@@ -565,7 +565,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Kimi_K25",
         head=GENERATES,
         torchao=RENAMED,
-        mlx="40 parameters not in model",
+        mlx="its model has no place for 40 tensors",
         text_config={**TEXT, **EXPERTS, **MLA, "model_type": "deepseek_v3", "tie_word_embeddings": False},
         tie_word_embeddings=False,
         vision_config={
