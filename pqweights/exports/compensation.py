@@ -24,7 +24,7 @@ from pqweights.common.locks import ProcessLock
 from pqweights.common.strict_json import rounded
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.formats import BlockRule
-from pqweights.exports.integer_job import IntegerJob, RoundedChunk
+from pqweights.exports.integers import IntegerJob, RoundedChunk
 from pqweights.kernels.compensation import (
     TILE,
     MomentsFactor,
@@ -107,7 +107,10 @@ class Compensation:
         return squares if columns is None else squares / (columns * columns)
 
     def of(self, tensor: LogicalTensor) -> list[tuple[Floats, int] | None]:
-        """See Importances."""
+        """Return for each matrix of a weight the mean square of each input, [K], and of how many tokens.
+
+        None for a matrix of which the inputs are not known; an empty list for a tensor that is not rounded.
+        """
         return [
             None
             if isinstance(vector, str)

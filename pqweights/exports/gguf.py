@@ -22,9 +22,10 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OptionError
+from pqweights.exports.compensation import Compensation
 from pqweights.exports.formats import BLOCKS, BlockRule
 from pqweights.exports.gguf_types import TypeChoice, TypeOptions, chosen_types, read_types
-from pqweights.exports.integers import Importances, Outline, Rounding, Stays
+from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.options import IMPORTANCE, PLAIN, one_of
 from pqweights.exports.original import integer_export
@@ -78,7 +79,7 @@ class GgufOutput:
             headers.append(FileHeader.of(content))
         return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
 
-    def small_files(self, shards: Sequence[ShardPlan], importances: Importances | None) -> SmallFiles:
+    def small_files(self, shards: Sequence[ShardPlan], importances: Compensation | None) -> SmallFiles:
         """Return a Modelfile, unless there are several files, which Ollama does not take; and what was asked for."""
         result: dict[str, Callable[[], bytes]] = {}
         if len(shards) == 1:
@@ -123,7 +124,7 @@ def _about_types(mix: Mix | None) -> list[MetadataEntry]:
     return [MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number), version]
 
 
-def _imatrix(model: GgufModel, importances: Importances) -> bytes:
+def _imatrix(model: GgufModel, importances: Compensation) -> bytes:
     """Return the importance matrix as llama.cpp's tools read it: sums of squares of inputs, and how many there were.
 
     Format: llama.cpp, tools/imatrix.

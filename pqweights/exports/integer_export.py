@@ -19,8 +19,7 @@ from pqweights.checkpoint.views import View
 from pqweights.exports.bf16 import plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation, WeightedJob
 from pqweights.exports.formats import BlockRule
-from pqweights.exports.integer_job import IntegerJob
-from pqweights.exports.integers import IntegerTarget, Outline, Rounding
+from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ, IMPORTANCE
 from pqweights.planning.containers import Safetensors
 from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes

@@ -16,7 +16,7 @@ from integer_exports import KINDS, ROUNDED, work
 from rewriting import check_killed_runs_resume
 
 from pqweights.errors import MasterError, OutputError, SourceChangedError
-from pqweights.exports import integer_job, target_name
+from pqweights.exports import integers, target_name
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import Manifest, read_manifest
 from pqweights.rewrite.results.verify import verify
@@ -41,7 +41,7 @@ def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
     kind: str, driven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest rounds to seven digits, which would mostly hide sums in another order."""
-    monkeypatch.setattr(integer_job, "rounded", lambda value: value)
+    monkeypatch.setattr(integers, "rounded", lambda value: value)
     found = set()
     for threads, chunk_weights in ((1, 1 << 20), (3, 1000)):
         monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)

@@ -92,8 +92,7 @@ def importances(library: Any, path: Path) -> tuple[Any, list[Any]]:
     return data, kept
 
 
-@pytest.mark.parametrize("imatrix", [False, True], ids=["plain", "imatrix"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "imatrix"), [("17 layers", False), *((name, True) for name in MODELS)])
 def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
     need("llama.cpp")
     library = llama_library.library().functions
