@@ -115,6 +115,13 @@ QWEN_VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+QWEN_VL: dict[str, Any] = {**UNTIED, "text_config": {**TEXT, **UNTIED}, "vision_config": QWEN_VISION}
+SEEING: dict[str, Any] = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "image_token_index": 99,
+    "vision_feature_layer": -1,
+}
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
 T5: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -479,34 +486,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         projection_dim=WIDTH,
         image_text_hidden_size=WIDTH,
     ),
-    "llava": A(
-        "Llava",
-        head=GENERATES,
-        mlx=LOADS,
-        text_config={**TEXT, "model_type": "llama"},
-        vision_config={**IMAGE, "model_type": "clip_vision_model"},
-        image_token_index=99,
-        vision_feature_layer=-1,
-    ),
+    "llava": A("Llava", SEEING, head=GENERATES, mlx=LOADS, vision_config={**IMAGE, "model_type": "clip_vision_model"}),
     "llava with dinov2": A(
         "Llava",
+        SEEING,
         head=GENERATES,
         vllm=RESHAPED,
         mlx=LOADS,
-        text_config={**TEXT, "model_type": "llama"},
         vision_config={**IMAGE, "model_type": "dinov2", "mlp_ratio": 2},
-        image_token_index=99,
-        vision_feature_layer=-1,
     ),
     "mistral3": A(
         "Mistral3",
+        SEEING,
+        UNTIED,
         head=GENERATES,
         mlx=LOADS,
-        text_config={**TEXT, "model_type": "mistral", "tie_word_embeddings": False},
-        tie_word_embeddings=False,
+        text_config={**TEXT, **UNTIED, "model_type": "mistral"},
         vision_config={**IMAGE, "model_type": "pixtral"},
-        image_token_index=99,
-        vision_feature_layer=-1,
     ),
     "paligemma": A(
         "PaliGemma",
@@ -528,35 +524,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2_vl": A(
         "Qwen2VL",
+        QWEN_VL,
         head=GENERATES,
         mlx=LOADS,
-        text_config={**TEXT, **MROPE, "tie_word_embeddings": False},
-        tie_word_embeddings=False,
+        text_config={**TEXT, **MROPE, **UNTIED},
         vision_config={**QWEN_VISION, "hidden_size": WIDTH},
     ),
-    "qwen2_5_vl": A(
-        "Qwen2_5_VL",
-        head=GENERATES,
-        mlx=LOADS,
-        text_config={**TEXT, **MROPE, "tie_word_embeddings": False},
-        tie_word_embeddings=False,
-        vision_config=QWEN_VISION,
-    ),
-    "qwen3_vl": A(
-        "Qwen3VL",
-        head=GENERATES,
-        mlx=LOADS,
-        text_config={**TEXT, "tie_word_embeddings": False},
-        tie_word_embeddings=False,
-        vision_config=QWEN_VISION,
-    ),
+    "qwen2_5_vl": A("Qwen2_5_VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED}),
+    "qwen3_vl": A("Qwen3VL", QWEN_VL, head=GENERATES, mlx=LOADS),
     "qwen3_vl_moe": A(
-        "Qwen3VLMoe",
-        head=GENERATES,
-        mlx="norm_topk_prob",
-        text_config={**TEXT, **EXPERTS, "tie_word_embeddings": False},
-        tie_word_embeddings=False,
-        vision_config=QWEN_VISION,
+        "Qwen3VLMoe", QWEN_VL, head=GENERATES, mlx="norm_topk_prob", text_config={**TEXT, **EXPERTS, **UNTIED}
     ),
     "qwen3_5 with images": A(
         "Qwen3_5", head=GENERATES, mlx=LOADS, text_config={**TEXT, **DELTA_NET}, vision_config=QWEN_VISION
