@@ -7,6 +7,7 @@ the arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -153,6 +154,46 @@ class Layout:
                 offset = None if part.by_columns else first_row * (data.size // rows)
                 result.append(StoredPiece(part.stored_name(name), offset, data))
         return result
+
+
+def decoded(rule: Rule, codes: Bytes, scales: Floats, offsets: Floats) -> Floats:
+    """Return the weights [..., K] of codes [..., K] and of numbers [..., K / g]."""
+    none = np.empty(0)
+    groups = Groups(
+        codes=codes.reshape(-1, rule.group_size),
+        scales=scales.reshape(-1),
+        offsets=offsets.reshape(-1),
+        energies=none,
+        errors=none,
+    )
+    return rule.decode(groups).reshape(codes.shape)
+
+
+def unpack_stream(packed: Bytes, bits: int) -> Bytes:
+    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
+    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
+    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
+
+
+def unpack_nibbles(packed: Bytes) -> Bytes:
+    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
+    return unpack_stream(packed, 4)
+
+
+def unpack_tiles(words: npt.NDArray[np.int32]) -> Bytes:
+    """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
+
+    The layout is matrix_to_m16n8k16_Bint4_layout in aten/src/ATen/native/cuda/int4mm.cu: lane t holds row t / 4, and of
+    each 16 columns the pairs that start at 2 (t % 4) and 2 (t % 4) + 8. A word holds two such runs of 16 columns, as
+    nibbles 0 2 4 6 1 3 5 7.
+    """
+    tiles, blocks = words.shape[:2]
+    result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
+    for lane, word, nibble in itertools.product(range(32), range(4), range(8)):
+        odd, sixteen, half = nibble >> 2, nibble >> 1 & 1, nibble & 1
+        column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
+        result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
+    return result.reshape(tiles * 8, blocks * 128)
 
 
 def _layout(name: str) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,6 @@ from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import SmallFiles
-
-if TYPE_CHECKING:
-    from pqweights.exports.compensation import Compensation
 
 # Columns are put together to rows in strips of this size.
 STRIP_BYTES = 1 << 20
@@ -79,7 +76,8 @@ class Outline:
     plain_dtype: the `dtype` of plain_plan for tensors that are stored plainly
     warnings: what the user should know of the result before using it, a sentence each
     container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
-    small_files: returns files that are written beside the weights, by name; None if there are none
+    small_files: returns files that are written beside the weights, by name, given the shards and the Compensation, if
+        there is one; None if there are none
     companions: the files that are copied; None for all that the master has
     measured: tensors that are stored plainly, and whose inputs the small files tell of
     """
@@ -92,7 +90,7 @@ class Outline:
     plain_dtype: str | None = "BF16"
     warnings: tuple[str, ...] = ()
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
-    small_files: Callable[[Sequence[ShardPlan], Compensation | None], SmallFiles] | None = None
+    small_files: Callable[[Sequence[ShardPlan], Any], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
     measured: tuple[LogicalTensor, ...] = ()
 

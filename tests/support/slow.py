@@ -30,7 +30,6 @@ SLOW = {
     "evaluate/test_evaluate.py": MODELS,
     "evaluate/test_llama_cpp.py": MODELS,
     "exports/test_added_target.py": MODELS,
-    "exports/test_bf16_export.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
     "exports/test_integer_errors.py": MODELS,
     "exports/test_integer_runs.py": KILLS,
     "exports/test_layer_names.py": MODELS,
