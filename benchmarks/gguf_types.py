@@ -33,7 +33,7 @@ import quality
 from harness import Document, argument_parser, machine, now, publish, table
 
 import pqweights
-from pqweights.exports.gguf_files import IMATRIX_FILE
+from pqweights.exports.gguf import IMATRIX_FILE
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.gguf_encoding import encode_blocks
