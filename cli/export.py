@@ -11,14 +11,14 @@ from pqweights.options import ExportArguments
 
 from . import options, output, report
 from .flags import taking
+from .report import fold_lines
 from .report_errors import integer_form_lines
-from .report_fold import fold_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
 
-class ExportCommand(TyperCommand):
+class Command(TyperCommand):
     """The command export, whose help lists the targets."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -56,9 +56,9 @@ def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None
 
     place = open_store(str(asked.out))
     get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
-    found = options.found_result(str(asked.master), asked.access)
+    result = options.found_result(str(asked.master), asked.access)
     original = None if asked.source is None else options.found_original(str(asked.source), asked.access_to_main)
-    master = MasterFolder(found.where, found.origin, original)
+    master = MasterFolder(result.where, result.origin, original)
     with (
         output.progress("exporting") as progress,
         options.run_options(asked, progress, overwrite=asked.overwrite) as run,

@@ -22,12 +22,12 @@ from typing import Any, NoReturn, Protocol, TextIO
 import typer
 
 from . import interrupts
-from .amounts import BYTES, amount
-from .amounts import size as size
 from .printable import printable, printable_json, printable_prose
 from .tables import table as table
 from .tables import wrapped
 
+# What progress counts by default; other units are named in the plural as well.
+BYTES = "bytes"
 # Jobs, and steps without progress, that end within this many seconds show no line where stderr is not a terminal.
 QUIET_SECONDS = STATUS_SECONDS = 2.0
 # Seconds between two lines of progress.
@@ -332,3 +332,15 @@ def first_names(names: Sequence[str]) -> str:
     from pqweights.common import units
 
     return units.first_names(names)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with its unit; GB is 10**9."""
+    from pqweights.common.units import size_text
+
+    return size_text(count)
+
+
+def amount(count: float, unit: str | None) -> str:
+    """Return a count with its unit; None for a count without one."""
+    return size(count) if unit == BYTES else f"{count:.0f} {unit or ''}".rstrip()

@@ -11,10 +11,9 @@ from pqweights.options import QuantizeArguments
 from . import options, output, report
 from .flags import taking
 from .plan import show_plan
+from .report import fold_lines, is_summarized, summary_table
 from .report_errors import quality_lines
 from .report_fit import fit_lines
-from .report_fold import fold_lines
-from .report_summary import is_summarized, summary_table
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport

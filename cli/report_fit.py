@@ -89,8 +89,8 @@ def curve_lines(fit: Fit) -> list[str]:
         mark = "<- the target" if point.output_bytes == fit.output_bytes else ""
         rows.append([size(point.output_bytes), *_bits(fit, point.output_bytes), f"{point.rise:.5f}", mark])
     bits = "bits/param" if fit.target.bounds_files else "bits/weight"
-    unit = [] if fit.target.bits_per_weight is None else [(bits, True)]
-    columns = [("safetensors files", True), *unit, ("predicted rise", True), ("", False)]
+    unit = [] if fit.target.bits_per_weight is None else [f"#{bits}"]
+    columns = ["#safetensors files", *unit, "#predicted rise", ""]
     return ["predicted rise by size:", *table(columns, rows)]
 
 

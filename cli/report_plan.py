@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 from . import tables
 from .output import size
 from .printable import printable
-from .report import export_lines, left_out_lines, reason_lines, totals_lines
-from .report_fold import planned_fold_lines
-from .report_summary import is_summarized, summary_table
+from .report import (
+    export_lines,
+    is_summarized,
+    left_out_lines,
+    planned_fold_lines,
+    reason_lines,
+    summary_table,
+    totals_lines,
+)
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
     from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
 
 
-COLUMNS = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
+COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]
 
 
 def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
@@ -75,8 +81,7 @@ def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[s
     if width is None or max(len(line) for line in lines) <= width:
         return lines
     rows = [[tensor.name, *_cells(tensor)] for tensor in tensors]
-    drop = ["codec"] if len({tensor.codec for tensor in tensors if tensor.codec}) <= 1 else []
-    shown = tables.table([("tensor", False), *COLUMNS], rows, drop=[*drop, "action", "dtype"])
+    shown = tables.table(["tensor", *COLUMNS], rows, drop=["codec", "action", "dtype"])
     return [*shown, "", *reason_lines(tensors)]
 
 

@@ -21,12 +21,12 @@ def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None
     from pqweights.rewrite.results.shard_checks import ShardChecks
     from pqweights.rewrite.results.verify import verify
 
-    found = options.found_result(str(asked.folder), asked.access)
+    folder = options.found_result(str(asked.folder), asked.access)
     with output.progress("verifying") as progress, engine_of(asked.ray, asked.threads, output.note) as engine:
         result = verify(
-            found.where,
+            folder.where,
             threads=options.thread_count(asked.threads),
-            beside=found.not_fetched,
+            beside=folder.not_fetched,
             progress=progress,
             run=ShardChecks.run if engine is None else engine.run_checks,
         )

@@ -18,7 +18,8 @@ from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
 from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
 from pqweights_cli import output
 
-from pqweights.publish.push import PushOptions, hashing, push
+from pqweights.publish.options import PushOptions
+from pqweights.publish.push import hashing, push
 from pqweights.storage.hub.repository import pieces_of
 from pqweights.storage.hub.sources import Access
 
@@ -360,7 +361,8 @@ def test_card_on_a_branch_names_that_branch(hub: LoopbackHub, client: Client, ma
 
 
 def test_invalid_base_model_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
-    assert "base model 'a b': expected ORG/NAME" in refused(hub, client, master, "--base-model", "a b")
+    wrong = client("push", master, TARGET, "--base-model", "a b")
+    assert wrong.exit_code == 2 and "--base-model: expected ORG/NAME" in wrong.stderr
     assert hub.requests == []
 
 

@@ -70,7 +70,7 @@ def test_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
     recipe.write_text('rules: [{role: mlp, bits: 8, reason: "two\\nlines  "}, {name: "*.k_proj.*", bits: 2}]')
     tensors = answer("plan", source, "--recipe", recipe)["tensors"]
     titles = ("tensor", "shape", "dtype", "action", "codec", "bits", "bytes", "reason")
-    columns = [(title, title in ("bits", "bytes")) for title in titles]
+    columns = [f"#{title}" if title in ("bits", "bytes") else title for title in titles]
     cells = [
         t | {"tensor": t["name"], "shape": "x".join(map(str, t["shape"])), "bytes": str(t["bytes"])} for t in tensors
     ]

@@ -23,6 +23,7 @@ from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.options import EvaluationOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -137,10 +138,10 @@ def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
 
 
 def test_progress_counts_every_cache(work: Path) -> None:
-    from pqweights.quality.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
+    from pqweights.quality.evaluate.evaluation import evaluate
 
     seen: list[tuple[int, int]] = []
-    options = EvaluationOptions(reading=TextOptions(**SHORT), kv_caches=("none", "hadamard"))
+    options = EvaluationOptions(**SHORT, kv_caches=("none", "hadamard"))
     evaluate(
         [work / "q3", work / "source"], TEXT, options, progress=lambda done, total, what: seen.append((done, total))
     )

@@ -14,7 +14,8 @@ from families import ATTENTION, FAMILIES, TEXT, Family, build
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.kv_states import FEWEST_TOKENS, ModelStates, StatesOptions, read_states
+from pqweights.quality.measure.kv_states import FEWEST_TOKENS, ModelStates, read_states
+from pqweights.quality.options import StatesOptions
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -28,7 +28,8 @@ from pqweights.planning.groups import TIED
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import Sensitivity, fitted_alpha, read_sensitivity
 from pqweights.quality.measure import sensitivity as perturb
-from pqweights.quality.measure.sensitivity import LEVELS, SensitivityOptions
+from pqweights.quality.measure.sensitivity import LEVELS
+from pqweights.quality.options import SensitivityOptions
 
 TOKENS = 64
 # A recipe with few groups, for tests that do not depend on the figures.

@@ -29,8 +29,9 @@ from pqweights.inference.runtimes import packages
 from pqweights.planning.recipe import parse_recipe
 from pqweights.quality.measure import calibrate as calibration
 from pqweights.quality.measure import collecting, preparation, sensitivity
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
-from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.options import CalibrationOptions, SensitivityOptions
 
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
 RECIPE = parse_recipe("bits: 3", "three")
@@ -69,8 +70,9 @@ def run_calibrate(source: Path, out: Path, progress: Progress = lambda *_: None,
 
 
 def run_sensitivity(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:
+    text = options.pop("text", None)
     asked = SensitivityOptions(**{"tokens": 32, "window": 16, **options})
-    measure_sensitivity(source, RECIPE, asked, out=out, progress=progress)
+    measure_sensitivity(source, RECIPE, asked, text=text, out=out, progress=progress)
 
 
 def run_moments(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:

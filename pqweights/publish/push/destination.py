@@ -11,8 +11,8 @@ from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
 from pqweights.errors import HubError, MasterError
-from pqweights.publish.card import check_names
-from pqweights.publish.push.options import PushOptions
+from pqweights.publish.card import check_branch
+from pqweights.publish.options import PushOptions
 from pqweights.rewrite.manifest import parse_manifest, shards_of
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.ids import is_repository_id
@@ -47,13 +47,13 @@ class Destination:
         return MAIN if _PULL_REQUEST.fullmatch(self.branch) else self.branch
 
 
-def checked_branch(repository: str, revision: str | None, base_model: str | None) -> str:
+def checked_branch(repository: str, revision: str | None) -> str:
     """Return the branch that --revision names. Raises HubError, OutputError for names that cannot be pushed to."""
     if not is_repository_id(repository):
         hint = "" if "/" in repository else "; include the user or organization"
         raise HubError(f"{repository}: expected ORG/NAME{hint}")
     branch = (revision or MAIN).removeprefix("refs/heads/")
-    check_names(base_model, branch)
+    check_branch(branch)
     if _COMMIT.fullmatch(branch):
         raise HubError(
             f"{repository}: --revision {branch}: expected a branch, found a commit; name a branch to push to"

@@ -15,6 +15,8 @@ from pqweights.inference.runtimes.folders import Folder, read_folder
 from pqweights.inference.runtimes.models import Model, check_options, choose_device, open_model
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode, with_bos
+from pqweights.options import path_of
+from pqweights.quality.options import StatesOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,22 +29,6 @@ DEFAULT_TOKENS = 2048
 FEWEST_TOKENS = 16
 # Keys and values of a layer, by its number.
 Recorded = dict[int, "tuple[Tensor, Tensor]"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatesOptions:
-    """How a text is read, and where the model runs.
-
-    max_tokens: how many tokens to read; by default DEFAULT_TOKENS, or the model's limit if it is smaller
-    tokenizer: the folder of the tokenizer; by default the model's own
-    bos: whether the model reads the token BOS first, if the tokenizer puts one before a text
-    device: cpu, cuda or auto
-    """
-
-    max_tokens: int | None = None
-    tokenizer: Path | None = None
-    bos: bool = True
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,7 +120,7 @@ def _encoded(folder: Folder, text: str, options: StatesOptions) -> EncodedText:
     asked = options.max_tokens or min(DEFAULT_TOKENS, limit or DEFAULT_TOKENS)
     if limit is not None and asked > limit:
         raise EvaluationError(f"--max-tokens {asked}: {folder.path} takes at most {limit} tokens (by its config.json)")
-    encoded = encode(options.tokenizer or folder.path, text, asked, bos=options.bos)
+    encoded = encode(path_of(options.tokenizer) or folder.path, text, asked, bos=not options.no_bos)
     ids = encoded.ids
     if len(ids) < FEWEST_TOKENS:
         remedy = "raise --max-tokens" if len(ids) == asked else "give a longer text"
