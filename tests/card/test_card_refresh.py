@@ -102,7 +102,7 @@ def test_card_written_by_someone_else_needs_adopt(master: Path) -> None:
     foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n# Mine\r\n\nText"
     (master / "README.md").write_bytes(foreign.encode())
     with pytest.raises(
-        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass --adopt to keep"
+        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass `adopt` to keep"
     ):
         write_card(master)
     assert (master / "README.md").read_bytes() == foreign.encode()

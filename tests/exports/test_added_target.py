@@ -127,7 +127,7 @@ def test_killed_run_resumes_to_the_same_folder(
 ) -> None:
     command = {"export": str(families.master(base, "llama")), "target": NAME, "max_shard_bytes": 500_000}
     interrupt(monkeypatch, {**command, "mode": "first"}, tmp_path / "out", shards=1)
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="`overwrite`"):
         run_command({**command, "mode": "second"}, tmp_path / "out")
     report = run_command({**command, "mode": "first"}, tmp_path / "out")
     assert report.resumed > 0

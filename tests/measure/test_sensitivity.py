@@ -344,7 +344,7 @@ def test_transposed_weights_of_gpt2_are_measured(tmp_path: Path) -> None:
 
 def test_nan_or_infinite_logits_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perturb, "_divergence", lambda *_, **__: math.nan)
-    with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass --dtype float32"):
+    with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass `dtype` float32"):
         measured(source)
     monkeypatch.undo()
     monkeypatch.setattr(perturb, "_log_probabilities", lambda *_: torch.tensor([math.inf]))

@@ -244,7 +244,7 @@ def _kept(here: OldCard, there: OldCard) -> OldCard:
     """
     if there.adopted and here.notes.strip() and here.notes != there.notes:
         raise OutputError(
-            f"{CARD_FILE} on the Hub: --adopt cannot keep its text, because {CARD_FILE} in the folder has notes: add "
+            f"{CARD_FILE} on the Hub: `adopt` cannot keep its text, because {CARD_FILE} in the folder has notes: add "
             f"the text to these, and delete {CARD_FILE} on the Hub; nothing was pushed"
         )
     ours = {key: value for card in (there, here) for key, value in card.facts.items() if key in OURS and key != "tags"}

@@ -56,7 +56,7 @@ def checked_branch(repository: str, revision: str | None) -> str:
     check_branch(branch)
     if _COMMIT.fullmatch(branch):
         raise HubError(
-            f"{repository}: --revision {branch}: expected a branch, found a commit; name a branch to push to"
+            f"{repository}: `revision` {branch}: expected a branch, found a commit; name a branch to push to"
         )
     return branch
 
@@ -68,7 +68,7 @@ def find_destination(hub: Hub, repository: str, *, branch: str, options: PushOpt
     if options.create_pr and not has_branch:
         raise HubError(
             f"{repository}: has no branch {branch!a} to open a pull request against: create the branch, or leave out "
-            "--revision or --create-pr"
+            "`revision` or `create_pr`"
         )
     remote = Repository(id=repository, commit="", files={})
     if exists:
@@ -89,7 +89,7 @@ def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
     if any(branch in (ref.name, ref.ref) for ref in [*found.branches, *(found.pull_requests or [])]):
         return True
     if any(branch in (ref.name, ref.ref) for ref in found.tags):
-        raise HubError(f"{repository}: --revision {branch}: expected a branch, found a tag; name a branch to push to")
+        raise HubError(f"{repository}: `revision` {branch}: expected a branch, found a tag; name a branch to push to")
     return False
 
 
@@ -98,7 +98,7 @@ def check_private(remote: Repository, private: bool) -> None:
     if private and not remote.private:
         raise HubError(
             f"{remote.id}: exists and is public: make it private in its settings on the Hub, choose another "
-            "repository, or leave out --private; nothing was pushed"
+            "repository, or leave out `private`; nothing was pushed"
         )
 
 

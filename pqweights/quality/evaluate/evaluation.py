@@ -207,7 +207,7 @@ def _score_caches(
 ) -> list[_Computed]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
     if model.net is None:
-        raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
+        raise EvaluationError(f"{folder.path}: `kv_cache`: {model.runtime} has a cache of its own")
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
@@ -264,7 +264,7 @@ def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
         window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
     elif shortest is not None and folder is not None and window > shortest:
         raise EvaluationError(
-            f"--window {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
+            f"`window` {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
         )
     stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
     return Windows(size=window, stride=stride, score_first=options.score_first)
@@ -301,7 +301,7 @@ def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected:
         ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
         raise EvaluationError(
             f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
-            "be compared; choose one of them with --tokenizer DIR, or pass --no-bos"
+            "be compared; choose one of them with `tokenizer`, or pass `no_bos`"
         )
 
 

@@ -69,7 +69,7 @@ class _Runner:
         with Refused(f"{source}: transformers cannot run this model"), self._torch.inference_mode():
             self._clean = [_log_probabilities(self._torch, model, ids) for ids in windows]
         if not all(self._torch.isfinite(each).all() for each in self._clean):
-            raise EvaluationError(f"{source}: logits are NaN or infinite; pass --dtype float32")
+            raise EvaluationError(f"{source}: logits are NaN or infinite; pass `dtype` float32")
 
     def divergences(self, group: str, noise: Mapping[str, _Noise]) -> list[tuple[float, float]]:
         """Return (t^2, KL in nats per token) for each level of noise in the parameters of a group."""
@@ -80,7 +80,7 @@ class _Runner:
                 points.append((t2, _divergence(self._torch, self._model, self._windows, clean=self._clean)))
         if not all(math.isfinite(kl) for _, kl in points):
             raise EvaluationError(
-                f"{self._source}: {group}: with noise, logits are NaN or infinite; pass --dtype float32"
+                f"{self._source}: {group}: with noise, logits are NaN or infinite; pass `dtype` float32"
             )
         return points
 
@@ -222,13 +222,13 @@ def _windows(source: Path, options: SensitivityOptions, text: str | None = None)
     folder, tokens = read_folder(source), options.tokens
     size = window_size(folder, options.window, min(DEFAULT_WINDOW, max(tokens, 2)))
     if tokens < size:
-        raise EvaluationError(f"--tokens {tokens}: expected at least one window of {size}")
+        raise EvaluationError(f"`tokens` {tokens}: expected at least one window of {size}")
     if text is not None:
         return text_windows(
             folder, text, size=size, tokenizer=path_of(options.tokenizer), max_tokens=tokens, bos=not options.no_bos
         )
     if folder.vocabulary is None:
-        raise EvaluationError(f"{source}: config.json names no vocab_size; pass --text FILE")
+        raise EvaluationError(f"{source}: config.json names no vocab_size; pass `text`")
     random = np.random.default_rng(SEED)
     pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
     place = path_of(options.tokenizer) or source
