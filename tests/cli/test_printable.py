@@ -71,6 +71,7 @@ def master(source: Path, tmp_path: Path) -> Path:
             tensor["name"] += HOSTILE
             tensor["reason"] = f"because{HOSTILE}"
             tensor["role"] = f"role{HOSTILE}"
+        manifest["files"][f"x{HOSTILE}.json"] = {"bytes": 3, "sha256": "0" * 64}
 
     change_manifest(tmp_path / "master", change)
     return tmp_path / "master"
@@ -85,7 +86,7 @@ def test_plan_shows_hostile_names_with_escapes(source: Path, options: tuple[str,
 
 
 def test_quantize_inspect_and_verify_show_hostile_manifests_with_escapes(source: Path, master: Path) -> None:
-    for command in ("inspect", "inspect --no-summary", "inspect --summary", "inspect --json"):
+    for command in ("inspect", "inspect --summary", "inspect --json"):
         name, *options = command.split()
         assert_harmless(done(name, master, *options).output)
     assert_harmless(done("inspect", source, "--distribution").output)
@@ -98,22 +99,7 @@ def test_quantize_inspect_and_verify_show_hostile_manifests_with_escapes(source:
     )
 
 
-def test_names_of_files_that_a_manifest_invents_are_escaped(master: Path, tmp_path: Path) -> None:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][f"x{HOSTILE}.json"] = {"bytes": 3, "sha256": "0" * 64}
-
-    change_manifest(master, change)
-    for command in (
-        ("inspect",),
-        ("verify",),
-        ("card",),
-        ("push", "org/name", "--dry-run"),
-        ("export", tmp_path / "out", "-t", "bf16"),
-    ):
-        assert_harmless(invoke(command[0], master, *command[1:]).output)
-
-
-@pytest.mark.parametrize("target", ["bf16", "vllm", "torchao-int4", "gguf"])
+@pytest.mark.parametrize("target", ["bf16", "vllm"])
 def test_exports_show_hostile_names_with_escapes(master: Path, tmp_path: Path, target: str) -> None:
     assert_harmless(invoke("export", master, tmp_path / "out", "-t", target).output)
 
