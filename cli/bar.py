@@ -8,7 +8,6 @@ from rich import progress as rich
 from rich.console import Console
 from rich.table import Column
 
-from .output import BYTES
 from .printable import printable
 
 # On a terminal with fewer columns there is neither a bar nor a speed, so that there is room for the name.
@@ -27,7 +26,7 @@ class Bar:
 
     def __init__(self, verb: str, unit: str | None, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
-        is_wide, is_bytes = console.width >= LEAST_FOR_A_BAR, unit == BYTES
+        is_wide, is_bytes = console.width >= LEAST_FOR_A_BAR, unit == "bytes"
         line: dict[str, Any] = {"console": console, "transient": True, "expand": True}
         self._verb, self._unit = verb, unit
         self._steps = rich.Progress(_text("step"), rich.TimeElapsedColumn(), **line)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
 from pqweights.options import ExportArguments
+from pqweights.parameters import with_options
 
 from . import options, output, report
 from .flags import taking
@@ -50,22 +52,12 @@ def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    from pqweights.exporting import MasterFolder, export
-    from pqweights.exports import get_target
+    from pqweights.api import export
     from pqweights.storage import open_store
 
-    place = open_store(str(asked.out))
-    get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
-    result = options.found_result(str(asked.master), asked.access)
-    original = None if asked.source is None else options.found_original(str(asked.source), asked.access_to_main)
-    master = MasterFolder(result.where, result.origin, original)
-    with (
-        output.progress("exporting") as progress,
-        options.run_options(asked, progress, overwrite=asked.overwrite) as run,
-    ):
-        shard_bytes = asked.max_shard_bytes
-        done = export(master, place, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run)
-    _show(done, str(asked.master), str(place), json=json)
+    with output.progress("exporting") as progress:
+        done = with_options(export)(replace(asked, progress=progress))
+    _show(done, str(asked.master), str(open_store(str(asked.out))), json=json)
 
 
 def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:

@@ -38,6 +38,7 @@ def command(
     """
     from pqweights.checkpoint.names import MANIFEST_FILE
     from pqweights.errors import OptionError
+    from pqweights.storage.hub.sources import find_result
 
     if asked.kv and summary is not None:
         raise OptionError("--summary: means nothing with `kv`; leave it out")
@@ -48,7 +49,8 @@ def command(
     elif asked.distribution:
         _show_distribution(options.fetched(folder, asked.access).path, asked, plot, json=json)
     else:
-        result = options.found_result(folder, asked.access, only=[MANIFEST_FILE])
+        with output.progress("fetching") as progress:
+            result = find_result(folder, asked.access, only=[MANIFEST_FILE], progress=progress)
         if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
             _show_gguf(result.where, plot, summary=summary, json=json)
             return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +10,8 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.options import RunArguments
     from pqweights.quality.options import CalibrateArguments, SensitivityArguments
-    from pqweights.rewrite.task import RunOptions
-    from pqweights.storage.hub.sources import Access, Fetched, FoundResult
-    from pqweights.storage.remote.addresses import Address
+    from pqweights.storage.hub.sources import Access, Fetched
 
 
 def thread_count(asked: int | None) -> int:
@@ -53,37 +48,12 @@ def _is_fetched(source: str) -> bool:
     return not is_address(source) and not Path(local_path(source)).exists()
 
 
-def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool = False) -> Fetched:
-    """Return a local folder, or a repository on the Hub as a folder in the cache.
-
-    source: the folder or file, or the id of the repository
-    access: how to access the Hub
-    only: the files to fetch; by default all
-    ours: whether pqweights must have written it
-    """
+def fetched(source: str, access: Access) -> Fetched:
+    """Return a local folder, or a repository on the Hub as a folder in the cache."""
     from pqweights.storage.hub.sources import local_folder
 
     with output.progress("fetching") as progress:
-        return local_folder(source, access, only=only, ours=ours, progress=progress)
-
-
-def found_result(source: str, access: Access, *, only: Sequence[str] = ()) -> FoundResult:
-    """Return a folder that pqweights wrote: a local one, one in object storage, or a repository as `fetched` does.
-
-    only: the files of a repository to fetch; by default all, and then pqweights must have written it
-    """
-    from pqweights.storage.hub.sources import find_result
-
-    with output.progress("fetching") as progress:
-        return find_result(source, access, only=only, ours=not only, progress=progress)
-
-
-def found_original(source: str, access: Access) -> Path | Address:
-    """Return the original model of a master: a local path, an address, or a repository as `fetched` does."""
-    from pqweights.storage.hub.sources import find_original
-
-    with output.progress("fetching") as progress:
-        return find_original(source, access, progress)
+        return local_folder(source, access, progress=progress)
 
 
 def check_plot(plot: Path | None) -> None:
@@ -92,16 +62,6 @@ def check_plot(plot: Path | None) -> None:
         from pqweights.quality.plots.figure import check_plot_file
 
         check_plot_file(plot)
-
-
-@contextlib.contextmanager
-def run_options(asked: RunArguments, progress: output.Display, *, overwrite: bool) -> Iterator[RunOptions]:
-    """Yield how a command is carried out, here or on a cluster."""
-    from pqweights.rewrite.distributed.engine import engine_of
-    from pqweights.rewrite.task import RunOptions
-
-    with engine_of(asked.ray, asked.threads, output.note) as engine:
-        yield RunOptions(threads=thread_count(asked.threads), overwrite=overwrite, progress=progress, engine=engine)
 
 
 SummaryOption = Annotated[

@@ -155,6 +155,11 @@ def takes(options: Callable[P, Asked]) -> Callable[[Callable[[Asked], Result]], 
     return decorate
 
 
+def with_options(function: Callable[..., Result]) -> Callable[[Any], Result]:
+    """Return the function that `takes` decorated, which takes the options themselves."""
+    return function.__wrapped__  # type: ignore[attr-defined, no-any-return]
+
+
 def _documented(text: str, options: Any) -> str:
     """Return a docstring with the parameters after its first paragraph."""
     first, _, rest = text.partition("\n\n")
