@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted
 from pqweights.quality.options import CalibrateArguments
 
 from . import options, output
@@ -68,8 +69,6 @@ def _lines(done: Calibration, source: str, out: Path) -> list[str]:
 
 
 def _moments_lines(done: Calibration, vectors: Sequence[InputVector], source: str, out: Path) -> list[str]:
-    from pqweights.common.units import counted
-
     fewest = min((vector.tokens for vector in vectors), default=0)
     return [
         f"{source} -> {out}: moments of {counted(len(vectors), 'distinct vector')} of inputs, which "

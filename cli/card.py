@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pqweights.common.units import counted
 from pqweights.publish.options import CardArguments
 
 from . import options, output, report
@@ -39,7 +40,6 @@ def command(asked: CardArguments, *, shown: PrintOption = False, json: options.J
 
 def _show(card: Card, folder: Path, json: bool) -> None:
     from pqweights.checkpoint.names import CARD_FILE
-    from pqweights.common.units import counted
     from pqweights.rewrite.results.evaluation_record import FEWEST_TOKENS_FOR_CARD
 
     written = folder / CARD_FILE

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted, size_text
 from pqweights.options import path_of
 from pqweights.quality.options import EvaluateArguments
 
@@ -144,7 +145,6 @@ def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
-    from pqweights.common.units import counted
     from pqweights.quality.evaluate.report import beginning, masked_tokens
 
     windows = counted(settings.windows, "window")
@@ -176,5 +176,5 @@ def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
         cells["KL 99%"] = f"{divergence.percentile_99:.4f}"
         cells["top-1"] = output.estimate(divergence.top1, ".2%")
     if speed is not None:
-        cells |= {"tok/s": f"{speed.mean:.1f}", "memory": output.size(speed.peak_bytes)}
+        cells |= {"tok/s": f"{speed.mean:.1f}", "memory": size_text(speed.peak_bytes)}
     return cells

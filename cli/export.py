@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from pqweights.common.units import counted, size_text
 from pqweights.options import ExportArguments
 from pqweights.parameters import with_options
 
@@ -72,10 +73,8 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
-    from pqweights.common.units import counted
-
     plan = done.plan
-    sizes = f"{output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}"
+    sizes = f"{size_text(plan.source_bytes)} -> {size_text(plan.output_bytes)}"
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",

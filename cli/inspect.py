@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import size_text
 from pqweights.quality.options import MeasureArguments
 
 from . import options, output, report
@@ -155,7 +156,7 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
 def _totals_lines(inspection: Inspection) -> list[str]:
     totals = inspection.totals
     return [
-        f"{inspection.manifest.kind}: {output.size(totals.output_bytes)} in {_files(inspection.manifest)} files, "
+        f"{inspection.manifest.kind}: {size_text(totals.output_bytes)} in {_files(inspection.manifest)} files, "
         f"{totals.weights} weights, {totals.coverage:.4%} of them quantized",
         f"bits, all overhead counted: {report.bits_text(totals)}",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted, size_text
 from pqweights.publish.options import PushArguments
 
 from . import options, output
@@ -42,12 +43,10 @@ def command(asked: PushArguments, *, json: options.JsonOption = False) -> None:
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:
-    from pqweights.common.units import counted
-
     shown = [change for change in done.changes if change.kind != "same"]
     compared = done.not_checked is None
     lines = [
-        f"{f'{change.kind:8} ' if compared else ''}{output.size(change.byte_count):>10}  {change.name}"
+        f"{f'{change.kind:8} ' if compared else ''}{size_text(change.byte_count):>10}  {change.name}"
         for change in shown
     ]
     same = len(done.changes) - len(shown)
@@ -60,13 +59,13 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
     if not shown:
         lines.append(f"{where}: holds all of this already; nothing was pushed")
     elif done.not_checked is not None:
-        lines.append(f"{where}: at most {output.size(done.sent_bytes)} would be pushed (dry run)")
+        lines.append(f"{where}: at most {size_text(done.sent_bytes)} would be pushed (dry run)")
         lines.append(
             "not checked: whether the repository can take this, which of these files it holds already, and whether it "
             f"accepts the card: {done.not_checked}"
         )
     elif dry_run:
-        lines.append(f"{where}{created}: {output.size(done.sent_bytes)} would be pushed (dry run)")
+        lines.append(f"{where}{created}: {size_text(done.sent_bytes)} would be pushed (dry run)")
     else:
-        lines.append(f"{where}{created}: {output.size(done.sent_bytes)} pushed, commit {done.commit}: {done.url}")
+        lines.append(f"{where}{created}: {size_text(done.sent_bytes)} pushed, commit {done.commit}: {done.url}")
     return lines

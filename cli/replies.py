@@ -7,6 +7,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted, size_text
+
 from . import interrupts, output
 
 if TYPE_CHECKING:
@@ -97,8 +99,6 @@ class _Screen:
 
 def speed_line(done: Generation) -> str:
     """Return the tokens of a prompt and a reply, how fast they were, and how the reply ended."""
-    from pqweights.common.units import counted
-
     read = counted(done.prompt_tokens, "token")
     if done.read_tokens < done.prompt_tokens:
         read += f" ({done.read_tokens} new)"
@@ -117,7 +117,7 @@ def setting_line(done: Generation) -> str:
         cache = f", KV cache {done.kv_cache.spec} at {taken}"
     chosen = "greedy" if choice.seed is None else f"temperature {choice.temperature:g}, seed {choice.seed}"
     return (
-        f"loaded in {done.timings.load:.1f} s, peak memory {output.size(done.peak_bytes)}; {settings.dtype} on "
+        f"loaded in {done.timings.load:.1f} s, peak memory {size_text(done.peak_bytes)}; {settings.dtype} on "
         f"{settings.device}{weights}{cache}; {chosen}"
     )
 

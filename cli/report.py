@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pqweights.common.units import counted, first_names, size_text
+
 from . import tables
-from .output import first_names, size, warn
+from .output import warn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +31,7 @@ BYTES_COLUMN = 6
 
 def totals_lines(totals: Totals) -> list[str]:
     """Return lines with the sizes, and what bits_and_coverage returns."""
-    sizes = f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)}{_ratio(totals)}"
+    sizes = f"weights: {size_text(totals.source_bytes)} -> {size_text(totals.output_bytes)}{_ratio(totals)}"
     return [sizes, *bits_and_coverage(totals)]
 
 
@@ -93,8 +95,6 @@ def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
 def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return a line for each reason: how many tensors have it, how many weights they hold, and the first names."""
-    from pqweights.common.units import counted
-
     groups: dict[str, list[TensorPlan]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.reason].append(tensor)
@@ -123,7 +123,6 @@ def warn_of_files_beside(source: str) -> None:
 
 def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
     """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
-    from pqweights.common.units import counted
     from pqweights.rewrite.listed_files import file_problems
 
     problems = file_problems(folder, manifest)
@@ -133,8 +132,6 @@ def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
 
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Return names in a row; of many, the first, and how many more there are."""
-    from pqweights.common.units import counted
-
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
@@ -145,7 +142,6 @@ def left_out_lines(plan: Plan) -> list[str]:
     Not listed are the records of pqweights itself, and files beside a single file, which were named before the run.
     """
     from pqweights.checkpoint.companions import NOT_GIVEN, OWN_RECORDS
-    from pqweights.common.units import counted
 
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.left_out.items():
@@ -175,8 +171,6 @@ def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
     """Return what may be folded. fold: the key `fold` of plan --json, if there is one."""
     if fold is None:
         return []
-    from pqweights.common.units import counted
-
     what = f"{counted(len(fold['vectors']), 'vector')} between layers, each if its channels differ enough"
     if fold["warnings"]:
         what = "nothing"

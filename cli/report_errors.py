@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted
+
 from .report import lines_by_reason
 
 if TYPE_CHECKING:
@@ -69,8 +71,6 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     pairs: the tensors of the export, each with what was measured of it
     measured: whether the error against the original was measured; else it is computed from the error of the master
     """
-    from pqweights.common.units import counted
-
     tensors = [tensor for tensor, _ in pairs]
     forms: dict[str, int] = defaultdict(int)
     for tensor in tensors:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .output import size
+from pqweights.common.units import size_text
+
 from .report import is_summarized
 from .tables import table
 
@@ -43,7 +44,7 @@ def _first_line(inspection: GgufInspection) -> str:
     kind = "" if inspection.file_type is None else f", type {inspection.file_type}"
     name = "" if not inspection.name else f" ({_shown(inspection.name)})"
     architecture = contents.architecture or "no architecture"
-    return f"GGUF {contents.version}: {architecture}{name}{kind}: {size(contents.file_bytes)}{files}"
+    return f"GGUF {contents.version}: {architecture}{name}{kind}: {size_text(contents.file_bytes)}{files}"
 
 
 def _fact_lines(inspection: GgufInspection) -> list[str]:

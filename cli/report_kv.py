@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted
+
 from . import output
 
 if TYPE_CHECKING:
@@ -137,8 +139,6 @@ def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
 
 
 def _pair_notes(pairs: Sequence[KeyPair]) -> list[str]:
-    from pqweights.common.units import counted
-
     if not pairs:
         return []
     single = sum(pair.outliers == 1 for pair in pairs)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import typer
 
+from pqweights.common.units import counted
 from pqweights.options import VerifyArguments
 from pqweights.parameters import with_options
 
@@ -20,7 +21,6 @@ def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None
     Prints one line for each problem, and exits with code 1 if there are any.
     """
     from pqweights.api import verify
-    from pqweights.common.units import counted
 
     with output.progress("verifying") as progress:
         result = with_options(verify)(replace(asked, progress=progress))
