@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from pqweights_cli.options import parse_size
+from pqweights.common.units import parse_size
 
 from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.names import shard_name

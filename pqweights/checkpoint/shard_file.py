@@ -3,8 +3,9 @@
 The page cache would copy every byte once more, and evict what others keep there, for files that are flushed to the disk
 in the end. Direct access asks for whole pages of memory at whole pages of the file, so each thread makes its output in
 memory that lies as its place in the file does: all pages but the first and the last then go to the disk from there.
-The safetensors library can only write tensors that are all in memory, so shards are written here, and the tests read
-them back with the library.
+Those two, and whatever is small, are gathered here until pages are whole: a write through the page cache would wait
+for every direct write to the file that is under way, and these for it. The safetensors library can only write tensors
+that are all in memory, so shards are written here, and the tests read them back with the library.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +25,10 @@ from pqweights.errors import OutputError
 from pqweights.kernels.workers import scratch
 
 PAGE_BYTES = 4096
-# Fewer whole pages are left to the system, as norms and biases are.
+# Less is gathered, as norms and biases are.
 DIRECT_BYTES = 1 << 16
+# So many whole pages are written together.
+GATHERED_PAGES = 256
 # Without direct access: a flush begins when this many bytes have been written since the last one.
 FLUSH_BYTES = 1 << 27
 
@@ -41,6 +45,61 @@ def memory_for(purpose: str, offset: int, byte_count: int) -> Bytes:
     return memory[start : start + byte_count]
 
 
+class _Pages:
+    """Pages of a file that are gathered piece by piece, from any thread.
+
+    Bytes may be given again, for a job with several passes; the last ones count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: dict[int, tuple[Bytes, npt.NDArray[np.bool_]]] = {}  # page -> its bytes, and which were given
+        self._whole: dict[int, Bytes] = {}
+
+    def add(self, offset: int, data: Bytes) -> bool:
+        """Add bytes at an offset in the file, and return whether enough pages are whole for them to be written."""
+        with self._lock:
+            done = 0
+            while done < len(data):
+                page, start = divmod(offset + done, PAGE_BYTES)
+                count = min(len(data) - done, PAGE_BYTES - start)
+                self._add(page, start, data[done : done + count])
+                done += count
+            return len(self._whole) >= GATHERED_PAGES
+
+    def _add(self, page: int, start: int, data: Bytes) -> None:
+        whole = self._whole.get(page)
+        if whole is None and page not in self._parts:
+            self._parts[page] = np.zeros(PAGE_BYTES, np.uint8), np.zeros(PAGE_BYTES, np.bool_)
+        content, given = (whole, None) if whole is not None else self._parts[page]
+        content[start : start + len(data)] = data
+        if given is not None:
+            given[start : start + len(data)] = True
+            if given.all():
+                self._whole[page] = self._parts.pop(page)[0]
+
+    def take_whole(self) -> Iterator[tuple[int, Bytes]]:
+        """Let go of the pages that are whole, and return the offset and the bytes of each run of neighbours."""
+        with self._lock:
+            whole, self._whole = self._whole, {}
+        pages = np.array(sorted(whole), np.int64)
+        for run in np.split(pages, np.nonzero(np.diff(pages) != 1)[0] + 1) if whole else ():
+            offset = int(run[0]) * PAGE_BYTES
+            memory = memory_for("gathered", offset, len(run) * PAGE_BYTES)
+            for row, page in zip(memory.reshape(-1, PAGE_BYTES), run.tolist(), strict=True):
+                row[:] = whole[page]
+            yield offset, memory
+
+    def take_parts(self) -> Iterator[tuple[int, Bytes]]:
+        """Let go of the other pages: the offset and the bytes of each run of bytes that was given."""
+        with self._lock:
+            parts, self._parts = self._parts, {}
+        for page, (content, given) in parts.items():
+            ends = np.nonzero(np.diff(given, prepend=False, append=False))[0].tolist()
+            for start, end in zip(ends[::2], ends[1::2], strict=True):
+                yield page * PAGE_BYTES + start, content[start:end]
+
+
 class ShardFile:
     """One output file while it is being filled."""
 
@@ -52,6 +111,8 @@ class ShardFile:
         self._shown = shown
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
+        self._pages = _Pages()
+        self._writes_pages = threading.Lock()  # so that a page that is gathered twice is written in this order
         self._descriptor = self._direct = -1
         is_open = False
         try:
@@ -70,34 +131,43 @@ class ShardFile:
 
     def write(self, offset: int, data: Bytes) -> None:
         """Write data at `offset`; the caller may change it afterwards."""
-        first = -offset % PAGE_BYTES
-        pages = max(0, len(data) - first) // PAGE_BYTES * PAGE_BYTES
         with disk_errors(self._shown):
-            if not self._takes_direct or pages < DIRECT_BYTES:
+            if self._direct < 0:
                 self._write_cached(offset, data)
+                return
+            first = -offset % PAGE_BYTES
+            pages = max(0, len(data) - first) // PAGE_BYTES * PAGE_BYTES
+            if pages < DIRECT_BYTES:
+                self._gather(offset, data)
                 return
             if (data.ctypes.data - offset) % PAGE_BYTES:
                 memory = memory_for("written", offset, len(data))
                 memory[:] = data
                 data = memory
-            if not self._write_direct(offset + first, data[first : first + pages]):
-                self._write_cached(offset, data)
-                return
-            self._write_cached(offset, data[:first])
-            self._write_cached(offset + first + pages, data[first + pages :])
+            self._write_direct(offset + first, data[first : first + pages])
+            self._gather(offset, data[:first])
+            self._gather(offset + first + pages, data[first + pages :])
 
-    def _write_direct(self, offset: int, pages: Bytes) -> bool:
-        """Write whole pages around the page cache; return whether the file system can."""
+    def _gather(self, offset: int, data: Bytes) -> None:
+        if self._pages.add(offset, data):
+            self._write_gathered()
+
+    def _write_gathered(self) -> None:
+        with self._writes_pages:
+            for offset, pages in self._pages.take_whole():
+                self._write_direct(offset, pages)
+
+    def _write_direct(self, offset: int, pages: Bytes) -> None:
+        """Write whole pages around the page cache, if the file system can."""
         done = 0
-        while done < len(pages):
+        while self._takes_direct and done < len(pages):
             try:
                 done += os.pwrite(self._direct, pages[done:].data, offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the file system wants larger pages, or cannot after all
                     raise
                 self._takes_direct = False
-                return False
-        return True
+        self._write_cached(offset + done, pages[done:])
 
     def _write_cached(self, offset: int, data: Bytes) -> None:
         view = data.data
@@ -126,6 +196,10 @@ class ShardFile:
 
     def finish(self) -> None:
         """Flush the file to the disk, and close it."""
+        with disk_errors(self._shown):
+            self._write_gathered()
+            for offset, data in self._pages.take_parts():
+                self._write_cached(offset, data)
         self._sync()
         self.close()
 
