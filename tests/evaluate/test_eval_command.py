@@ -21,7 +21,7 @@ from pqweights_cli import tables
 from pqweights_cli.eval import _runtime_lines
 
 from pqweights.common.notices import listening
-from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
+from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import read_text, tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
@@ -352,7 +352,7 @@ def test_broken_folder_is_one_line(
 def test_no_models_or_an_unknown_dtype_is_refused(work: Path) -> None:
     with pytest.raises(EvaluationError, match="at least one model"):
         evaluate([], TEXT)
-    with pytest.raises(EvaluationError, match="dtype 'int8': expected float32, bfloat16, float16"):
+    with pytest.raises(OptionError, match="`dtype`: expected auto or float32 or bfloat16 or float16, found 'int8'"):
         evaluate([work / "source"], TEXT, dtype="int8")
 
 
