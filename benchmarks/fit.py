@@ -32,9 +32,10 @@ from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.planning.target import SizeTarget
-from pqweights.quality.evaluate.evaluation import TextOptions, choose_windows
+from pqweights.quality.evaluate.evaluation import choose_windows
 from pqweights.quality.evaluate.protocol import Windows, compare, perplexity
-from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.options import SensitivityOptions, TextOptions
 from pqweights.quantizing import plan_quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
@@ -61,7 +62,7 @@ HAND_MADE = Recipe(
 
 def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
     """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
-    return measure_sensitivity(model, load_recipe("q5"), SensitivityOptions(text=text, tokens=tokens))
+    return measure_sensitivity(model, load_recipe("q5"), SensitivityOptions(tokens=tokens), text=text)
 
 
 class Groups(NamedTuple):

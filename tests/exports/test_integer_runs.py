@@ -107,7 +107,7 @@ def test_result_and_interrupted_run_of_another_command_are_refused(
     """The options differ in what decides the bytes, so neither folder may be taken for the result of this command."""
     finished = shutil.copytree(driven / kind, tmp_path / "finished")
     command = {key: value for key, value in work(driven, kind, **other).items() if value is not None}
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="`overwrite`"):
         run_command(command, finished)
     assert folder_bytes(finished) == folder_bytes(driven / kind)
     if other == {"original": True}:
@@ -140,7 +140,7 @@ def test_result_older_than_the_original_is_not_recognised(own: Path) -> None:
     path = sorted((own / "src").glob("*.safetensors"))[-1]
     path.touch()
     os.utime(path, ns=(0, (own / "out/pqweights.json").stat().st_mtime_ns + 1))
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="`overwrite`"):
         run_command(command, own / "out")
 
 

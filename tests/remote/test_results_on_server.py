@@ -174,7 +174,7 @@ def test_run_that_loses_the_storage_is_continued(
 def test_other_result_is_refused(server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path) -> None:
     run_command(command(source, recipe="q4"), OUT)
     before = server.contents("out")
-    with pytest.raises(OutputError, match=rf"^{OUT}: holds another result: .*; pass --overwrite"):
+    with pytest.raises(OutputError, match=rf"^{OUT}: holds another result: .*; pass `overwrite`"):
         run_command(command(source), OUT)
     assert server.contents("out") == before
     run_command(command(source, overwrite=True), OUT)

@@ -112,7 +112,7 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     shutil.copytree(own_source, former)
     with pytest.raises(SourceChangedError):
         run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=20)), out)
-    with pytest.raises(SourceChangedError, match=rf"{LAST}: the source changed since .*--overwrite"):
+    with pytest.raises(SourceChangedError, match=rf"{LAST}: the source changed since .*`overwrite`"):
         run_command(command(own_source), out)
     shutil.copytree(own_source, tmp_path / "changed")
     shutil.copy2(former / LAST, own_source / LAST)

@@ -43,7 +43,7 @@ def test_result_older_than_its_source_is_not_recognised(own_source: Path, tmp_pa
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
+    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass `overwrite`"):
         run_command(command(own_source), out)
 
 
@@ -114,7 +114,7 @@ def test_result_of_another_source_or_target_is_named(source: Path, own_source: P
     ("other", "differs"),
     [
         ({"recipe": "q4"}, r"a master made with another recipe \(q4, 4 bits\)"),
-        ({"max_shard_bytes": 2 * SHARD_BYTES}, f"a master made with --max-shard-size {2 * SHARD_BYTES}"),
+        ({"max_shard_bytes": 2 * SHARD_BYTES}, f"a master made with `max_shard_size` {2 * SHARD_BYTES}"),
     ],
 )
 def test_finished_folder_of_another_command_is_only_replaced_on_request(
@@ -126,7 +126,7 @@ def test_finished_folder_of_another_command_is_only_replaced_on_request(
     (out / "code/notes.txt").write_text("foreign")
     (out / "model-99999.safetensors").write_bytes(b"foreign")
     before = folder_bytes(out)
-    with pytest.raises(OutputError, match=f"holds another result: {differs}; pass --overwrite"):
+    with pytest.raises(OutputError, match=f"holds another result: {differs}; pass `overwrite`"):
         run_command(command(source), out)
     assert folder_bytes(out) == before
     run_command(command(source, overwrite=True), out)

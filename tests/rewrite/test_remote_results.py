@@ -260,7 +260,7 @@ def test_source_and_result_in_object_storage(
     data = bytearray(files[weights])
     data[len(data) // 2] ^= 1
     put(address, files | {weights: bytes(data)})
-    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
+    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass `overwrite`"):
         quantize(address, OUT, load_recipe("q5"), options=options)
 
 

@@ -147,7 +147,7 @@ def test_other_run_is_refused_or_replaces_it(
     other = command(source, recipe="q4")
     killed(other, scratch, monkeypatch, Kill(10))
     before, kept = objects(OUT), folder_bytes(scratch)
-    with pytest.raises(OutputError, match=r"^memory://resumed/model: holds an interrupted run .* pass --overwrite"):
+    with pytest.raises(OutputError, match=r"^memory://resumed/model: holds an interrupted run .* pass `overwrite`"):
         run_into(command(source), OUT, scratch, monkeypatch)
     assert objects(OUT) == before and folder_bytes(scratch) == kept
     assert run_into(command(source, overwrite=True), OUT, scratch, monkeypatch).resumed == 0
