@@ -58,7 +58,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "pack_tiles": (0,),
 }
 # Sums of floats in an order of each processor's own.
-OWN_ORDER = ("hadamard_scores", "weighted_values", "polar_scores", "product", "product_f32")
+OWN_ORDER = tuple(run_kernels.BOUNDED)
 MOST_BYTES = 1 << 21  # of the arguments of a call; larger ones take long to send
 
 
@@ -92,7 +92,7 @@ def recorded(kernels: list[str]) -> list[Call]:
     native.call = call
     try:
         for kernel in kernels:
-            run_kernels.DIGESTS[kernel]("cpu")
+            run_kernels.digest(kernel)
     finally:
         native.call = own
     return calls

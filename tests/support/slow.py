@@ -53,7 +53,7 @@ SLOW = {
     "kv/test_files.py": MODELS,
     "kv/test_on_codes.py": MODELS,
     "kernels/test_gpu_products.py::test_kernels_are_compiled_for_gpus": COMPILES,
-    "kernels/test_groups.py::test_the_kernel_returns_the_bits_of_the_reference": EXHAUSTIVE,
+    "kernels/test_groups.py::test_every_family_has_finite_numbers_and_true_errors": EXHAUSTIVE,
     "kernels/test_kernels.py::test_a_special_block_does_not_change_the_others_of_its_group": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_finite_norm_decodes_alike": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_threshold_is_exact_to_within_an_ulp": EXHAUSTIVE,
