@@ -149,10 +149,12 @@ def test_overwriting_run_killed_at_any_call_resumes(
     (counts,) = killed_runs(work, [{"out": str(counted)}])
     assert folder_bytes(counted) == undisturbed | foreign
     points = []
-    for number in range(1, counts[function] + 1):
-        for when in ("before", "after"):
-            out = shutil.copytree(old, tmp_path / f"{number}-{when}")
-            points.append({"out": str(out), "function": function, "number": number, "when": when})
+    for number, when in [
+        *((number, "before") for number in range(1, counts[function] + 1)),
+        (counts[function], "after"),
+    ]:
+        out = shutil.copytree(old, tmp_path / f"{number}-{when}")
+        points.append({"out": str(out), "function": function, "number": number, "when": when})
     killed_runs(work, points)
     failures = []
     for point in points:

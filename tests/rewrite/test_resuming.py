@@ -17,17 +17,20 @@ from pqweights.errors import OutputError, PqweightsError, SourceChangedError
 
 @pytest.fixture(scope="module")
 def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """For each function of os, all points at which a run was killed, each with the folder that it left."""
+    """For each function of os, the points at which a run was killed, each with the folder that it left.
+
+    What is there after a call is there before the next one, of whatever function: only the last is killed after, too.
+    """
     folder = tmp_path_factory.mktemp("kills")
     (counts,) = killed_runs(command(source), [{"out": str(folder / "counted")}])
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in KILL_FUNCTIONS}
     for name in KILL_FUNCTIONS:
-        step = 4 if name == "pwrite" else 1
-        moments = ("before", "half", "after") if name == "pwrite" else ("before", "after")
-        for number in range(1, counts[name] + 1, step):
-            for when in moments:
-                out = folder / f"{name}-{number}-{when}"
-                points[name].append({"out": str(out), "function": name, "number": number, "when": when})
+        numbers = range(1, counts[name] + 1, 6 if name == "pwrite" else 1)
+        moments = [(number, "before") for number in numbers] + [(counts[name], "after")]
+        moments += [(number, "half") for number in numbers if name == "pwrite"]
+        for number, when in moments:
+            out = folder / f"{name}-{number}-{when}"
+            points[name].append({"out": str(out), "function": name, "number": number, "when": when})
     killed_runs(command(source), [point for group in points.values() for point in group])
     for group in points.values():
         for point in group:
@@ -64,11 +67,11 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(
 def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
     """The sweep above reaches each state that matters; it would test nothing if the driver changed its calls."""
     states = [point["finished_shards"] for group in kill_points.values() for point in group]
-    assert len(states) > 100
+    assert len(states) > 80
     assert set(states) == {0, 1, 2, 3, 4}
     shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice, beside a mark
     renames = sum(not name.endswith("/") for name in undisturbed) + 2 * shards + 1  # and the journal
-    assert len(kill_points["replace"]) == 2 * renames
+    assert len(kill_points["replace"]) == renames + 1
 
 
 def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
