@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Mapping
@@ -20,7 +21,9 @@ from hostile.case import (
     WEIGHT_DATA,
     Case,
     Content,
+    Prepare,
     Stored,
+    remembered,
     stored,
     write,
 )
@@ -34,6 +37,15 @@ VLLM, MLX, GGUF = (f"export master out --target {target}" for target in ("vllm",
 TORCHAO = "export master out --target torchao-int4 --packing plain"  # in tiles, layers as narrow as these stay plain
 
 
+@functools.cache
+def source_and_master(config: str) -> Prepare:
+    def make(folder: Path) -> None:
+        write(folder, {**EXPORT_SRC, CONFIG: config})
+        run_quantize(folder / "src", folder / "master")
+
+    return remembered(make)
+
+
 def exporting(
     name: str,
     commands: Mapping[str, tuple[str, ...] | None],
@@ -45,8 +57,7 @@ def exporting(
     """A source and its master, with another configuration, or damaged. damage: gets the folder of both."""
 
     def prepare(folder: Path) -> None:
-        write(folder, {**EXPORT_SRC, **({CONFIG: config} if config is not None else {})})
-        run_quantize(folder / "src", folder / "master")
+        source_and_master(json.dumps(EXPORT_SRC[CONFIG] if config is None else config))(folder)
         damage(folder)
 
     return Case(name, commands, files or {}, prepare=prepare, own_process=own_process)
