@@ -128,10 +128,7 @@ def mxfp4(name: str, text: str, *fragments: str) -> Case:
     return Case(f"mxfp4-{name}", {QUANTIZE: (EXPERTS, *fragments)}, files)
 
 
-INFINITE: dict[str, Stored] = {
-    UP: ("F8_E4M3", [2, 128], b"\x38" * 256),
-    UP + "_scale": ("F32", [1], b"\0\0\x80\x7f"),
-}
+INFINITE: dict[str, Stored] = {UP: ("F8_E4M3", [2, 128], b"\x38" * 256), UP + "_scale": ("F32", [1], b"\0\0\x80\x7f")}
 PACKED_CASES = [
     fp8("without-scales", "- F8_E4M3 2 128", UP, "without its scales", f"{UP}_scale_inv"),
     fp8("scales-of-a-wrong-shape", "- F8_E4M3 200 300, _scale_inv F32 2 2", UP + "_scale_inv", "[2, 2]"),

@@ -261,11 +261,7 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 
 MASTER_CASES = [
     *(
-        damaged(
-            f"master-{name}-flipped",
-            flip(file, tensor),
-            both=(file, tensor, "blake3_of_pieces"),
-        )
+        damaged(f"master-{name}-flipped", flip(file, tensor), both=(file, tensor, "blake3_of_pieces"))
         for name, file, tensor in (
             ("codes", SHARD, UP + "_codes"),
             ("norms", SHARD, UP + "_norms"),
@@ -325,11 +321,7 @@ MASTER_CASES = [
     damaged(
         "master-companion-edited", replace("tokenizer.json", '{"tokens": {}}'), verify=("tokenizer.json", "sha256")
     ),
-    damaged(
-        "master-companion-missing",
-        delete("tokenizer.json"),
-        both=("tokenizer.json", "missing"),
-    ),
+    damaged("master-companion-missing", delete("tokenizer.json"), both=("tokenizer.json", "missing")),
     damaged("master-with-another-file", replace("notes.txt", "mine"), verify=("notes.txt", "not in the manifest")),
     damaged(
         "master-with-another-shard",
