@@ -27,6 +27,7 @@ import numpy.typing as npt
 import product_cases
 import restoring_cases
 import scalar
+import torch
 import trellis_writer
 
 from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
@@ -35,6 +36,7 @@ from pqweights.codecs.protocol import Bytes
 from pqweights.kernels import (
     BlockCoding,
     EncodedArrays,
+    attention,
     compensation,
     factors,
     gguf_encoding,
@@ -42,9 +44,9 @@ from pqweights.kernels import (
     load_backend,
     native,
 )
-from pqweights.kernels.attention import POLAR_WIDTHS
 from pqweights.kernels.gguf_searches import SEARCHES
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
+from pqweights.kernels.transform_codes import nearest, scaled_levels
 from pqweights.kernels.trellis import Superblocks
 
 Arrays = Iterator[npt.NDArray[Any]]
@@ -294,15 +296,17 @@ TRANSFORM_RUNS = [(24, bits) for bits in range(8, 0, -1)]
 def restore_levels() -> Arrays:
     """Levels of transform codes of 20 vectors of two heads."""
     rng = np.random.default_rng(15)
-    codes = rng.integers(0, 256, (2, 20, 3 * sum(range(9)))).astype(np.uint8)
-    factors = rng.lognormal(size=(2, 20)).astype(np.float16)
-    yield restoring_cases.computed_levels(codes, factors, TRANSFORM_RUNS)
+    codes = rng.integers(0, 256, (1, 2, 20, 3 * sum(range(9)))).astype(np.uint8)
+    factors = rng.lognormal(size=(1, 2, 20)).astype(np.float16)
+    tables = restoring_cases.code_tables_of_all()
+    yield scaled_levels(torch.from_numpy(codes), torch.from_numpy(factors), TRANSFORM_RUNS, tables).numpy()
 
 
 def nearest_levels() -> Arrays:
     """The nearest levels of normal numbers."""
     values = np.random.default_rng(16).standard_normal((40, 8 * 24)).astype(np.float32)
-    yield from restoring_cases.computed_codes(values, TRANSFORM_RUNS)
+    made = nearest(torch.from_numpy(values), TRANSFORM_RUNS, restoring_cases.code_tables_of_all())
+    yield from (tensor.numpy() for tensor in made)
 
 
 # Sums in an order of each processor's own: the errors in multiples of what they may be.
@@ -316,19 +320,20 @@ def product(dtypes: Sequence[str]) -> Iterator[float]:
 
 def polar_scores() -> Iterator[float]:
     """Multiply queries by polar-rope keys."""
-    for widths, rows in itertools.product(POLAR_WIDTHS, (1, 7)):
+    for widths, rows in itertools.product(attention.POLAR_WIDTHS, (1, 7)):
         case = attention_cases.polar_case(widths, rows, halves=rows < 4)
-        yield attention_cases.excess(attention_cases.polar_computed(case), attention_cases.polar_exact(case))
+        yield attention_cases.excess(attention_cases.polar_scores(case), attention_cases.polar_exact(case))
 
 
 def token_wise(kernel: str) -> Iterator[float]:
     """Multiply with token-wise keys or values of every width."""
-    for bits, rows, size in itertools.product(range(2, 9), (1, 6), (96, 128)):
-        case = attention_cases.token_case(bits, rows, size=size)
+    cases = [(bits, rows, size, 83) for bits, rows, size in itertools.product(range(2, 9), (1, 6), (96, 128))]
+    for bits, rows, size, tokens in [*cases, (4, 1, 32, attention.VALUE_TILE + 7)]:
+        case = attention_cases.token_case(bits, rows, size=size, tokens=tokens)
         if kernel == "hadamard_scores":
-            yield attention_cases.excess(attention_cases.scores_computed(case), attention_cases.scores_exact(case))
+            yield attention_cases.excess(attention_cases.hadamard_scores(case), attention_cases.scores_exact(case))
         else:
-            yield attention_cases.excess(attention_cases.sums_computed(case), attention_cases.sums_exact(case))
+            yield attention_cases.excess(attention_cases.value_sums(case), attention_cases.sums_exact(case))
 
 
 KERNELS: dict[str, Callable[[], Arrays]] = {
