@@ -6,9 +6,13 @@ the Hub must hold the right bytes.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -300,9 +304,8 @@ class Outcome:
 
 def play(case: Case, folder: Path, run: Callable[..., subprocess.CompletedProcess[str]] = run) -> Outcome:
     """Run the commands of a case with `run`. Raises AssertionError if they do not end as they must."""
-    source, out = write_source(folder / "source"), folder / "out"
-    expected = folder / "expected"
-    helpers.run_command({"quantize": str(source)}, expected)
+    source, out = _made() / "source", folder / "out"
+    expected = shutil.copytree(_made() / "expected", folder / "expected")
     with LoopbackHub() as hub:
         commit = hub.commit(SOURCE, files_of(source))
         if case.command == "push":
@@ -330,6 +333,15 @@ def play(case: Case, folder: Path, run: Callable[..., subprocess.CompletedProces
         else:
             _check_quantized(hub, expected, out, commit)
     return Outcome(first=first.returncode, line=line, second=second.returncode, requests=requests)
+
+
+@functools.cache
+def _made() -> Path:
+    """A folder with the source and its master."""
+    folder = Path(tempfile.mkdtemp(prefix="hub-cases-"))
+    atexit.register(shutil.rmtree, folder)
+    helpers.run_command({"quantize": str(write_source(folder / "source"))}, folder / "expected")
+    return folder
 
 
 def _check_quantized(hub: LoopbackHub, expected: Path, out: Path, commit: str) -> None:
