@@ -60,6 +60,11 @@ def _arrays(result: Groups) -> list[npt.NDArray[Any]]:
     return [result.codes, result.scales, result.offsets, result.energies, result.errors]
 
 
+def _hard_rows(columns: int) -> npt.NDArray[np.float32]:
+    """Some rows of each family; an emulator takes long for all of them."""
+    return np.ascontiguousarray(hard_weights.all_families(columns)[::5])
+
+
 # Below, a function for each kernel, which yields what it computes.
 
 
@@ -99,11 +104,10 @@ def decode() -> Arrays:
 
 def fit() -> Arrays:
     """Fit groups with every bit width, kind of rule and group size."""
-    for number, size in enumerate(range(16, groups.MOST_WEIGHTS + 1, 16)):
-        values = hard_weights.all_families(size).reshape(-1)
-        for kind, bits in enumerate((2 + number % 7, 2 + (number + 3) % 7, 2 + (number + 5) % 7)):
-            rule = GroupRule(bits=bits, group_size=size, symmetric=kind == 2, middle=kind > 0, rule=BEST)
-            yield from _arrays(rule.quantize(values))
+    for number, size in enumerate([*range(16, groups.MOST_WEIGHTS + 1, 16), 32, 48, 64, 80, 96]):
+        kind, bits = number % 3, 2 + number % 7  # 21 pairs
+        rule = GroupRule(bits=bits, group_size=size, symmetric=kind == 2, middle=kind > 0, rule=BEST)
+        yield from _arrays(rule.quantize(_hard_rows(size).reshape(-1)))
 
 
 def round_() -> Arrays:
@@ -111,7 +115,7 @@ def round_() -> Arrays:
 
     def values(size: int) -> npt.NDArray[np.float32]:
         most = hard_weights.LARGEST_BF16 / 4
-        return hard_weights.nearest_bf16(np.clip(hard_weights.all_families(size).reshape(-1), -most, most))
+        return hard_weights.nearest_bf16(np.clip(_hard_rows(size).reshape(-1), -most, most))
 
     for name, (bits, size) in itertools.product(RUNTIME_RULES, ((4, 128), (8, 32))):
         symmetric, middle = name == "compressed-tensors", name != "mlx"
@@ -124,9 +128,9 @@ def round_() -> Arrays:
 
 def encode_gguf(kernel: str) -> Arrays:
     """Encode blocks of GGUF of every type with or without offsets, all columns alike and with unequal importance."""
-    values = hard_weights.all_families(512)
+    values = _hard_rows(512)
     for name in (name for name, search in SEARCHES.items() if search.kernel == kernel):
-        for importance in (None, hard_weights.importance(512), hard_weights.importance(512, unused=True)):
+        for importance in (None, hard_weights.importance(512, unused=True)):
             out = gguf_encoding.encode_blocks(name, values, importance)
             yield from (out.data, out.energies, out.errors)
 
