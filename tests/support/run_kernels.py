@@ -138,10 +138,9 @@ def encode_gguf(kernel: str) -> Arrays:
 
 def rotate() -> Arrays:
     """Rotate blocks of 128 weights."""
-    for name, values in hard_weights.families(128).items():
-        rotated = values.reshape(-1) * np.float32(2.0**-8 if "largest" in name else 1)  # sums must not overflow
-        groups.rotate(rotated)
-        yield rotated
+    rotated = hard_weights.all_families(128).reshape(-1) * np.float32(2.0**-8)  # sums must not overflow
+    groups.rotate(rotated)
+    yield rotated
 
 
 def _random_codes(bits: int) -> npt.NDArray[np.uint8]:
