@@ -142,7 +142,7 @@ class IntegerExport:
         if not isinstance(decision, Rounding):
             return CopyJob(planned, tensor)
         if self.compensation is not None:
-            # To round the master's values for comparison takes as long again.
+            # The master's values are not rounded for comparison here: that would take as long again.
             job = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
             return job(
                 planned,
