@@ -27,7 +27,8 @@ from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.quality.evaluate.weight_errors import relative_mse
-from pqweights.quality.measure.calibrate import WINDOW, CalibrationOptions, calibrate
+from pqweights.quality.measure.calibrate import WINDOW, calibrate
+from pqweights.quality.options import CalibrationOptions
 from pqweights.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions

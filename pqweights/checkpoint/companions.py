@@ -181,7 +181,7 @@ def companions(
             left_out[name] = reason
     if unused:
         raise SourceError(
-            f"--include-files {min(unused)}: matches no file that could be copied; expected a path in the folder of "
+            f"`include_files` {min(unused)}: matches no file that could be copied; expected a path in the folder of "
             "the source, or a pattern such as 'data/*' (weights at the top are never copied)"
         )
     return Companions(tuple(copied), left_out)

@@ -78,7 +78,7 @@ def _pickled_files(storage: Storage, pickles: list[str], allow_pickle: bool) -> 
 def _pickle_refused(file: str) -> SourceError:
     return SourceError(
         f"{file}: pickled weights can run code when they are loaded; convert them to safetensors, or pass "
-        "--allow-pickle to read them through torch's weights_only loader"
+        "`allow_pickle` to read them through torch's weights_only loader"
     )
 
 

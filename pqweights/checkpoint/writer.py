@@ -147,11 +147,11 @@ def check_free(path: Path, overwrite: bool, *, kind: str, read: Callable[[Path],
     if not path.exists():
         return
     if not overwrite:
-        raise OutputError(f"{path}: the file exists; choose another name, or pass --overwrite")
+        raise OutputError(f"{path}: the file exists; choose another name, or pass `overwrite`")
     try:
         read(path)
     except SourceError:
         raise OutputError(
-            f"{path}: expected a file of {kind}, and --overwrite replaces nothing else; move it away, or choose "
+            f"{path}: expected a file of {kind}, and `overwrite` replaces nothing else; move it away, or choose "
             "another name"
         ) from None

@@ -15,7 +15,7 @@ from families import ATTENTION, FAMILIES, TEXT, Family, build
 
 from pqweights.inference.runtimes.texts import read_text
 from pqweights.quality.measure.kv_distribution import measure_kv
-from pqweights.quality.measure.kv_states import StatesOptions
+from pqweights.quality.options import StatesOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -18,7 +18,8 @@ from tiny_gguf import llama_gguf
 
 from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibration_windows
+from pqweights.quality.measure.calibrate import calibration_windows
+from pqweights.quality.options import CalibrationOptions
 from pqweights.rewrite.results.evaluation_record import read_records
 
 torch = pytest.importorskip("torch")
@@ -133,7 +134,7 @@ def test_calibration_reads_bos_and_its_files_say_so(work: Path, tmp_path: Path) 
     options = CalibrationOptions(window=32, max_tokens=512)
     found, without = (
         calibration_windows(work / "bos", TEXT, each)
-        for each in (options, CalibrationOptions(window=32, max_tokens=512, bos=False))
+        for each in (options, CalibrationOptions(window=32, max_tokens=512, no_bos=True))
     )
     assert [ids[0] for ids in found.ids] == [BEGIN] * 16 and (found.bos, without.bos) == (True, False)
     assert all(np.array_equal(one[1:], other[1:]) for one, other in zip(found.ids, without.ids, strict=True))

@@ -23,6 +23,7 @@ from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.options import EvaluationOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -137,10 +138,10 @@ def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
 
 
 def test_progress_counts_every_cache(work: Path) -> None:
-    from pqweights.quality.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
+    from pqweights.quality.evaluate.evaluation import evaluate
 
     seen: list[tuple[int, int]] = []
-    options = EvaluationOptions(reading=TextOptions(**SHORT), kv_caches=("none", "hadamard"))
+    options = EvaluationOptions(**SHORT, kv_caches=("none", "hadamard"))
     evaluate(
         [work / "q3", work / "source"], TEXT, options, progress=lambda done, total, what: seen.append((done, total))
     )
@@ -162,14 +163,14 @@ def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: 
 
 
 def test_speed_is_that_of_models_as_they_are(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"--speed: .*`pqweights generate --kv-cache` prints its speed"):
+    with pytest.raises(EvaluationError, match=r"`speed`: .*with `kv_cache` prints its speed"):
         evaluate([work / "source"], TEXT, kv_caches=("none",), speed=True)
 
 
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     export(work / "q3", tmp_path / "mlx", "mlx", threads=2)
-    with pytest.raises(EvaluationError, match="--kv-cache: mlx-lm has a cache of its own"):
+    with pytest.raises(EvaluationError, match="`kv_cache`: mlx-lm has a cache of its own"):
         evaluate([tmp_path / "mlx"], TEXT, kv_caches=("none",), **SHORT)
 
 

@@ -181,7 +181,7 @@ def test_text_is_cut_as_for_transformers(work: Path) -> None:
 
 def test_file_without_a_tokenizer_is_refused(work: Path, tmp_path: Path) -> None:
     path = llama_gguf(work / "source", tmp_path / "a.gguf", tokenizer=False)
-    with pytest.raises(SourceError, match="expected a tokenizer, found none; --tokenizer DIR names"):
+    with pytest.raises(SourceError, match="expected a tokenizer, found none; `tokenizer` names"):
         load_tokenizer(path)
     assert open_model(path).logits(IDS, 1).shape == (1, 384)
 

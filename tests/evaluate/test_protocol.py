@@ -161,7 +161,7 @@ def test_text_shorter_than_a_window_is_refused_with_both_counts(size: int) -> No
 
 @pytest.mark.parametrize(("size", "stride"), [(64, 65), (64, 0), (1, 1)])
 def test_stride_outside_the_window_is_refused(size: int, stride: int) -> None:
-    with pytest.raises(EvaluationError, match=rf"--stride {stride}: .* {size} tokens"):
+    with pytest.raises(EvaluationError, match=rf"`stride` {stride}: .* {size} tokens"):
         window_losses(table_model(1), IDS, Windows(size=size, stride=stride))
 
 

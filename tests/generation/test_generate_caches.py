@@ -185,5 +185,5 @@ def test_a_bad_spec_is_one_line(work: Path) -> None:
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     export(work / "q4", tmp_path / "mlx", "mlx", threads=2)
-    with pytest.raises(GenerationError, match="--kv-cache: mlx-lm has a cache of its own"):
+    with pytest.raises(GenerationError, match="`kv_cache`: mlx-lm has a cache of its own"):
         reply(tmp_path / "mlx", kv_cache="none")

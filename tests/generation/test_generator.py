@@ -297,7 +297,7 @@ def test_exports_run_in_their_libraries(name, package, work):
 
 
 def test_packed_is_for_masters(work):
-    with pytest.raises(EvaluationError, match="--packed: expected a pqweights master"):
+    with pytest.raises(EvaluationError, match="`packed`: expected a pqweights master"):
         generator(work / "bf16", packed=True)
 
 

@@ -24,7 +24,8 @@ from pqweights.planning.awq import open_awq
 from pqweights.planning.recipe import parse_recipe
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.quality.measure import collecting
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
+from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.options import CalibrationOptions
 
 WINDOW, WINDOWS = 64, 16
 Inputs = dict[str, np.ndarray[Any, Any]]

@@ -27,7 +27,8 @@ from pqweights.errors import EvaluationError, RecipeError
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, Sensitivity, fitted_alpha, read_sensitivity
 from pqweights.quality.measure import sensitivity as perturb
-from pqweights.quality.measure.sensitivity import LEVELS, SensitivityOptions
+from pqweights.quality.measure.sensitivity import LEVELS
+from pqweights.quality.options import SensitivityOptions
 
 TOKENS = 64
 # A recipe with few groups, for tests that do not depend on the figures.
@@ -342,7 +343,7 @@ def test_transposed_weights_of_gpt2_are_measured(tmp_path: Path) -> None:
 
 def test_nan_or_infinite_logits_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perturb, "_divergence", lambda *_, **__: math.nan)
-    with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass --dtype float32"):
+    with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass `dtype` float32"):
         measured(source)
     monkeypatch.undo()
     monkeypatch.setattr(perturb, "_log_probabilities", lambda *_: torch.tensor([math.inf]))

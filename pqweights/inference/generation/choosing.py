@@ -48,7 +48,7 @@ class Chooser:
             logits = self._penalized(logits)
         token = int(logits.argmax())
         if math.isnan(logits[token]):
-            raise GenerationError("the logits are NaN: the model is damaged, or overflows in this dtype (--dtype)")
+            raise GenerationError("the logits are NaN: the model is damaged, or overflows in this dtype (`dtype`)")
         if how.temperature > 0 and math.isfinite(logits[token]):
             token = self._sampled(logits)
         if how.repetition_penalty != 1:

@@ -88,9 +88,9 @@ class Generator:
             self._ends |= self._tokenizer.ends
         self.chats = not options.no_chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
-            raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
+            raise GenerationError(f"{path}: `system`: the model has no chat template; put the text into the prompt")
         if options.system is not None:
-            check_prompt(options.system, "--system")
+            check_prompt(options.system, "`system`")
         self._turns = [] if options.system is None else [Message(SYSTEM, options.system)]
         self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
@@ -124,11 +124,11 @@ class Generator:
         """Let the model generate with a quantized cache."""
         assert self._model is not None
         if self._model.net is None:
-            raise GenerationError(f"{self._folder.path}: --kv-cache: {self._model.runtime} has a cache of its own")
+            raise GenerationError(f"{self._folder.path}: `kv_cache`: {self._model.runtime} has a cache of its own")
         self._run = CachedRun(self._model.net, spec)
         self._model = replace(self._model, stepper=self._run.stepper())
 
-    def check(self, prompt: str, name: str = "--prompt") -> Ids:
+    def check(self, prompt: str, name: str = "`prompt`") -> Ids:
         """Return the tokens of a prompt, or of the conversation with it as the last turn.
 
         The oldest turns of a conversation are left out if they leave too little room for a reply.

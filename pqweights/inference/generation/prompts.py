@@ -26,7 +26,7 @@ class Message:
     text: str
 
 
-def check_prompt(text: str, name: str = "--prompt") -> None:
+def check_prompt(text: str, name: str = "`prompt`") -> None:
     """Raise GenerationError if a prompt is empty or cannot be written as UTF-8. name: where it comes from"""
     if not text.strip():
         raise GenerationError(f"{name}: expected a text, found {'only white space' if text else 'an empty one'}")
@@ -60,8 +60,8 @@ def chat_ids(tokenizer: Any, turns: Sequence[Message], where: Path) -> Ids:
     except template_error as error:
         said = " ".join(str(error).split())[:200]
         raise GenerationError(
-            f"{where}: the chat template refuses this conversation: {said}; leave out --system, or continue the text "
-            "without it: --no-chat"
+            f"{where}: the chat template refuses this conversation: {said}; leave out `system`, or continue the text "
+            "without it: `no_chat`"
         ) from None
     return np.array(found, dtype=np.int64)
 

@@ -50,7 +50,7 @@ def check_spec(spec: str) -> None:
     Raises MissingDependencyError without torch and transformers.
     """
     for name in ("torch", "transformers"):
-        package(name, "transformers", "--kv-cache")
+        package(name, "transformers", "`kv_cache`")
     from pqweights.inference.kv.schemes import parse_spec
 
     parse_spec(spec)

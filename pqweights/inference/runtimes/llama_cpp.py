@@ -112,7 +112,7 @@ class LlamaRun:
             )
         self._room = room
         if state is not None and not self._llama.llama_state_seq_set_data(self._held.context, state, len(state), 0):
-            raise GenerationError(f"{self._path}: llama.cpp cannot go on beyond {kept} tokens; give --max-tokens")
+            raise GenerationError(f"{self._path}: llama.cpp cannot go on beyond {kept} tokens; give `max_tokens`")
 
     def _state(self) -> Any:
         """Return what the context holds of the tokens."""

@@ -93,11 +93,11 @@ def check_options(folder: Folder, device: str, packed: bool) -> None:
     device: cpu, cuda or auto
     """
     if packed and folder.kind != MASTER:
-        raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
+        raise EvaluationError(f"{folder.path}: `packed`: expected a pqweights master, found another checkpoint")
     if folder.kind == MLX and device == "cuda":
-        raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
+        raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out `device` {device}")
     if folder.kind == LLAMA_CPP and device == "cuda":
-        raise EvaluationError(f"{folder.path}: llama.cpp runs on the CPU here; leave out --device {device}")
+        raise EvaluationError(f"{folder.path}: llama.cpp runs on the CPU here; leave out `device` {device}")
 
 
 def check_llama_cpp(folders: Sequence[Folder], *, dtype: str | None, has_kv_cache: bool) -> None:
@@ -108,9 +108,9 @@ def check_llama_cpp(folders: Sequence[Folder], *, dtype: str | None, has_kv_cach
     """
     found = [folder for folder in folders if folder.kind == LLAMA_CPP]
     if found and has_kv_cache:
-        raise EvaluationError(f"{found[0].path}: --kv-cache: llama.cpp has a cache of its own; leave it out")
+        raise EvaluationError(f"{found[0].path}: `kv_cache`: llama.cpp has a cache of its own; leave it out")
     if found == list(folders) and dtype not in (None, AUTO, "float32"):
-        raise EvaluationError(f"{found[0].path}: --dtype {dtype}: llama.cpp computes in types of its own; leave it out")
+        raise EvaluationError(f"{found[0].path}: `dtype` {dtype}: llama.cpp computes in types of its own; leave it out")
 
 
 def choose_device(asked: str, folders: Sequence[Folder]) -> str:
@@ -120,11 +120,11 @@ def choose_device(asked: str, folders: Sequence[Folder]) -> str:
     """
     if asked == "cpu" or (asked == "auto" and any(folder.kind in (MLX, LLAMA_CPP) for folder in folders)):
         return "cpu"
-    torch = package("torch", "transformers", f"--device {asked}")
+    torch = package("torch", "transformers", f"`device` {asked}")
     if torch.cuda.is_available():
         return "cuda"
     if asked == "cuda":
-        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use; use --device cpu")
+        raise DeviceError(f"`device` cuda: torch {torch.__version__} finds no GPU that it can use; use `device` cpu")
     return "cpu"
 
 

@@ -235,5 +235,5 @@ def _memory() -> Iterator[None]:
             raise
         raise GenerationError(
             f"not enough memory to generate ({said[:200] or 'MemoryError'}); give a shorter prompt, or run a master "
-            "with --packed"
+            "with `packed`"
         ) from None

@@ -15,7 +15,6 @@ from pqweights.inference.runtimes.cached import MEASURED_QUERIES, CachedRun, Cac
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import (
     AUTO,
-    DTYPES,
     Model,
     check_llama_cpp,
     check_options,
@@ -23,60 +22,16 @@ from pqweights.inference.runtimes.models import (
     open_model,
 )
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
+from pqweights.options import path_of
 from pqweights.quality.evaluate.protocol import Scores, Windows, compare
 from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.quality.evaluate.speed import Speed, measure_speed
+from pqweights.quality.options import EvaluationOptions, TextOptions
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
 # Called with the steps done, the steps in all (windows of all models, runs for speed), and what is being done.
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """How a text is turned into tokens and cut into windows.
-
-    window: tokens of a window; by default 2048, or the limit of the model that takes the fewest.
-    stride: tokens between the starts of two windows; by default a quarter of the window, at most 512.
-    score_first: whether the first window scores all its predictions, not only its last ones.
-    max_tokens: how many tokens of the text to use, from its start; by default all.
-    tokenizer: the folder of the tokenizer; by default the model's own.
-    bos: whether each window begins with the token BOS if the tokenizer puts one before a text; never in the protocol of
-        arXiv:2603.29078.
-    """
-
-    window: int | None = None
-    stride: int | None = None
-    score_first: bool = False
-    max_tokens: int | None = None
-    tokenizer: Path | None = None
-    bos: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """What is measured, and how models are computed.
-
-    text_name: the name of the text in the report.
-    reading: how the text is read.
-    reference: the model that the others are compared with, if any.
-    dtype: one of DTYPES; by default float32, and the model's own for speed.
-    device: cpu, cuda or auto.
-    packed: whether masters compute with packed weights; the reference never does.
-    kv_caches: how keys and values are quantized, each in a row of its own; the reference's never are. Without a
-        reference, each model is compared with itself.
-    speed: whether tokens per second and peak memory are measured, too.
-    """
-
-    text_name: str = "the text"
-    reading: TextOptions = TextOptions()
-    reference: Path | None = None
-    dtype: str | None = None
-    device: str = "cpu"
-    packed: bool = False
-    kv_caches: tuple[str, ...] = ()
-    speed: bool = False
 
 
 class _Computed(NamedTuple):
@@ -181,34 +136,32 @@ def evaluate(
 
 def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _EvaluationJob:
     """Read and check everything that needs no model in memory."""
-    if options.dtype not in (None, *DTYPES):
-        raise EvaluationError(f"dtype {options.dtype!r}: expected {', '.join(DTYPES)}")
     if not models:
         raise EvaluationError("expected at least one model, found none")
     for spec in options.kv_caches:
         check_spec(spec)
     if options.kv_caches and options.speed:
         raise EvaluationError(
-            "--speed: it measures models as they are; `pqweights generate --kv-cache` prints its speed"
+            "`speed`: it measures models as they are; pqweights generate with `kv_cache` prints its speed"
         )
     compared = [read_model(path) for path in models]
-    base = [] if options.reference is None else [read_model(options.reference)]
+    base = [] if options.reference is None else [read_model(Path(options.reference))]
     folders = [*base, *compared]
     for folder in folders:
         check_options(folder, options.device, options.packed and folder in compared)
     check_llama_cpp(folders, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
     device = choose_device(options.device, folders)
-    windows = choose_windows(folders, options.reading)
+    windows = choose_windows(folders, options)
     if base:
         _check_same_vocabulary(base[0], compared)
-    ids, bos = _encoded(folders, text, options.reading)
+    ids, bos = _encoded(folders, text, options)
     windows = replace(windows, bos=bos)
     return _EvaluationJob(
         folders=tuple(folders),
         sizes=tuple(size(folder.path) for folder in folders),
         ids=ids,
         windows=windows,
-        starts=windows.starts(len(ids), max_tokens=options.reading.max_tokens),
+        starts=windows.starts(len(ids), max_tokens=options.max_tokens),
         device=device,
         options=options,
         progress=progress,
@@ -254,7 +207,7 @@ def _score_caches(
 ) -> list[_Computed]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
     if model.net is None:
-        raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
+        raise EvaluationError(f"{folder.path}: `kv_cache`: {model.runtime} has a cache of its own")
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
@@ -311,7 +264,7 @@ def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
         window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
     elif shortest is not None and folder is not None and window > shortest:
         raise EvaluationError(
-            f"--window {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
+            f"`window` {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
         )
     stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
     return Windows(size=window, stride=stride, score_first=options.score_first)
@@ -332,10 +285,10 @@ def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> Enco
 
     Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
     """
-    first = encode(options.tokenizer or folders[0].path, text, options.max_tokens, bos=options.bos)
+    first = encode(path_of(options.tokenizer) or folders[0].path, text, options.max_tokens, bos=not options.no_bos)
     for folder in folders:
         if options.tokenizer is None and folder is not folders[0]:
-            found = encode(folder.path, text, options.max_tokens, bos=options.bos)
+            found = encode(folder.path, text, options.max_tokens, bos=not options.no_bos)
             _check_same_tokens(folder, found.ids, other=folders[0], expected=first.ids)
             _check_same_bos(folder, found.bos, other=folders[0], expected=first.bos)
         check_vocabulary(folder, *first)
@@ -348,7 +301,7 @@ def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected:
         ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
         raise EvaluationError(
             f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
-            "be compared; choose one of them with --tokenizer DIR, or pass --no-bos"
+            "be compared; choose one of them with `tokenizer`, or pass `no_bos`"
         )
 
 

@@ -60,17 +60,17 @@ class Windows:
         """
         if not 1 <= self.stride <= self.size or self.size < 2:
             raise EvaluationError(
-                f"--stride {self.stride}: expected at least 1 and at most the window, "
+                f"`stride` {self.stride}: expected at least 1 and at most the window, "
                 f"which has {self.size} tokens (at least 2)"
             )
         needed = self.size + ((self.count or 1) - 1) * self.stride
         if tokens < needed:
             found = f"found {tokens}; give a longer text"
             if tokens == max_tokens:
-                found = f"--max-tokens {tokens} leaves fewer; raise it"
+                found = f"`max_tokens` {tokens} leaves fewer; raise it"
             raise EvaluationError(
                 f"the text: expected at least {needed} tokens for {counted(self.count or 1, 'window')} of {self.size}, "
-                f"{found}, or pass a smaller --window"
+                f"{found}, or pass a smaller `window`"
             )
         fitting = (tokens - self.size) // self.stride + 1
         return range(0, (self.count or fitting) * self.stride, self.stride)
@@ -304,7 +304,7 @@ def _log_softmax(logits: Floats, name: str) -> Doubles:
     totals = np.log(np.exp(values).sum(axis=1, keepdims=True))
     if np.isnan(totals).any():
         raise EvaluationError(
-            f"{name} logits are NaN or infinite; the weights are broken, or --dtype float32 is needed"
+            f"{name} logits are NaN or infinite; the weights are broken, or `dtype` float32 is needed"
         )
     values -= totals
     return values

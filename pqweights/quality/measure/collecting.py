@@ -254,7 +254,7 @@ def keep_moments(
             for values in vector.moments():
                 if not np.isfinite(values).all():
                     raise EvaluationError(
-                        f"the inputs of {layout.places[number][0]} are not finite; try --dtype float32"
+                        f"the inputs of {layout.places[number][0]} are not finite; try `dtype` float32"
                     )
                 stream.write(np.ascontiguousarray(values).data)
         stream.flush()

@@ -21,7 +21,8 @@ from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, angle_density
 from pqweights.common.documents import as_json
 from pqweights.quality.measure.distribution import Normality, Tally
 from pqweights.quality.measure.kv_channels import OUTLIER, Doubles, KeyChannels, measure_channels
-from pqweights.quality.measure.kv_states import LayerStates, ModelStates, StatesOptions, read_states
+from pqweights.quality.measure.kv_states import LayerStates, ModelStates, read_states
+from pqweights.quality.options import StatesOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

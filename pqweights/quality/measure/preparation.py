@@ -48,7 +48,7 @@ def window_size(folder: Folder, asked: int | None, default: int) -> int:
     size = asked or min(default, folder.context or default)
     if folder.context is not None and size > folder.context:
         raise EvaluationError(
-            f"--window: expected at most the {folder.context} tokens that the model takes, found {size}"
+            f"`window`: expected at most the {folder.context} tokens that the model takes, found {size}"
         )
     return size
 
@@ -86,10 +86,10 @@ def text_windows(
     encoded = encode(tokenizer or folder.path, text, max_tokens, bos=bos)
     ids = encoded.ids
     if len(ids) < fewest * size:
-        remedy = "raise --max-tokens" if len(ids) == max_tokens else "give a longer text"
+        remedy = "raise `max_tokens`" if len(ids) == max_tokens else "give a longer text"
         raise EvaluationError(
             f"the text: expected at least {fewest * size} tokens, {counted(fewest, 'window')} of {size}, found "
-            f"{len(ids)}; {remedy}, or pass a smaller --window"
+            f"{len(ids)}; {remedy}, or pass a smaller `window`"
         )
     check_vocabulary(folder, *encoded)
     pieces = (ids[at : at + size] for at in range(0, len(ids) - size + 1, size))

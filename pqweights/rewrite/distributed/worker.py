@@ -115,7 +115,7 @@ def problem_here(pickled: bytes) -> str | None:
     if free is not None and free < asked.room:
         return (
             f"has {free} bytes free in {asked.scratch}, but its parts may need {asked.room}; free some space, set "
-            "PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller --max-shard-size"
+            "PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller `max_shard_size`"
         )
     return None
 

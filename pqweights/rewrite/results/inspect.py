@@ -229,6 +229,6 @@ def _json_of(value: MetadataValue) -> Any:
     """Return a value of the metadata as JSON: a list that was kept whole, or else its type and length."""
     if isinstance(value, MetadataList):
         if value.length > len(value.first):
-            return {"list_of": value.kind, "length": value.length}
+            return {"list_of": value.item_type, "length": value.length}
         return [_json_of(item) for item in value.first]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -143,7 +143,6 @@ def joined(parts: Sequence[ShardFindings]) -> ShardFindings:
 
 RunChecks = Callable[[ShardChecks, int, Progress], ShardFindings]  # with so many threads
 
-NOT_IN_MANIFEST = "is not in the manifest"
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
     "master": {"recipe", "awq", "fit", "fold"},
@@ -157,12 +156,14 @@ class Verification:
 
     tensors, files, bytes: how many were checked; what is missing or has another size is not counted
     problems: one line each
+    unlisted: the files of the folder that are not in the manifest, which are among the problems
     """
 
     tensors: int
     files: int
     bytes: int
     problems: tuple[str, ...]
+    unlisted: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -202,7 +203,8 @@ def verify(
     problems += _check_index(storage, manifest, shards)
     of_files = dict(_check_files(storage, manifest))
     problems += of_files.values()
-    problems += _check_foreign(storage, manifest, shards=shards, beside=beside)
+    unlisted = tuple(_unlisted(storage, manifest, shards=shards, beside=beside))
+    problems += [*(f"{name}: is not in the manifest" for name in unlisted), *_check_records(storage)]
     if manifest.kind == "master" and not (findings.damaged or findings.wrong or CONFIG_FILE in of_files):
         problems += _check_config(storage, manifest)
     good = [shard for shard in shards if shard.file in findings.good]
@@ -213,6 +215,7 @@ def verify(
         files=len(good) + len(files),
         bytes=sum(shard.file_bytes for shard in good) + sum(files),
         problems=tuple(dict.fromkeys(problems)),  # opening the folder may find one again
+        unlisted=unlisted,
     )
 
 
@@ -292,14 +295,18 @@ def _sha256(storage: Storage, name: str, size: int) -> str:
     return SHA256.of_part(pieces_of(storage, name, 0, size)).hex()
 
 
-def _check_foreign(
+def _unlisted(
     storage: Storage, manifest: Manifest, *, shards: tuple[ShardPlan, ...], beside: Sequence[str]
 ) -> Iterator[str]:
-    """Check that every file is listed. A card and figures may be added, and hidden files belong to version control."""
+    """Yield files that are not listed. A card and figures may be added; hidden files belong to version control."""
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
     for name in sorted({*storage.files(), *storage.outside_links, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
-            yield f"{name}: {NOT_IN_MANIFEST}"
+            yield name
+
+
+def _check_records(storage: Storage) -> Iterator[str]:
+    """Check the figures of evaluations."""
     try:
         read_records(storage, "")
     except MasterError as error:

@@ -120,7 +120,7 @@ class HubStorage:
             folder=cache_folder(self.hub),
             byte_count=needed,
             what=f"{self.repository.id}: its weights need {needed} bytes in the Hub's cache",
-            remedy="pass --low-disk, or set HF_HOME to a folder on another disk",
+            remedy="pass `low_disk`, or set HF_HOME to a folder on another disk",
         )
 
     def expect(self, files: Sequence[str]) -> None:
