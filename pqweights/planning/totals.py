@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from pqweights.planning.plan import TensorPlan
+
+class _Counted(Protocol):
+    """What is counted: the properties of a TensorPlan that matter here."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def bits(self) -> float | None: ...
+
+    @property
+    def weights(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +90,7 @@ class Totals(Counts):
         }
 
 
-def count(tensors: Sequence[TensorPlan]) -> Counts:
+def count(tensors: Sequence[_Counted]) -> Counts:
     """Return counts over tensors."""
     weights = quantized_tensors = quantized_weights = quantized_bytes = 0
     for tensor in tensors:
@@ -97,7 +110,7 @@ def count(tensors: Sequence[TensorPlan]) -> Counts:
     )
 
 
-def total(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int) -> Totals:
+def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
     """Return counts over tensors with the sizes of files."""
     return Totals(**vars(count(tensors)), source_bytes=source_bytes, output_bytes=output_bytes)
 

@@ -59,7 +59,6 @@ SLOW = {
     "measure/test_calibrate.py": MODELS,
     "measure/test_folded_moments.py": MODELS,
     "measure/test_unfinished.py": MODELS,
-    "planning/test_awq.py::test_killed_and_resumed_run_gives_the_same_bytes": KILLS,
     "planning/test_awq.py::test_samples_of_a_large_model_stay_within_the_limit_on_disk": EXHAUSTIVE,
     "planning/test_knapsack.py::test_a_thousand_groups_are_solved_to_within_a_thousandth": EXHAUSTIVE,
     "plots/test_plots.py": PROCESSES,
