@@ -73,7 +73,7 @@ CALIBRATE_CASES = [
     evaluating(
         "calibrate-tokenizer-missing",
         "model",
-        "--tokenizer DIR",
+        "--tokenizer",
         command=CALIBRATE,
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
