@@ -36,11 +36,12 @@ QUIET = Annotated[
 
 def taking(
     options: Callable[..., Asked],
-    continues: Callable[[Asked], bool] | None = None,
+    continues: Callable[[Asked], bool | None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command so that it has the flags of a class of options, of which it gets an instance.
 
-    continues: whether an interrupted run left something from which the same command continues; None if it never does
+    continues: whether an interrupted run left something from which the same command continues; None, or its answer, if
+        there is nothing to continue
     """
     known = parameters(options)
     named = {name: known[name] for name in in_order(options) if known[name].flags != ()}
@@ -52,7 +53,7 @@ def taking(
         def run(**given: Any) -> None:
             rest = {p.name: given[p.name] for p in also}
             asked: list[Asked] = []
-            kept = None if continues is None else lambda: bool(asked) and continues(asked[0])
+            kept = None if continues is None else lambda: continues(asked[0]) if asked else False
             with output.errors(kept=kept, quiet=given.pop("quiet")):
                 taken = {name: _value(parameter, given[name]) for name, parameter in named.items()}
                 asked.append(options(**taken, **({"tell": output.note} if "token" in named else {})))

@@ -112,7 +112,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def errors(kept: Callable[[], bool] | None = None, quiet: bool = False) -> Iterator[None]:
+def errors(kept: Callable[[], bool | None] | None = None, quiet: bool = False) -> Iterator[None]:
     """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
     kept: whether an interrupted run left something from which the same command continues; None if it never does
@@ -168,10 +168,11 @@ def with_flags(message: str, flags: Mapping[str, str] | None = None) -> str:
     return re.sub(r"`([a-z_]+)`", lambda name: known.get(name[1], name[0]), message)
 
 
-def _how_to_continue(kept: Callable[[], bool] | None) -> str:
-    if kept is None:
+def _how_to_continue(kept: Callable[[], bool | None] | None) -> str:
+    again = None if kept is None else kept()
+    if again is None:
         return ""
-    return "; run the same command again to continue where it stopped" if kept() else "; no results were kept"
+    return "; run the same command again to continue where it stopped" if again else "; no results were kept"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

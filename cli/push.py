@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pqweights.publish.push import PushReport
 
 
-@taking(PushArguments, continues=lambda asked: not asked.dry_run)
+@taking(PushArguments, continues=lambda asked: None if asked.dry_run else True)
 def command(asked: PushArguments, *, json: options.JsonOption = False) -> None:
     """Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
 

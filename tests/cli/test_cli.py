@@ -15,7 +15,7 @@ import pytest
 from commands import answer, invoke
 from helpers import bf16, gaussian, read_all, small_checkpoint, write_checkpoint
 from pqweights_cli import output
-from pqweights_cli.main import app
+from pqweights_cli.main import COMMANDS, app
 from typer.testing import CliRunner
 
 import pqweights
@@ -270,6 +270,11 @@ def test_help_exits_0(option: str) -> None:
     for command in ("quantize", "plan", "inspect", "verify", "export", "eval"):
         assert command in result.stdout
         assert invoke(command, option).exit_code == 0
+
+
+def test_help_lists_the_first_line_of_each_command() -> None:
+    """Without importing the commands."""
+    assert {c.name: (c.help or "").split("\n\n")[0] for c in app.registered_commands} == COMMANDS
 
 
 def test_version_is_printed() -> None:

@@ -76,7 +76,7 @@ CALIBRATE_CASES = [
         config={"model_type": "no_such_model", "max_position_embeddings": 16},
     ),
     calibrating(
-        "tokenizer-missing", "model", "--tokenizer DIR", without=("model/tokenizer.json", "model/tokenizer_config.json")
+        "tokenizer-missing", "model", "--tokenizer", without=("model/tokenizer.json", "model/tokenizer_config.json")
     ),
     calibrating(
         "tokens-unknown-to-the-model",

@@ -132,11 +132,11 @@ EVAL_CASES = [
     evaluating(
         "eval-tokenizer-missing",
         "model",
-        "--tokenizer DIR",
+        "--tokenizer",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     evaluating("eval-tokenizer-damaged", "model", "tokenizer", tokenizer={"added_tokens": [], "model": 3}),
-    evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer DIR", command=EVAL + " --tokenizer nowhere"),
+    evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer", command=EVAL + " --tokenizer nowhere"),
     evaluating(
         "eval-tokens-unknown-to-the-model",
         "token 15",

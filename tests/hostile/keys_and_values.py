@@ -77,7 +77,7 @@ KV_CASES = [
         config=language_model_config() | {"quantization": {"group_size": 64, "bits": 4}},
     ),
     inspecting("model-without-config", "config.json", without=("model/config.json",)),
-    inspecting("tokenizer-missing", "--tokenizer DIR", without=("model/tokenizer.json", "model/tokenizer_config.json")),
+    inspecting("tokenizer-missing", "--tokenizer", without=("model/tokenizer.json", "model/tokenizer_config.json")),
     inspecting("tokens-unknown", "token 15", "has only 8", config=language_model_config(8)),
     inspecting("weights-cut-off", "model", "not fully covered", weights=stored(language_model())[:-400]),
     inspecting("keys-nan", "model", "finite keys", "layer 0", weights=all_nan()),
