@@ -61,7 +61,9 @@ HAND_MADE = Recipe(
 
 def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
     """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
-    return measure_sensitivity(model, load_recipe("q5"), SensitivityOptions(text=text, tokens=tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        options = SensitivityOptions(text=text, tokens=tokens)
+        return measure_sensitivity(model, load_recipe("q5"), options, out=Path(folder, "s.json"))
 
 
 class Groups(NamedTuple):

@@ -161,7 +161,7 @@ def _evaluate(sources: _Sources, text: Path | None, asked: EvaluationOptions, *,
     """Evaluate the models, and show and record the figures. text: the file, or None for WikiText."""
     from pqweights.inference.runtimes.texts import read_text, wikitext
     from pqweights.quality.evaluate.evaluation import evaluate
-    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.quality.evaluate.report import make_record
 
     places = sources.places(record=presentation.record)
     words = wikitext() if text is None else read_text(text)

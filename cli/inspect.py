@@ -179,15 +179,15 @@ class _KeysAndValues:
 
 def _show_kv(model: Path, asked: _KeysAndValues) -> None:
     from pqweights.inference.runtimes.texts import read_text
-    from pqweights.quality.measure.kv_distribution import measure_kv
-    from pqweights.quality.measure.kv_states import StatesOptions
+    from pqweights.quality.measure.kv_distribution import distribution_of
+    from pqweights.quality.measure.kv_states import StatesOptions, read_states
 
     options.check_plot(asked.plot)
     words = read_text(asked.text)
     device = (asked.device or options.Device.CPU).value
     reading = StatesOptions(max_tokens=asked.max_tokens, tokenizer=asked.tokenizer, bos=asked.bos, device=device)
     with output.progress("measuring", unit="layers") as progress:
-        found = measure_kv(model, words, reading, progress=progress)
+        found = distribution_of(read_states(model, words, reading), progress=progress)
     if asked.plot is not None:
         from pqweights.quality.plots.kv import plot_kv
 

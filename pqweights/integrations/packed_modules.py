@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pqweights.integrations.packed import PackedTensor
-from pqweights.integrations.packed_linear import linear
+from pqweights.integrations.packed_products import linear
 from pqweights.integrations.packed_products_gpu import forget_inputs
 
 
@@ -145,8 +145,8 @@ def _describe(own: str, packed: dict[str, PackedTensor]) -> str:
 
 def _stored(weight: PackedTensor) -> str:
     """Return the codec, the bit width and the bytes of a packed weight; merged experts may have several of each."""
-    rows = [each for matrix in weight.matrices for each in matrix]
-    codecs, widths = sorted({each.coder.codec for each in rows}), sorted({each.coder.bits for each in rows})
+    rows = [piece for matrix in weight.matrices for piece in matrix]
+    codecs, widths = sorted({piece.coder.codec for piece in rows}), sorted({piece.coder.bits for piece in rows})
     bits = "/".join(f"{width:g}" for width in widths)
     return f"codec={'/'.join(codecs)}, bits={bits}, bytes={weight.stored_bytes}"
 

@@ -308,14 +308,6 @@ def test_packed_model_refuses_gradients_changes_and_saving(base: Path, tmp_path:
     assert all(p.requires_grad for p in decoded.parameters())
 
 
-def test_truncated_master_is_refused(base: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(families.master(base, "llama"), tmp_path / "master"))
-    (file,) = folder.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(PqweightsError, match="truncated"):
-        pqweights.load_model(folder, packed=True)
-
-
 def test_data_of_a_parameter_may_be_replaced(weights: dict[str, Any]) -> None:
     """Moving a module to another device does so."""
     packed, exact = weights["model.rows.weight"]

@@ -19,10 +19,10 @@ from typer.testing import Result
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from export_decoders import master_weight
 from recorded_rows import RecordedRows
 
 from pqweights import load_model
-from pqweights.inference.runtimes.decoders import master_weight
 from pqweights.inference.runtimes.models import open_model
 from pqweights.planning.awq import open_awq
 from pqweights.quality.evaluate.protocol import Windows, compare

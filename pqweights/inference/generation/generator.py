@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from pqweights.errors import GenerationError
-from pqweights.inference.generation.choosing import Chooser, Floats
-from pqweights.inference.generation.options import choose_tokens, read_settings
+from pqweights.inference.generation.choosing import Chooser, Floats, choose_tokens, read_settings
 from pqweights.inference.generation.packing import check_fits, choose_packed, read_needs
 from pqweights.inference.generation.prompts import (
     ASSISTANT,
+    CONTEXT_TOKENS,
     SYSTEM,
     USER,
     Message,
+    TextStream,
     chat_ids,
     check_ids,
     check_prompt,
@@ -35,10 +36,9 @@ from pqweights.inference.generation.report import (
     GenerationSettings,
     Timings,
 )
-from pqweights.inference.generation.text import CONTEXT_TOKENS, TextStream
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import read_model
-from pqweights.inference.runtimes.llama_tokens import GgufTokenizer
+from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.memory import peak_bytes
 from pqweights.inference.runtimes.models import Model, check_llama_cpp, check_options, choose_device, open_model
 from pqweights.inference.runtimes.steps import TorchStepper

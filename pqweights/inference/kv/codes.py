@@ -117,8 +117,8 @@ def levels_of(rows: Parts, runs: Runs) -> Tensor:
 @functools.cache
 def _code_tables() -> CodeTables:
     """Return the levels and thresholds of all widths, for kernels."""
-    found = {bits: width_tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
-    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in found.items()})
+    tables = {bits: width_tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
+    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in tables.items()})
 
 
 @functools.cache
@@ -127,5 +127,5 @@ def width_tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # later calls may need gradients
         if bits == 1:
             return torch.tensor([-ONE_BIT, ONE_BIT], device=device), torch.zeros(1, device=device)
-        found = codebook(bits)
-        return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)
+        book = codebook(bits)
+        return torch.from_numpy(book.levels).to(device), torch.from_numpy(book.thresholds).to(device)

@@ -41,8 +41,9 @@ class PackedLayer(DynamicLayer):
         pairs = self._model.pairs_of(sizes[0])
         layer = LayerModel(key_size=sizes[0], value_size=sizes[1], pairs=pairs, bases=self._bases)
         states = DecodedStates if self.keeps_decoded else PackedStates
-        self.packed_keys = states(scheme.key_quantizer(layer), scheme.residual)
-        self.packed_values = states(scheme.value_quantizer(layer), scheme.residual)
+        self.packed_keys, self.packed_values = (
+            states(quantizer, scheme.residual) for quantizer in scheme.quantizers(layer)
+        )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -119,7 +120,7 @@ class PackedLayer(DynamicLayer):
         """Repeat every sequence."""
         if self.is_initialized:
             for states in self.states:
-                states.each(lambda part: part.repeat_interleave(repeats, dim=0))
+                states.replace_tensors(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
         """Move everything to the memory of the CPU."""
@@ -132,12 +133,12 @@ class PackedLayer(DynamicLayer):
     def _choose(self, index: Tensor) -> None:
         if self.is_initialized:
             for states in self.states:
-                states.each(lambda part: part.index_select(0, index.to(part.device)))
+                states.replace_tensors(lambda part: part.index_select(0, index.to(part.device)))
 
     def _move(self, device: Any) -> None:
         if self.is_initialized:
             for states in self.states:
-                states.each(lambda part: part.to(device, non_blocking=True))
+                states.replace_tensors(lambda part: part.to(device, non_blocking=True))
 
 
 class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):

@@ -59,7 +59,7 @@ def cached_model(config: Any, scheme: Scheme) -> CachedModel:
         raise OptionError(f"{kind}: expected layers with full attention, found {', '.join(sorted(set(layers)))}")
     size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
     scheme.check_size(size)
-    found = CachedModel(config=decoder, layers=tuple(layers), options=tuple(options), size=size)
-    if scheme.needs_rope and found.pairs is None:
+    model = CachedModel(config=decoder, layers=tuple(layers), options=tuple(options), size=size)
+    if scheme.needs_rope and model.pairs is None:
         raise OptionError(f"{kind} has no rotary position embedding, on which the method rests; take hadamard")
-    return found
+    return model

@@ -96,8 +96,8 @@ def read_folder(path: Path) -> Folder:
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")
-    found = config.get("quantization_config")
-    settings = found if isinstance(found, dict) else {}
+    stated = config.get("quantization_config")
+    settings = stated if isinstance(stated, dict) else {}
     method = settings.get("quant_method")
     kinds = {QUANT_METHOD: MASTER, "torchao": TORCHAO, "compressed-tensors": COMPRESSED_TENSORS}
     kind = kinds.get(str(method), TRANSFORMERS)

@@ -18,8 +18,8 @@ def peak_bytes(device: str) -> int:
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # On Linux, ru_maxrss starts at the memory of the process that started this one.
-    found = _kilobytes(Path("/proc/self/status"), "VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if found is None else found
+    peak = _kilobytes(Path("/proc/self/status"), "VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
@@ -49,8 +49,8 @@ def _left_in_groups(root: Path) -> list[int]:
             continue
         # In a container, the path may be one of the host, which is not mounted there: its own group is then the root.
         group = Path(path.strip("/"))
-        for each in (group, *group.parents):
-            result += _left(place / each, *names)
+        for ancestor in (group, *group.parents):
+            result += _left(place / ancestor, *names)
     return result
 
 

@@ -64,8 +64,8 @@ def silent() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-    for each in heard:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextlib.contextmanager

@@ -49,25 +49,8 @@ class Layout:
     """Which vectors there are: for each its K, and the matrix at which it is collected; and what each weight reads."""
 
     sizes: list[int]
-    places: list[Place]
+    places: list[tuple[str, int | None]]
     weights: dict[str, WeightInputs]
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> Layout:
-        """Return the layout of which the journal has the record."""
-        return Layout(
-            sizes=record["sizes"],
-            places=[(name, number) for name, number in record["places"]],
-            weights={
-                name: WeightInputs(vectors=tuple(reads["vectors"]), transposed=reads["transposed"])
-                for name, reads in record["weights"].items()
-            },
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record for the journal."""
-        weights = {name: vars(reads) for name, reads in self.weights.items()}
-        return {"sizes": self.sizes, "places": self.places, "weights": weights}
 
 
 def find_layout(model: LoadedModel, shapes: Mapping[str, tuple[int, ...]], window: TextWindow) -> Layout:
@@ -82,21 +65,21 @@ def find_layout(model: LoadedModel, shapes: Mapping[str, tuple[int, ...]], windo
         watch(loaded, [window], seen, progress=lambda done, total: None)
     layout = Layout(sizes=[], places=[], weights={})
     known: dict[Any, int] = {}
-    for name, found in where.items():
-        matrices = places_of(shapes[name], found)
+    for name, location in where.items():
+        matrices = places_of(shapes[name], location)
         stored = _stored(matrices, seen)
         if stored is None:
             continue
         size, along_rows = stored
         vectors = tuple(_numbered(place, size, seen, known=known, layout=layout) for place in matrices)
-        layout.weights[name] = WeightInputs(vectors=vectors, transposed=along_rows == found.transposed)
+        layout.weights[name] = WeightInputs(vectors=vectors, transposed=along_rows == location.transposed)
     return layout
 
 
 def _stored(matrices: Sequence[Place], seen: SeenInputs) -> tuple[int, bool] | None:
     """Return K and whether the model stores matrices as [N, K]; None if it multiplies by none of their stack."""
     names = {name for name, _ in matrices}
-    return next((found[:2] for (name, _), found in seen.found.items() if name in names), None)
+    return next((stored[:2] for (name, _), stored in seen.found.items() if name in names), None)
 
 
 def _numbered(place: Place, size: int, seen: SeenInputs, *, known: dict[Any, int], layout: Layout) -> int:

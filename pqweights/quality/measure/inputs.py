@@ -53,14 +53,14 @@ class SeenInputs:
         Experts may have read the same few tokens by chance: matrices that did not read every token must also be of the
         same expert, by its number or by the module that holds it.
         """
-        found = self.found.get(place)
-        if found is None:
+        seen = self.found.get(place)
+        if seen is None:
             return None
         name, number = place
         module = name.rpartition(".")[0].rpartition(".")[0]
         every_token = self._rows[place] == max(self._rows.values())
         expert = () if every_token and number is None else (number, None if number is not None else module)
-        return found[0], found[2].hexdigest(), expert
+        return seen[0], seen[2].hexdigest(), expert
 
 
 class Sample:

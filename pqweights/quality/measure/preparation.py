@@ -104,24 +104,24 @@ class LoadedModel:
     """
 
     def __init__(self, source: Path, *, dtype: str, device_map: str | None) -> None:
-        self._source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
+        self.source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
 
     @property
     def cannot_run(self) -> str:
         """How messages about a model that transformers refuses begin."""
-        return f"{self._source}: transformers cannot run this model"
+        return f"{self.source}: transformers cannot run this model"
 
     def get(self) -> Any:
         """Return the model. Raises SourceError if it lacks weights: its activations would be those of random ones."""
         from pqweights.integrations.transformers import load
 
         if self._model is None:
-            with slow_step(f"loading {self._source}"), Refused(self.cannot_run), quiet():
+            with slow_step(f"loading {self.source}"), Refused(self.cannot_run), quiet():
                 loaded = load(
-                    self._source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
+                    self.source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
                 )
             name = type(loaded.model).__name__
-            check_loaded(self._source, name, missing=loaded.missing, unexpected=loaded.unexpected)
+            check_loaded(self.source, name, missing=loaded.missing, unexpected=loaded.unexpected)
             self._model = loaded.model
         return self._model
 

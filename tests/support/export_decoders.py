@@ -5,7 +5,6 @@ They share no code with exports/, so that a mistake there is not repeated here.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
 from pqweights.common.dtypes import float8_table, to_float32
 from pqweights.errors import SourceError
 from pqweights.inference.runtimes.folders import refuse_transforms
+from pqweights.inference.runtimes.torchao import unpack_nibbles, unpack_tiles
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
 
@@ -168,28 +168,7 @@ class Stored:
 FLOAT4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 
 
-def unpack_nibbles(packed: Codes) -> Codes:
-    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-
-
 def unpack_stream(packed: Codes, bits: int) -> Codes:
     """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
     digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
     return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
-
-
-def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
-    """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
-
-    The layout is matrix_to_m16n8k16_Bint4_layout in aten/src/ATen/native/cuda/int4mm.cu: lane t holds row t / 4, and of
-    each 16 columns the pairs that start at 2 (t % 4) and 2 (t % 4) + 8. A word holds two such runs of 16 columns, as
-    nibbles 0 2 4 6 1 3 5 7.
-    """
-    tiles, blocks = words.shape[:2]
-    result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
-    for lane, word, nibble in itertools.product(range(32), range(4), range(8)):
-        odd, sixteen, half = nibble >> 2, nibble >> 1 & 1, nibble & 1
-        column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
-        result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
-    return result.reshape(tiles * 8, blocks * 128)
