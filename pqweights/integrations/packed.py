@@ -6,7 +6,6 @@ stack. Every other operation gets an ordinary, decoded tensor. For inference onl
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from pqweights.integrations.packed_rows import (
     Factor,
     Matrix,
     PackedRows,
-    decode_into,
     decode_rows,
     look_up,
     share,
@@ -121,7 +119,11 @@ class PackedTensor(torch.Tensor):
         with torch.inference_mode(False):  # torch refuses to make views of a parameter out of inference tensors
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for matrix, part in zip(self.matrices, out if self.stacked else [out], strict=True):
-            share(functools.partial(decode_into, matrix, part), matrix, device=self.device)
+
+            def decode(start: int, stop: int, matrix: Matrix = matrix, part: Tensor = part) -> None:
+                decode_rows(matrix, start, stop, out=part[start:stop])
+
+            share(decode, matrix, device=self.device)
         return out
 
     def like(self, dtype: torch.dtype | None = None) -> PackedTensor:

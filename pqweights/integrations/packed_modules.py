@@ -31,18 +31,18 @@ def name_packed_modules(model: Any) -> None:
 
 
 @functools.cache
-def _packed_class(kind: Any) -> Any:
+def _packed_class(module_class: Any) -> Any:
     def extra_repr(module: Any) -> str:
-        own = kind.extra_repr(module)
-        if kind.__repr__ is not nn.Module.__repr__ and not own:  # Conv1D prints its sizes without extra_repr
-            own = kind.__repr__(module).partition("(")[2].removesuffix(")")
+        own = module_class.extra_repr(module)
+        if module_class.__repr__ is not nn.Module.__repr__ and not own:  # Conv1D prints its sizes without extra_repr
+            own = module_class.__repr__(module).partition("(")[2].removesuffix(")")
         return _describe(own, _packed(module))
 
     def reduced(module: Any, protocol: int) -> tuple[Any, ...]:
-        return (_new, (kind,), *kind.__reduce_ex__(module, protocol)[2:])
+        return (_new, (module_class,), *module_class.__reduce_ex__(module, protocol)[2:])
 
     def set_state(module: Any, state: Any) -> None:
-        kind.__setstate__(module, state)
+        module_class.__setstate__(module, state)
         _number(module)
 
     # A class that prints itself in its own way, as Conv1D does, would leave extra_repr out. Nothing finds this class by
@@ -53,13 +53,13 @@ def _packed_class(kind: Any) -> Any:
         "__reduce_ex__": reduced,
         "__setstate__": set_state,
     }
-    members["forward"] = _FORWARDS.get(kind.forward) or _uncompiled(kind.forward)
-    return type(f"Packed{kind.__name__}", (kind,), members)
+    members["forward"] = _FORWARDS.get(module_class.forward) or _uncompiled(module_class.forward)
+    return type(f"Packed{module_class.__name__}", (module_class,), members)
 
 
-def _new(kind: Any) -> Any:
+def _new(module_class: Any) -> Any:
     """Return a module without its state, for pickle."""
-    packed = _packed_class(kind)
+    packed = _packed_class(module_class)
     return packed.__new__(packed)
 
 

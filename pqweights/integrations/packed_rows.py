@@ -157,14 +157,9 @@ def decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
         above += piece.rows
 
 
-def decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
-    """Decode rows [start, stop) of a matrix into their places in the whole matrix."""
-    decode_rows(matrix, start, stop, out=whole[start:stop])
-
-
 def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
     """Decode the rows with these numbers into [rows, columns], those whose blocks they share together."""
-    distinct, places = torch.unique(rows, sorted=True, return_inverse=True)
+    distinct, inverse = torch.unique(rows, sorted=True, return_inverse=True)
     numbers, columns, block_size = distinct.tolist(), out.shape[1], matrix[0].coder.block_size
     decoded, begin = out.new_empty(len(numbers), columns), 0
     while begin < len(numbers):
@@ -177,7 +172,7 @@ def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
         decode_rows(matrix, first, numbers[end - 1] + 1, out=chunk)
         decoded[begin:end] = chunk[distinct[begin:end] - first]
         begin = end
-    out.copy_(decoded[places])
+    out.copy_(decoded[inverse])
 
 
 def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None) -> None:

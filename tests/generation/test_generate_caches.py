@@ -14,7 +14,7 @@ from commands import answer, done, refused
 from language_models import TEMPLATE, babbler
 
 import pqweights
-from pqweights.errors import GenerationError, OptionError
+from pqweights.errors import EvaluationError, OptionError
 from pqweights.inference.generation.generator import Generator
 from pqweights.inference.generation.report import Generation
 from pqweights.inference.runtimes.cached import CachedRun
@@ -176,5 +176,5 @@ def test_a_bad_spec_is_one_line(work: Path) -> None:
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     export(work / "q4", tmp_path / "mlx", "mlx", threads=2)
-    with pytest.raises(GenerationError, match="--kv-cache: mlx-lm has a cache of its own"):
+    with pytest.raises(EvaluationError, match="--kv-cache: mlx-lm has a cache of its own"):
         reply(tmp_path / "mlx", kv_cache="none")

@@ -34,11 +34,6 @@ from pqweights.integrations.packed import PackedTensor, pack  # noqa: E402
 IDS = torch.tensor(families.IDS)
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 def open_both(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Load a master packed and decoded."""
     options = {"attn_implementation": "eager", **options}

@@ -34,11 +34,6 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 @pytest.fixture
 def copied(base: Path, tmp_path: Path) -> Path:
     """A copy of the master of a Llama that the test may damage."""

@@ -165,3 +165,17 @@ def test_codes_keep_no_gradients() -> None:
         held = filled(spec, states, 100, 30)
         assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.rows.values(),))
         assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.shared.values(),))
+
+
+def test_cropping_an_empty_store_does_nothing() -> None:
+    held = store("polar", SIZE)
+    held.crop(3)
+    assert held.decoded() is None and held.tokens == 0
+
+
+def test_quantizers_without_kernels_say_so() -> None:
+    quantizer = store("polar", SIZE).quantizer
+    assert quantizer is not None and not quantizer.can_score() and not quantizer.can_weigh()
+    for call in (quantizer.scores, quantizer.weighted):
+        with pytest.raises(NotImplementedError):
+            call(gaussian(1, 1, 1, SIZE), {}, {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,6 @@ from pqweights.quality.measure.sensitivity import LEVELS, SensitivityOptions
 TOKENS = 64
 # A recipe with few groups, for tests that do not depend on the figures.
 NARROW = parse_recipe("rules: [{role: [mlp, embedding], keep: true}]", "narrow")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: for models this small, more threads are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

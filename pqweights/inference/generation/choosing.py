@@ -107,7 +107,7 @@ def read_settings(folder: Folder) -> ModelSettings:
 
     Raises SourceError for a file that cannot be read, or for a value that means nothing.
     """
-    own = None if folder.kind == LLAMA_CPP else _read(folder)
+    own = None if folder.runtime == LLAMA_CPP else _read(folder)
     stated = {} if own is None else own
     ends = stated.get("eos_token_id")
     if own is None or ends is None:
@@ -202,28 +202,28 @@ class Chooser:
         scaled = (logits.astype(np.float64) - logits.max()) / how.temperature
         probabilities = np.exp(scaled)
         probabilities /= probabilities.sum()
-        place = self._place(probabilities)
-        return int(place if tokens is None else tokens[place])
+        index = self._index(probabilities)
+        return int(index if tokens is None else tokens[index])
 
-    def _place(self, probabilities: Doubles) -> int:
-        """Return a random place, with these probabilities, among those that top-p leaves."""
-        places = None
+    def _index(self, probabilities: Doubles) -> int:
+        """Return a random index, with these probabilities, among those that top-p leaves."""
+        indices = None
         if self._how.top_p < 1:
-            places = likeliest(probabilities, self._how.top_p)
-            probabilities = probabilities[places]
+            indices = likeliest(probabilities, self._how.top_p)
+            probabilities = probabilities[indices]
         reached = probabilities.cumsum()
         index = int(np.searchsorted(reached, self._random.random() * reached[-1], side="right"))
         index = min(index, len(reached) - 1)  # the product may round up to the sum
-        return index if places is None else int(places[index])
+        return index if indices is None else int(indices[index])
 
 
 def likeliest(probabilities: Doubles, least: float) -> Ids:
-    """Return the fewest places, the likeliest first, whose probabilities sum up to `least` or more."""
+    """Return the fewest indices, the likeliest first, whose probabilities sum up to `least` or more."""
     count = min(FEW, len(probabilities))
     while True:
-        places = np.argpartition(probabilities, -count)[-count:]
-        places = places[np.argsort(-probabilities[places], kind="stable")]
-        reached = probabilities[places].cumsum()
+        indices = np.argpartition(probabilities, -count)[-count:]
+        indices = indices[np.argsort(-probabilities[indices], kind="stable")]
+        reached = probabilities[indices].cumsum()
         if count == len(probabilities) or reached[-1] >= least:
-            return places[: int(np.searchsorted(reached, least)) + 1]
+            return indices[: int(np.searchsorted(reached, least)) + 1]
         count = min(4 * count, len(probabilities))

@@ -74,10 +74,10 @@ def read_needs(folder: Folder, dtype: str) -> Needs:
     """
     stored = size(folder.path)
     encoded: list[EncodedTensor] = []
-    if folder.kind == MASTER:
+    if folder.runtime == MASTER:
         encoded = [tensor for tensor in open_local(folder.path).tensors if isinstance(tensor, EncodedTensor)]
     decoded = stored.bytes
-    if folder.kind not in (MLX, LLAMA_CPP) and stored.parameters is not None:
+    if folder.runtime not in (MLX, LLAMA_CPP) and stored.parameters is not None:
         decoded = stored.parameters * BYTES_PER_WEIGHT[_own_dtype(folder.config) if dtype == AUTO else dtype]
     return Needs(
         codecs=frozenset(tensor.coder.codec for tensor in encoded),
@@ -108,9 +108,9 @@ def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
     needed = needs.packed if packed else needs.decoded
     if needs.fits(needed):
         return
-    if packed or folder.kind in (MLX, LLAMA_CPP):
+    if packed or folder.runtime in (MLX, LLAMA_CPP):
         remedy = "quantize it with fewer bits, or use a machine with more memory"
-    elif folder.kind == MASTER:
+    elif folder.runtime == MASTER:
         remedy = "leave out --no-packed"
     else:
         remedy = f"quantize it and run the master packed: pqweights quantize {folder.path} MASTER, then pqweights "

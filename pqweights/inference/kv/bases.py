@@ -28,7 +28,7 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
     Raises OptionError for a model whose attention is not made of four projections.
     """
     modules = list(_attentions(net))
-    numbers = [number for number, kind in enumerate(model.layers) if kind in (FULL, HYBRID)]
+    numbers = [number for number, layer_type in enumerate(model.layers) if layer_type in (FULL, HYBRID)]
     attentions = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
     result = {}
     for number in numbers:
@@ -195,7 +195,7 @@ def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turni
 
 def _is_rotated(model: CachedModel, number: int, attention: Any) -> bool:
     """Whether RoPE turns the keys of a layer in a model that has RoPE."""
-    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(kind != FULL for kind in model.layers):
+    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(layer_type != FULL for layer_type in model.layers):
         return False
     listed = getattr(model.config, "no_rope_layers", None)  # in spite of the name, 1 stands for layers with RoPE
     return bool(getattr(attention, "use_rope", True) and (not listed or listed[number]))

@@ -47,28 +47,28 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     missing = padded(codes.shape[-1], bits) - codes.shape[-1]
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    packed, place = [], 0
+    packed, shift = [], 0
     for width in fields(bits):
-        field = (codes >> place) & ((1 << width) - 1)
+        field = (codes >> shift) & ((1 << width) - 1)
         parts = field.unflatten(-1, (8 // width, -1))
         whole = parts[..., 0, :]
         for number in range(1, 8 // width):
             whole = whole | (parts[..., number, :] << (number * width))
         packed.append(whole)
-        place += width
+        shift += width
     return packed[0].contiguous() if len(packed) == 1 else torch.cat(packed, dim=-1)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack`, [..., bytes] u8 -> [..., count] u8."""
-    codes, start, place = None, 0, 0
+    codes, start, shift = None, 0, 0
     for width in fields(bits):
         size = packed.shape[-1] * width // bits
         whole = packed[..., start : start + size]
         parts = [(whole >> (number * width)) & ((1 << width) - 1) for number in range(8 // width)]
-        field = torch.cat(parts, dim=-1) << place
+        field = torch.cat(parts, dim=-1) << shift
         codes = field if codes is None else codes | field
-        start, place = start + size, place + width
+        start, shift = start + size, shift + width
     assert codes is not None
     return codes[..., :count]
 

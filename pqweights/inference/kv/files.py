@@ -133,10 +133,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise SourceError(f"{file}: expected a cache that save_kv_cache wrote, found another file")
     if about.get("version") != VERSION:
         raise SourceError(f"{file}: it has version {shown(about.get('version'))}; this pqweights reads {VERSION}")
-    kinds = {"spec": str, "model": dict, "layers": list}
-    for name, kind in kinds.items():
-        if not isinstance(about.get(name), kind):
-            raise SourceError(f"{file}: {name}: expected a {kind.__name__}, found {shown(about.get(name))}")
+    json_types = {"spec": str, "model": dict, "layers": list}
+    for name, json_type in json_types.items():
+        if not isinstance(about.get(name), json_type):
+            raise SourceError(f"{file}: {name}: expected a {json_type.__name__}, found {shown(about.get(name))}")
     return about, tensors
 
 
@@ -183,9 +183,9 @@ def _saved_layer(number: int, layer: Any, tensors: dict[str, Tensor]) -> dict[st
     for name, states in zip(("keys", "values"), layer.states, strict=True):
         assert states.window is not None
         tensors[f"{number}.{name}.window"] = states.window
-        for place, chunk in enumerate(states.chunks):
+        for index, chunk in enumerate(states.chunks):
             for part, tensor in _named_parts(states, chunk):
-                tensors[f"{number}.{name}.{place}.{part}"] = tensor
+                tensors[f"{number}.{name}.{index}.{part}"] = tensor
         chunks.append([chunk.tokens for chunk in states.chunks])
     return {"chunks": chunks}
 
@@ -296,8 +296,8 @@ class SavedParts:
         zeros = torch.zeros(batch, heads, quantizer.first, size, device="cpu")
         expected = quantizer.fit(zeros, None, 0)
         start = 0
-        for place, count in enumerate(tokens):
-            prefix = f"{name}.{place}"
+        for index, count in enumerate(tokens):
+            prefix = f"{name}.{index}"
             shared = self._parts(f"{prefix}.shared", expected, None)
             first = self._first_row(prefix, quantizer, zeros[:, :, : quantizer.step], shared)
             rows = self._parts(f"{prefix}.rows", first, -(-count // quantizer.step))

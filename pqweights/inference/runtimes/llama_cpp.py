@@ -159,9 +159,9 @@ class _Held:
         self._llama, self.model = llama, model
         self.context: Any = None
         self._batch = llama.llama_batch_init(BATCH_TOKENS, 0, 1)
-        for place in range(BATCH_TOKENS):
-            self._batch.n_seq_id[place] = 1
-            self._batch.seq_id[place][0] = 0
+        for slot in range(BATCH_TOKENS):
+            self._batch.n_seq_id[slot] = 1
+            self._batch.seq_id[slot][0] = 0
 
     def batch(self, ids: Ids, start: int, scored: int) -> Any:
         """Return the batch with tokens from a position on; the logits of the last ones are computed."""

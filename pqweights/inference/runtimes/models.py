@@ -76,7 +76,9 @@ def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packe
     EvaluationError for options that do not fit the folder, MissingDependencyError.
     """
     folder = read_model(path)
-    check_options(folder, device, packed)
+    check_options([folder], device=device)
+    if packed:
+        check_packed(folder)
     loaders: dict[str, Callable[[], Model]] = {
         MASTER: lambda: _open_master(folder, device=device, dtype=dtype, packed=packed),
         TORCHAO: lambda: _open_torchao(folder, device, dtype),
@@ -84,35 +86,42 @@ def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packe
         MLX: lambda: _open_mlx(folder, dtype),
         LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype),
     }
-    if folder.kind in loaders:
-        return loaders[folder.kind]()
+    if folder.runtime in loaders:
+        return loaders[folder.runtime]()
     return _in_torch("transformers", _from_pretrained(folder, dtype).to(device))
 
 
-def check_options(folder: Folder, device: str, packed: bool) -> None:
-    """Raise EvaluationError if a folder of this kind cannot run on this device or with packed weights.
+# How messages call the runtimes that have a device and a cache of their own.
+APART = {MLX: "mlx-lm", LLAMA_CPP: "llama.cpp"}
+
+
+def check_options(
+    folders: Sequence[Folder], *, device: str = "cpu", dtype: str | None = None, has_kv_cache: bool = False
+) -> None:
+    """Raise EvaluationError for options that mean nothing to one of these folders.
 
     device: cpu, cuda or auto
-    """
-    if packed and folder.kind != MASTER:
-        raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
-    if folder.kind == MLX and device == "cuda":
-        raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
-    if folder.kind == LLAMA_CPP and device == "cuda":
-        raise EvaluationError(f"{folder.path}: llama.cpp runs on the CPU here; leave out --device {device}")
-
-
-def check_llama_cpp(folders: Sequence[Folder], *, dtype: str | None, has_kv_cache: bool) -> None:
-    """Raise EvaluationError for options that mean nothing to the GGUF files among these folders.
-
-    dtype: one of DTYPES, AUTO or None; other folders may take it
+    dtype: one of DTYPES, AUTO or None; GGUF files do not take it, other folders may
     has_kv_cache: whether keys and values are to be quantized
     """
-    files = [folder for folder in folders if folder.kind == LLAMA_CPP]
-    if files and has_kv_cache:
-        raise EvaluationError(f"{files[0].path}: --kv-cache: llama.cpp has a cache of its own; leave it out")
-    if files == list(folders) and dtype not in (None, AUTO, "float32"):
-        raise EvaluationError(f"{files[0].path}: --dtype {dtype}: llama.cpp computes in types of its own; leave it out")
+    for folder in folders:
+        runtime = APART.get(folder.runtime)
+        if runtime and device == "cuda":
+            how = "chooses its device itself" if folder.runtime == MLX else "runs on the CPU here"
+            raise EvaluationError(f"{folder.path}: {runtime} {how}; leave out --device {device}")
+        if runtime and has_kv_cache:
+            raise EvaluationError(f"{folder.path}: --kv-cache: {runtime} has a cache of its own; leave it out")
+    takes_none = all(folder.runtime == LLAMA_CPP for folder in folders)
+    if takes_none and dtype not in (None, AUTO, "float32"):
+        raise EvaluationError(
+            f"{folders[0].path}: --dtype {dtype}: llama.cpp computes in types of its own; leave it out"
+        )
+
+
+def check_packed(folder: Folder) -> None:
+    """Raise EvaluationError for a folder whose weights cannot stay packed."""
+    if folder.runtime != MASTER:
+        raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
 
 
 def choose_device(asked: str, folders: Sequence[Folder]) -> str:
@@ -120,7 +129,7 @@ def choose_device(asked: str, folders: Sequence[Folder]) -> str:
 
     Raises DeviceError, MissingDependencyError.
     """
-    if asked == "cpu" or (asked == "auto" and any(folder.kind in (MLX, LLAMA_CPP) for folder in folders)):
+    if asked == "cpu" or (asked == "auto" and any(folder.runtime in (MLX, LLAMA_CPP) for folder in folders)):
         return "cpu"
     torch = package("torch", "transformers", f"--device {asked}")
     if torch.cuda.is_available():
@@ -194,10 +203,10 @@ def check_loaded(path: Path, model: str, *, missing: Collection[str], unexpected
 
 
 def _refuse(path: Path, runtime: str, **names: Any) -> None:
-    for kind, tensors in names.items():
+    for problem, tensors in names.items():
         if tensors:
             raise SourceError(
-                f"{path}: {runtime} finds {counted(len(tensors), f'{kind} tensor')}, the first is "
+                f"{path}: {runtime} finds {counted(len(tensors), f'{problem} tensor')}, the first is "
                 f"{sorted(tensors)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
                 "`pqweights verify`, or export it again"
             )

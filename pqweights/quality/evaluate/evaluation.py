@@ -16,8 +16,8 @@ from pqweights.inference.runtimes.models import (
     AUTO,
     DTYPES,
     Model,
-    check_llama_cpp,
     check_options,
+    check_packed,
     choose_device,
     open_model,
 )
@@ -171,9 +171,9 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     compared = [read_model(path) for path in models]
     base = [] if options.reference is None else [read_model(options.reference)]
     folders = [*base, *compared]
-    for folder in folders:
-        check_options(folder, options.device, options.packed and folder in compared)
-    check_llama_cpp(folders, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
+    for folder in compared if options.packed else ():
+        check_packed(folder)
+    check_options(folders, device=options.device, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
     device = choose_device(options.device, folders)
     windows = choose_windows(folders, options.reading)
     if base:
@@ -244,8 +244,6 @@ def _score_caches(
     job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
 ) -> list[ModelScores]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
-    if model.net is None:
-        raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):

@@ -195,10 +195,10 @@ def _count(tensor: LogicalTensor) -> tuple[Tally, Tally]:
         norms = np.sqrt((values * values).sum(axis=1))
         if not np.isfinite(norms).all():
             at = find_non_finite(tensor, blocks.start * HADAMARD_SIZE, count)
-            place = [int(i) for i in np.unravel_index(at, tensor.shape)]
+            index = [int(i) for i in np.unravel_index(at, tensor.shape)]
             raise SourceError(
                 f"{tensor.parts[0].file}: tensor {tensor.name!r}: expected finite weights, "
-                f"found a NaN or an infinity at {place}"
+                f"found a NaN or an infinity at {index}"
             )
         values = values[norms > 0]
         values *= (math.sqrt(HADAMARD_SIZE) / norms[norms > 0])[:, None]

@@ -12,7 +12,7 @@ from pqweights.common.notices import slow_step
 from pqweights.errors import EvaluationError
 from pqweights.exports.target import MLX
 from pqweights.inference.runtimes.folders import Folder, read_folder, transformers_config
-from pqweights.inference.runtimes.models import Model, check_options, choose_device, open_model
+from pqweights.inference.runtimes.models import Model, choose_device, open_model
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 from pqweights.inference.runtimes.steps import last_logits_only
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode, with_bos
@@ -86,11 +86,10 @@ def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     """
     package("torch", "transformers", WHY)
     folder = read_folder(path)
-    if folder.kind == MLX:
+    if folder.runtime == MLX:
         raise EvaluationError(f"{path}: --kv: expected a model that transformers computes, found an export for mlx-lm; "
                               "give the checkpoint or the master")  # fmt: skip
     device = choose_device(options.device, [folder])
-    check_options(folder, device, packed=False)
     config = transformers_config(path)
     _check_attention(folder, config)
     ids, bos = _encoded(folder, text, options)

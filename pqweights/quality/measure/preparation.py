@@ -19,7 +19,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import Quantize
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.activations import WeightPlace
+    from pqweights.quality.measure.activations import WeightLocation
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -125,13 +125,13 @@ class LoadedModel:
             self._model = loaded.model
         return self._model
 
-    def places(self, names: Sequence[str]) -> dict[str, WeightPlace]:
+    def locate(self, names: Sequence[str]) -> dict[str, WeightLocation]:
         """Return where tensors of the checkpoint are in the model."""
-        from pqweights.quality.measure.activations import places
+        from pqweights.quality.measure.activations import locate
 
         model = self.get()
         with Refused(self.cannot_run), quiet():
-            return places(model, names)
+            return locate(model, names)
 
     def free(self) -> None:
         """Free the memory of the model."""

@@ -165,7 +165,7 @@ def _measure(
     progress: Progress,
 ) -> Iterator[Measured]:
     """Yield what was measured for each group; groups that `work` does not have are measured, and kept there."""
-    model, where = loaded.get().eval(), loaded.places([tensor.name for tensor in planned])
+    model, where = loaded.get().eval(), loaded.locate([tensor.name for tensor in planned])
     if model.get_output_embeddings() is None:
         raise SourceError(
             f"{loaded.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
@@ -179,7 +179,7 @@ def _measure(
         if name not in work.found:
             progress(number, len(groups), name)
             noise = {
-                where[weight].place[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
+                where[weight].matrix_id[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
             }
             work.keep(name, {"points": runner.divergences(name, noise)})
         points = tuple((t2, kl) for t2, kl in work.found[name]["points"])
@@ -225,12 +225,12 @@ def _windows(source: Path, options: SensitivityOptions) -> TextWindows:
         raise EvaluationError(f"{source}: config.json names no vocab_size; pass --text FILE")
     random = np.random.default_rng(SEED)
     pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
-    place = options.tokenizer or source
+    matrix_id = options.tokenizer or source
     bos = None
-    if options.bos and has_tokenizer(place):
+    if options.bos and has_tokenizer(matrix_id):
         # Random tokens need no tokenizer; what the windows begin with is stated with the result.
         with contextlib.suppress(SourceError, MissingDependencyError):
-            bos = token_before_texts(load_tokenizer(place))
+            bos = token_before_texts(load_tokenizer(matrix_id))
     return TextWindows([with_bos(piece, bos) for piece in pieces], bos is not None)
 
 
