@@ -35,13 +35,16 @@ from safetensors.numpy import save_file
 
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
-from pqweights.inference.runtimes.decoders import Floats, Stored, export_weight, unpack_stream
+from pqweights.exports.formats import unpack_stream
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.quality.evaluate.evaluation import choose_windows
 from pqweights.quality.evaluate.protocol import Windows, compare
 from pqweights.quality.options import TextOptions
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from export_decoders import Floats, Stored, export_weight
 
 HERE = Path(__file__).resolve().parent
 WINDOWS, WINDOW = 64, 256  # of calibration; windows to evaluate on have this size, too

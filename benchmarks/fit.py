@@ -64,7 +64,9 @@ HAND_MADE = Recipe(
 
 def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
     """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
-    return measure_sensitivity(model, load_recipe("q5"), SensitivityOptions(tokens=tokens), text=text)
+    with tempfile.TemporaryDirectory() as folder:
+        options = SensitivityOptions(tokens=tokens)
+        return measure_sensitivity(model, load_recipe("q5"), options, text=text, out=Path(folder, "s.json"))
 
 
 class Groups(NamedTuple):
@@ -336,7 +338,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(
     name: str,
-    doc: str | None,
+    doc: str,
     measure: Callable[[Path, Any], dict[str, Any]],
     render: Callable[[Document], dict[str, str]],
 ) -> None:

@@ -37,7 +37,7 @@ def command(asked: EvaluateArguments, *, plot: options.PlotOption = None, json: 
     """
     from pqweights.inference.runtimes.texts import read_text, wikitext
     from pqweights.quality.evaluate.evaluation import evaluate
-    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.quality.evaluate.report import make_record
     from pqweights.storage.hub.sources import repository_id
 
     options.check_plot(plot)

@@ -62,12 +62,13 @@ def command(
 
 def _show_kv(model: Path, asked: MeasureArguments, plot: Path | None, *, json: bool) -> None:
     from pqweights.inference.runtimes.texts import read_text
-    from pqweights.quality.measure.kv_distribution import measure_kv
+    from pqweights.quality.measure.kv_distribution import distribution_of
+    from pqweights.quality.measure.kv_states import read_states
 
     assert asked.text is not None
     words = read_text(asked.text)
     with output.progress("measuring", unit="layers") as progress:
-        measured = measure_kv(model, words, asked, progress=progress)
+        measured = distribution_of(read_states(model, words, asked), progress=progress)
     if plot is not None:
         from pqweights.quality.plots.kv import plot_kv
 

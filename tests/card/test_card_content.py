@@ -320,7 +320,7 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
 def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
     pytest.importorskip("transformers")
-    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.quality.evaluate.report import make_record
     from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
@@ -366,7 +366,7 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
 ) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 10)
     pytest.importorskip("transformers")
-    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.quality.evaluate.report import make_record
     from pqweights.rewrite.results.evaluation_record import find_place, write_record
 
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))

@@ -83,15 +83,6 @@ def test_windows_begin_as_the_tokenizer_begins_texts(
     assert report.settings.scored_tokens == 64
 
 
-def test_figures_without_bos_are_those_of_a_tokenizer_without(work: Path) -> None:
-    plain, without = (
-        evaluate([work / name], TEXT, **SHORT, bos=bos).rows[0].scores.losses
-        for name, bos in (("plain", True), ("bos", False))
-    )
-    assert plain == without
-    assert evaluate([work / "bos"], TEXT, **SHORT).rows[0].scores.losses != plain
-
-
 def test_models_of_which_one_begins_texts_are_not_compared(work: Path) -> None:
     line = refused("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND)
     assert f"puts no token before a text, that of {work / 'bos'} token {BEGIN}" in line and "--no-bos" in line

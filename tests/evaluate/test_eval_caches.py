@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.evaluate.protocol import Windows
 from pqweights.quality.options import EvaluationOptions
 
 torch = pytest.importorskip("torch")
@@ -114,13 +113,6 @@ def test_a_packed_master_may_have_a_quantized_cache(work: Path) -> None:
     own, row = evaluate([work / "q3"], TEXT, packed=True, kv_caches=("klt:4",), **SHORT).rows
     assert row.runtime == own.runtime == "transformers, pqweights' packed weights"
     assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.2)
-
-
-def test_the_first_window_may_score_all_its_tokens(work: Path) -> None:
-    options = {**SHORT, "score_first": True}
-    (plain,) = evaluate([work / "source"], TEXT, **options).rows
-    _, row = evaluate([work / "source"], TEXT, kv_caches=("none",), **options).rows
-    assert row.scores.perplexity.value == pytest.approx(plain.scores.perplexity.value, rel=1e-4)
 
 
 def test_short_windows_have_no_error_of_attention(work: Path) -> None:
@@ -220,20 +212,6 @@ def test_the_plot_names_caches_and_has_one_measure(work: Path, tmp_path: Path) -
             assert list(found.values()) == [each.perplexity.value for each in scores]
         else:
             assert list(found.values()) == [each.divergence.mean.value for each in scores]  # type: ignore[union-attr]
-
-
-def test_losses_are_those_of_the_protocol(work: Path) -> None:
-    """The rows are what `compare` finds for a model whose predictions come one by one."""
-    from dataclasses import replace
-
-    model = open_model(work / "source")
-    ids = tokenize(work / "source", TEXT)[:130]
-    with_cache = replace(model, logits=CachedRun(model.net, "hadamard:3").logits)
-    expected = compare(with_cache, model, ids=ids, windows=Windows(size=100, stride=10))
-    _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard:3",), **SHORT).rows
-    assert row.scores.reference_losses == expected.reference_losses and math.isfinite(expected.perplexity.value)
-    found, one_by_one = (np.array([loss.total for loss in each.losses]) for each in (row.scores, expected))
-    assert np.allclose(found, one_by_one, rtol=1e-6)  # products of several windows are rounded otherwise
 
 
 # --- windows that are read together ---

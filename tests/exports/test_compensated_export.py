@@ -9,6 +9,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from export_decoders import values_of
 from helpers import Array, as_float32, folder_bytes, read_all, run_command
 from integer_exports import LAYER, from_compressed_tensors, from_torchao, unpacked, work
 from random_moments import write_random_moments
@@ -16,7 +17,6 @@ from random_moments import write_random_moments
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import compensation
-from pqweights.inference.runtimes.decoders import values_of
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify

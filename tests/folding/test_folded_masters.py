@@ -13,10 +13,10 @@ import pytest
 from commands import done, refused
 from folding_models import columns_of, folded_values, llama, measured, say_rotated
 from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
+from weight_errors import relative_mse
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
-from pqweights.quality.evaluate.weight_errors import relative_mse
 from pqweights.rewrite.folding import fold
 from pqweights.rewrite.folding.folded import TensorFactors
 from pqweights.rewrite.manifest import read_manifest

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,6 @@ RECIPE = parse_recipe("bits: 3", "three")
 WINDOWS, WEIGHTS = 17, 9  # of 64 tokens; of the checkpoint
 
 Progress = Callable[[int, int, str], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: for models this small, more threads are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from export_decoders import export_weight, master_weight
 from helpers import (
     Tensor,
     as_float32,
@@ -37,7 +38,6 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
-from pqweights.inference.runtimes.decoders import export_weight, master_weight
 from pqweights.integrations.packed import pack
 from pqweights.planning.awq import open_awq
 from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, write_statistics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -74,4 +75,5 @@ def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywor
 
 def measure_sensitivity(source: Path, recipe: Recipe, **keywords: Any) -> Sensitivity:
     options = options_of(SensitivityOptions, keywords)
-    return measuring.measure_sensitivity(source, recipe, options, **keywords)
+    with tempfile.TemporaryDirectory() as folder:
+        return measuring.measure_sensitivity(source, recipe, options, **{"out": Path(folder, "s.json"), **keywords})

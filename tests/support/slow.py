@@ -43,7 +43,6 @@ SLOW = {
     "hub/test_folded_hub.py": HUB,
     "hub/test_hub.py": HUB,
     "hub/test_hub_hostile.py": HUB,
-    "integrations/test_incomplete_folders.py": MODELS,
     "integrations/test_packed.py": MODELS,
     "architectures/test_packed_architectures.py": MODELS,
     "integrations/test_transformers.py": MODELS,

@@ -12,7 +12,7 @@ from pqweights.checkpoint.names import CONFIG_FILE, TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.gguf.file import is_gguf
 from pqweights.inference.runtimes.folders import Folder, transformers_config
-from pqweights.inference.runtimes.llama_tokens import GgufTokenizer
+from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 
 Ids = npt.NDArray[np.int64]  # [tokens]
@@ -64,7 +64,7 @@ def wikitext() -> str:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has files of a tokenizer."""
-    return any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern))
+    return any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
 
 
 def load_tokenizer(folder: Path) -> Any:

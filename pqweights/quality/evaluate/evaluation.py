@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import (
     AUTO,
     Model,
-    check_llama_cpp,
     check_options,
+    check_packed,
     choose_device,
     open_model,
 )
@@ -32,16 +31,6 @@ DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
 # Called with the steps done, the steps in all (windows of all models, runs for speed), and what is being done.
 Progress = Callable[[int, int, str], None]
-
-
-class _Computed(NamedTuple):
-    """What a loaded model says: its runtime, its dtype, its scores, and what its quantized cache takes."""
-
-    folder: Folder
-    runtime: str
-    dtype: str
-    scores: Scores
-    kv_cache: CacheFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +104,10 @@ def evaluate(
     """
     with slow_step("reading the text with transformers"):
         job = _prepare(models, text, options, progress=progress)
-    computed = _score_all(job)
-    paths = [folder.path for folder in job.folders]
-    speeds = dict(zip(paths, _measure_speeds(job), strict=True)) if options.speed else {}
-    sizes = dict(zip(paths, job.sizes, strict=True))
-    rows = [
-        ModelScores(
-            model=str(found.folder.path),
-            runtime=found.runtime,
-            dtype=found.dtype,
-            size=sizes[found.folder.path],
-            scores=found.scores,
-            speed=speeds.get(found.folder.path),
-            kv_cache=found.kv_cache,
-        )
-        for found in computed
-    ]
+    rows = _score_all(job)
+    if options.speed:
+        speeds = {str(folder.path): _measure_speed(job, number) for number, folder in enumerate(job.folders)}
+        rows = [replace(row, speed=speeds[row.model]) for row in rows]
     return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
 
 
@@ -147,9 +124,9 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     compared = [read_model(path) for path in models]
     base = [] if options.reference is None else [read_model(Path(options.reference))]
     folders = [*base, *compared]
-    for folder in folders:
-        check_options(folder, options.device, options.packed and folder in compared)
-    check_llama_cpp(folders, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
+    for folder in compared if options.packed else ():
+        check_packed(folder)
+    check_options(folders, device=options.device, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
     device = choose_device(options.device, folders)
     windows = choose_windows(folders, options)
     if base:
@@ -168,18 +145,18 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
     )
 
 
-def _score_all(job: _EvaluationJob) -> list[_Computed]:
+def _score_all(job: _EvaluationJob) -> list[ModelScores]:
     """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
     base = None if job.base is None else job.open(job.base, 0)
     result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
     if base is not None and job.base is not None:
         losses = result[0].scores.reference_losses
         assert losses is not None
-        result.insert(0, _Computed(job.base, base.runtime, base.dtype, Scores(losses)))
+        result.insert(0, _row(job, job.base, base, Scores(losses)))
     return result
 
 
-def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[_Computed]:
+def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[ModelScores]:
     """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
     folder, specs = job.compared[number], job.options.kv_caches
     before = number * len(job.starts) * max(1, len(specs))
@@ -187,7 +164,21 @@ def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[_Comput
     if specs:
         return _score_caches(job, folder, model, base=base, before=before)
     scores = _compared(job, folder, model, base=base, before=before)
-    return [_Computed(folder, model.runtime, model.dtype, scores)]
+    return [_row(job, folder, model, scores)]
+
+
+def _row(
+    job: _EvaluationJob, folder: Folder, model: Model, scores: Scores, *, kv_cache: CacheFigures | None = None
+) -> ModelScores:
+    """Return the row of a model in the report, without its speed."""
+    return ModelScores(
+        model=str(folder.path),
+        runtime=model.runtime,
+        dtype=model.dtype,
+        size=job.sizes[job.folders.index(folder)],
+        scores=scores,
+        kv_cache=kv_cache,
+    )
 
 
 def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int) -> Scores:
@@ -204,10 +195,8 @@ def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model 
 
 def _score_caches(
     job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
-) -> list[_Computed]:
+) -> list[ModelScores]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
-    if model.net is None:
-        raise EvaluationError(f"{folder.path}: `kv_cache`: {model.runtime} has a cache of its own")
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
@@ -217,21 +206,19 @@ def _score_caches(
         ids = job.windows.piece(job.ids, 0)
         error = run.attention_error(ids) if len(ids) > 2 * MEASURED_QUERIES else None
         figures = run.figures(attention_error=error)
-        rows.append(_Computed(folder, model.runtime, model.dtype, scores, figures))
+        rows.append(_row(job, folder, model, scores, kv_cache=figures))
     losses = rows[0].scores.reference_losses
     if base is None and losses is not None:
-        rows.insert(0, _Computed(folder, model.runtime, model.dtype, Scores(losses)))
+        rows.insert(0, _row(job, folder, model, Scores(losses)))
     return rows
 
 
-def _measure_speeds(job: _EvaluationJob) -> list[Speed | None]:
-    """Measure the speed of all models, one after the other."""
-    result: list[Speed | None] = []
-    for number, folder in enumerate(job.folders):
-        job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
-        dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
-        result.append(measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed))
-    return result
+def _measure_speed(job: _EvaluationJob, number: int) -> Speed:
+    """Measure the speed of one of the models."""
+    folder = job.folders[number]
+    job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
+    dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
+    return measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed)
 
 
 def _settings(job: _EvaluationJob) -> EvaluationSettings:
@@ -288,9 +275,9 @@ def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> Enco
     first = encode(path_of(options.tokenizer) or folders[0].path, text, options.max_tokens, bos=not options.no_bos)
     for folder in folders:
         if options.tokenizer is None and folder is not folders[0]:
-            found = encode(folder.path, text, options.max_tokens, bos=not options.no_bos)
-            _check_same_tokens(folder, found.ids, other=folders[0], expected=first.ids)
-            _check_same_bos(folder, found.bos, other=folders[0], expected=first.bos)
+            own = encode(folder.path, text, options.max_tokens, bos=not options.no_bos)
+            _check_same_tokens(folder, own.ids, other=folders[0], expected=first.ids)
+            _check_same_bos(folder, own.bos, other=folders[0], expected=first.bos)
         check_vocabulary(folder, *first)
     return first
 

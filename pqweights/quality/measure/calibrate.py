@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import convert
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.writer import COPY_BYTES, check_free
+from pqweights.common.documents import as_json
 from pqweights.common.notices import slow_step
 from pqweights.errors import RecipeError
 from pqweights.inference.runtimes.folders import read_folder
@@ -185,10 +187,6 @@ def calibrate(
     return result
 
 
-def _moments(work: Unfinished, vectors: Sequence[InputVector], weights: dict[str, WeightInputs]) -> MomentsToWrite:
-    return MomentsToWrite(vectors=vectors, weights=weights, data=_data(work.moments, vectors))
-
-
 def _scales(layers: Sequence[tuple[LayerReport, Floats | None]]) -> ScalesToWrite:
     return ScalesToWrite(
         weights={layer.name: layer.to_json() for layer, _ in layers},
@@ -281,8 +279,8 @@ def _collect(job: _CalibrationJob, work: Unfinished) -> tuple[list[InputVector],
     model = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
     windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.text.ids)]
     if LAYOUT not in work.found:
-        work.keep(LAYOUT, find_layout(model, job.shapes, windows[0]).to_json())
-    layout = Layout.from_json(work.found[LAYOUT])
+        work.keep(LAYOUT, as_json(find_layout(model, job.shapes, windows[0])))
+    layout = convert(work.found[LAYOUT], Layout)
     collection = Collection.of(layout, scales=job.planned is not None, moments=job.moments)
     names = list(layout.weights)
     # The matrices of a weight are searched together, but moments may be collected one vector at a time.
@@ -344,8 +342,8 @@ def _search_all(
     pool = ThreadPoolExecutor(job.options.threads or usable_cores())
 
     def search_one(plan: TensorPlan) -> None:
-        found = search_layer(plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
-        work.keep(plan.name, layer_to_record(*found))
+        layer, scales = search_layer(plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
+        work.keep(plan.name, layer_to_record(layer, scales))
 
     try:
         results = [pool.submit(search_one, plan) for plan in planned]

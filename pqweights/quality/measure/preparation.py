@@ -19,7 +19,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import Quantize
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.activations import WeightPlace
+    from pqweights.quality.measure.activations import WeightLocation
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -104,34 +104,34 @@ class LoadedModel:
     """
 
     def __init__(self, source: Path, *, dtype: str, device_map: str | None) -> None:
-        self._source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
+        self.source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
 
     @property
     def cannot_run(self) -> str:
         """How messages about a model that transformers refuses begin."""
-        return f"{self._source}: transformers cannot run this model"
+        return f"{self.source}: transformers cannot run this model"
 
     def get(self) -> Any:
         """Return the model. Raises SourceError if it lacks weights: its activations would be those of random ones."""
         from pqweights.integrations.transformers import load
 
         if self._model is None:
-            with slow_step(f"loading {self._source}"), Refused(self.cannot_run), quiet():
+            with slow_step(f"loading {self.source}"), Refused(self.cannot_run), quiet():
                 loaded = load(
-                    self._source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
+                    self.source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
                 )
             name = type(loaded.model).__name__
-            check_loaded(self._source, name, missing=loaded.missing, unexpected=loaded.unexpected)
+            check_loaded(self.source, name, missing=loaded.missing, unexpected=loaded.unexpected)
             self._model = loaded.model
         return self._model
 
-    def places(self, names: Sequence[str]) -> dict[str, WeightPlace]:
+    def locate(self, names: Sequence[str]) -> dict[str, WeightLocation]:
         """Return where tensors of the checkpoint are in the model."""
-        from pqweights.quality.measure.activations import places
+        from pqweights.quality.measure.activations import locate
 
         model = self.get()
         with Refused(self.cannot_run), quiet():
-            return places(model, names)
+            return locate(model, names)
 
     def free(self) -> None:
         """Free the memory of the model."""

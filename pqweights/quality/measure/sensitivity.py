@@ -68,7 +68,7 @@ class _Runner:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         with Refused(f"{source}: transformers cannot run this model"), self._torch.inference_mode():
             self._clean = [_log_probabilities(self._torch, model, ids) for ids in windows]
-        if not all(self._torch.isfinite(each).all() for each in self._clean):
+        if not all(self._torch.isfinite(log_probabilities).all() for log_probabilities in self._clean):
             raise EvaluationError(f"{source}: logits are NaN or infinite; pass `dtype` float32")
 
     def divergences(self, group: str, noise: Mapping[str, _Noise]) -> list[tuple[float, float]]:
@@ -101,35 +101,23 @@ def measure_sensitivity(
     recipe: Recipe,
     options: SensitivityOptions = SensitivityOptions(),
     *,
+    out: Path,
     text: str | None = None,
-    out: Path | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Sensitivity:
     """Run a checkpoint once for each level of noise in each group of the weights that a recipe quantizes.
 
     text: what the model reads; by default tokens are drawn uniformly from the vocabulary, the same on every machine.
-    out: the file for the sensitivities, beside which an interrupted run keeps what it has measured; by default none.
+    out: the file for the sensitivities, beside which an interrupted run keeps what it has measured
 
     The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
     MissingDependencyError.
     """
     checkpoint, planned = plan_original(source, recipe)
-    if out is not None:
-        check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
+    check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
     with slow_step("loading transformers"):
         _torch()
     windows = _windows(source, options, text)
-    job = _SensitivityJob(
-        source=source,
-        checkpoint=checkpoint,
-        planned=planned,
-        text=text,
-        windows=windows,
-        options=options,
-        progress=progress,
-    )
-    if out is None:
-        return _measure(job, None)
     inputs = inputs_of(
         checkpoint,
         recipe=recipe.to_json(),
@@ -139,58 +127,44 @@ def measure_sensitivity(
         device_map=options.device_map,
     )
     with open_unfinished(out, inputs, checkpoint, overwrite=options.overwrite) as work:
-        result = _measure(job, work)
+        model = LoadedModel(source, dtype=options.dtype, device_map=options.device_map)
+        groups = tuple(_measure(model, checkpoint, planned, windows=windows, work=work, progress=progress))
+        checkpoint.check_unchanged()
+        result = Sensitivity(checkpoint=checkpoint.fingerprint(), method=_method(text, windows, options), groups=groups)
         write_sensitivity(out, result)
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SensitivityJob:
-    """A measurement of which everything but the model has been read and checked.
-
-    planned: the weights that the recipe quantizes.
-    text: what the model reads; None for random tokens.
-    windows: its tokens.
-    """
-
-    source: Path
-    checkpoint: Checkpoint
-    planned: list[TensorPlan]
-    text: str | None
-    windows: TextWindows
-    options: SensitivityOptions
-    progress: Progress
-
-
-def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
-    """Measure the groups that `work` does not have, and keep each there."""
-    loaded = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
-    model, where = loaded.get().eval(), loaded.places([tensor.name for tensor in job.planned])
+def _measure(
+    loaded: LoadedModel,
+    checkpoint: Checkpoint,
+    planned: Sequence[TensorPlan],
+    *,
+    windows: TextWindows,
+    work: Unfinished,
+    progress: Progress,
+) -> Iterator[Measured]:
+    """Yield what was measured for each group; groups that `work` does not have are measured, and kept there."""
+    model, where = loaded.get().eval(), loaded.locate([tensor.name for tensor in planned])
     if model.get_output_embeddings() is None:
         raise SourceError(
-            f"{job.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
+            f"{loaded.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
         )
-    groups = groups_of(job.checkpoint, [(t.name, t.role) for t in job.planned if t.name in where])
+    groups = groups_of(checkpoint, [(tensor.name, tensor.role) for tensor in planned if tensor.name in where])
     if not groups:
-        raise SourceError(f"{job.source}: transformers loads none of the weights that the recipe quantizes")
-    runner = _Runner(job.source, model, job.windows.ids)
-    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in job.planned}
-    measured = {} if work is None else {name: entry["points"] for name, entry in work.found.items()}
-    found = []
+        raise SourceError(f"{loaded.source}: transformers loads none of the weights that the recipe quantizes")
+    runner = _Runner(loaded.source, model, windows.ids)
+    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     for number, (name, weights) in enumerate(groups.items()):
-        if name not in measured:
-            job.progress(number, len(groups), name)
-            noise = {where[each].place[0]: _Noise(where[each].transposed, block_sizes[each]) for each in weights}
-            measured[name] = runner.divergences(name, noise)
-            if work is not None:
-                work.keep(name, {"points": measured[name]})
-        points = [(t2, kl) for t2, kl in measured[name]]
-        alpha = max(0.0, fitted_alpha(points))
-        found.append(Measured(name=name, weights=tuple(weights), alpha=alpha, points=tuple(points)))
-    job.progress(len(groups), len(groups), "")
-    job.checkpoint.check_unchanged()
-    method = _method(job)
-    return Sensitivity(checkpoint=job.checkpoint.fingerprint(), method=method, groups=tuple(found))
+        if name not in work.found:
+            progress(number, len(groups), name)
+            noise = {
+                where[weight].matrix_id[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
+            }
+            work.keep(name, {"points": runner.divergences(name, noise)})
+        points = tuple((t2, kl) for t2, kl in work.found[name]["points"])
+        yield Measured(name=name, weights=tuple(weights), alpha=max(0.0, fitted_alpha(points)), points=points)
+    progress(len(groups), len(groups), "")
 
 
 def _torch() -> Any:
@@ -199,16 +173,15 @@ def _torch() -> Any:
     return torch
 
 
-def _method(job: _SensitivityJob) -> dict[str, Any]:
+def _method(text: str | None, windows: TextWindows, options: SensitivityOptions) -> dict[str, Any]:
     """Return how sensitivities were measured, as JSON."""
-    windows = job.windows.ids
     return {
-        "kind": "random tokens" if job.text is None else "text",
-        "text_sha256": None if job.text is None else hashlib.sha256(job.text.encode()).hexdigest(),
-        "tokens": sum(len(ids) for ids in windows),
-        "window": len(windows[0]),
-        **job.windows.about,
-        "dtype": job.options.dtype,
+        "kind": "random tokens" if text is None else "text",
+        "text_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": sum(len(ids) for ids in windows.ids),
+        "window": len(windows.ids[0]),
+        **windows.about,
+        "dtype": options.dtype,
         "seed": SEED,
         "levels": list(LEVELS),
     }
@@ -231,12 +204,12 @@ def _windows(source: Path, options: SensitivityOptions, text: str | None = None)
         raise EvaluationError(f"{source}: config.json names no vocab_size; pass `text`")
     random = np.random.default_rng(SEED)
     pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
-    place = path_of(options.tokenizer) or source
+    folder_of_tokenizer = path_of(options.tokenizer) or source
     bos = None
-    if not options.no_bos and has_tokenizer(place):
+    if not options.no_bos and has_tokenizer(folder_of_tokenizer):
         # Random tokens need no tokenizer; what the windows begin with is stated with the result.
         with contextlib.suppress(SourceError, MissingDependencyError):
-            bos = token_before_texts(load_tokenizer(place))
+            bos = token_before_texts(load_tokenizer(folder_of_tokenizer))
     return TextWindows([with_bos(piece, bos) for piece in pieces], bos is not None)
 
 

@@ -96,26 +96,15 @@ class Unfinished:
 
     folder: where it lies
     found: what is known of each weight or group, as JSON, by its name
+    state: the file of what was collected of the inputs, besides the sampled rows
+    samples: the file of the sampled rows of inputs
+    moments: the file of finished moments
     """
 
     def __init__(self, folder: Path, found: dict[str, Any], checkpoint: Checkpoint) -> None:
         self.folder, self.found, self._checkpoint = folder, found, checkpoint
+        self.state, self.samples, self.moments = (folder / name for name in (STATE_FILE, SAMPLES_FILE, MOMENTS_FILE))
         self._turn = threading.Lock()
-
-    @property
-    def state(self) -> Path:
-        """The file of what was collected of the inputs, besides the sampled rows."""
-        return self.folder / STATE_FILE
-
-    @property
-    def samples(self) -> Path:
-        """The file of the sampled rows of inputs."""
-        return self.folder / SAMPLES_FILE
-
-    @property
-    def moments(self) -> Path:
-        """The file of finished moments."""
-        return self.folder / MOMENTS_FILE
 
     def keep(self, name: str, entry: Mapping[str, Any]) -> None:
         """Keep what was found for one weight or group; threads may call it at the same time.

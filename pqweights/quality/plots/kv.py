@@ -23,7 +23,7 @@ from pqweights.quality.measure.kv_distribution import (
     LEVEL_COUNT,
     VALUES,
     KVDistribution,
-    SideHistograms,
+    SideCounts,
     angle_edges,
 )
 from pqweights.quality.plots.figure import AFTER, BEFORE, NORMAL, check_plot_file, draw_density, draw_normal, figure
@@ -61,7 +61,7 @@ def _rows(drawn: Figure, *heights: float) -> list[SubFigure]:
     return list(rows)
 
 
-def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideHistograms, SideHistograms]) -> None:
+def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideCounts, SideCounts]) -> None:
     """Draw the angles of each level with their density."""
     title = f"{kind}: angles of the recursive polar transform"
     missing = "" if sides[0].angles.any() else ", none were measured"
