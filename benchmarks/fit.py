@@ -18,12 +18,14 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from harness import Cell, Document, argument_parser, machine, now, publish, table
+from quality import remembering
 
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
@@ -169,19 +171,6 @@ class Bench:
         for row in rows:
             row["line"] = between(rows, row["bits_per_weight"])
         return rows
-
-
-def remembering(model: Model) -> Model:
-    """The same model, which computes each window only once."""
-    known: dict[tuple[bytes, int], Any] = {}
-
-    def logits(ids: Ids, last: int) -> Any:
-        key = (ids.tobytes(), last)
-        if key not in known:
-            known[key] = model.logits(ids, last)
-        return known[key]
-
-    return replace(model, logits=logits)
 
 
 def between(rows: list[dict[str, Any]], bits_per_weight: float) -> float | None:
@@ -345,16 +334,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
+def run(
+    name: str,
+    doc: str | None,
+    measure: Callable[[Path, Any], dict[str, Any]],
+    render: Callable[[Document], dict[str, str]],
+) -> None:
+    """Measure the models that the options name, and publish the document and its tables."""
+    parser = argument_parser(doc)
     add_arguments(parser)
     options = parser.parse_args()
     start = now()
-    models = [measured_model(folder, options) for folder in options.models]
+    models = [measure(folder, options) for folder in options.models]
     settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
     document = {"machine": machine(start), "settings": settings, "models": models}
-    publish("fit", document, sections(document), options)
+    publish(name, document, render(document), options)
 
 
 if __name__ == "__main__":
-    main()
+    run("fit", __doc__, measured_model, sections)

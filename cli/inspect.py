@@ -96,8 +96,8 @@ def _show_folder(folder: Path | Storage, plot: Path | None, *, summary: bool | N
 
 def _is_foreign_gguf(path: Path) -> bool:
     """Whether a path is GGUF without the manifest of an export: a file, or a folder that somebody else filled."""
-    from pqweights.checkpoint.interrupted import is_interrupted
     from pqweights.checkpoint.names import MANIFEST_FILE
+    from pqweights.checkpoint.storage import is_interrupted
     from pqweights.gguf.file import is_gguf
 
     return is_gguf(path) and not (path / MANIFEST_FILE).is_file() and not is_interrupted(path)
@@ -105,7 +105,7 @@ def _is_foreign_gguf(path: Path) -> bool:
 
 def _show_gguf(path: Path, plot: Path | None, *, summary: bool | None, json: bool) -> None:
     from pqweights.errors import OptionError
-    from pqweights.rewrite.results.inspect_gguf import inspect_gguf
+    from pqweights.rewrite.results.inspect import inspect_gguf
 
     if plot is not None:
         raise OptionError("--plot: a GGUF file does not say how large the errors of its weights are; leave it out")

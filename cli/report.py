@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
-    from pqweights.planning.possible import PossibleExport
-    from pqweights.planning.totals import Totals
+    from pqweights.planning.totals import PossibleExport, Totals
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
     from pqweights.rewrite.task import RewriteReport

@@ -11,7 +11,7 @@ from .tables import table
 
 if TYPE_CHECKING:
     from pqweights.gguf.contents import MetadataValue
-    from pqweights.rewrite.results.inspect_gguf import GgufInspection, TypeTotal
+    from pqweights.rewrite.results.inspect import GgufInspection, TypeTotal
 
 # A list of more items, and a text of more characters, is cut.
 ITEMS_SHOWN, CHARACTERS_SHOWN = 8, 60

@@ -22,10 +22,10 @@ def command(asked: SensitivityArguments, *, json: options.JsonOption = False) ->
     for each group, and about four groups for each layer. The same file serves every target. The same command continues
     an interrupted run.
     """
+    from pqweights.checkpoint.writer import check_free
     from pqweights.inference.runtimes.texts import read_text
     from pqweights.options import RecipeOptions
     from pqweights.planning.choice import choose_recipe
-    from pqweights.planning.result_file import check_free
     from pqweights.planning.sensitivity_file import read_sensitivity
     from pqweights.quality.measure.sensitivity import measure_sensitivity
 

@@ -30,8 +30,7 @@ from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.rewrite.results.inspect import inspect as inspect_folder
 from pqweights.rewrite.results.plan_report import PlanReport, report_plan
-from pqweights.rewrite.results.shard_checks import ShardChecks
-from pqweights.rewrite.results.verify import Verification
+from pqweights.rewrite.results.verify import ShardChecks, Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
 from pqweights.storage import open_store
@@ -100,7 +99,7 @@ def inspect(asked: InspectArguments) -> Inspection:
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
     Of a folder on the Hub or in object storage, only the manifest is fetched. For a GGUF file that has no manifest
-    beside it, see pqweights.rewrite.results.inspect_gguf.
+    beside it, see pqweights.rewrite.results.inspect.
 
     Raises MasterError, SourceError or HubError.
     """

@@ -35,7 +35,6 @@ LAYERS = (
         "pqweights.common.strict_json",
         "pqweights.common.suggestions",
         "pqweights.common.units",
-        "pqweights.common.user_cache",
         "pqweights.parameters",
     ),
     ("pqweights.kernels",),
@@ -132,7 +131,13 @@ OPTIONAL = {
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
-LIGHT = {"pqweights.common.units", "pqweights.options", "pqweights.parameters", "pqweights.publish.options", "pqweights.quality.options"}
+LIGHT = {
+    "pqweights.common.units",
+    "pqweights.options",
+    "pqweights.parameters",
+    "pqweights.publish.options",
+    "pqweights.quality.options",
+}
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 
 

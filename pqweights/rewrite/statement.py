@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.interrupted import command_of
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
-from pqweights.checkpoint.storage import Origin, Storage
+from pqweights.checkpoint.storage import Origin, Storage, command_of
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.storage import Store

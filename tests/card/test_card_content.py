@@ -19,7 +19,7 @@ from helpers import run_command, small_checkpoint
 from pqweights.checkpoint.source import open_local
 from pqweights.common.markdown import words
 from pqweights.errors import MasterError
-from pqweights.planning.containers import Safetensors
+from pqweights.planning.plan import Safetensors
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error

@@ -64,12 +64,6 @@ def test_json_of_quantize_and_plan_has_the_fold(folder: Path, tmp_path: Path) ->
     assert held[0] > held[1]
 
 
-def test_result_with_another_fold_is_named(folder: Path) -> None:
-    before = folder_bytes(folder / "folded")
-    assert "another --fold" in refused("quantize", folder / "src", folder / "folded")
-    assert folder_bytes(folder / "folded") == before
-
-
 def test_target_size_folds_with_the_tensors_that_the_fit_keeps(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "fitted"
     done("quantize", folder / "src", out, "--fold", "equalize", "--target-bpw", "4.6", "--keep", "*.2.mlp.down_proj.*")

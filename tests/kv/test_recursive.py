@@ -10,7 +10,7 @@ import torch
 from caches import decoded, gaussian, layer, relative_error, store
 from helpers import Array
 
-from pqweights.codecs.polar_codebook import LEVELS, RELATIVE_MSE, angle_density
+from pqweights.codecs.polar_transform import LEVELS, RELATIVE_MSE, angle_density
 from pqweights.inference.kv.rotated import polar
 from pqweights.inference.kv.schemes import parse_spec
 

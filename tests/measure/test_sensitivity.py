@@ -24,9 +24,8 @@ import torch
 from pqweights import load_model
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, RecipeError
-from pqweights.planning.groups import TIED
 from pqweights.planning.recipe import load_recipe, parse_recipe
-from pqweights.planning.sensitivity_file import Sensitivity, fitted_alpha, read_sensitivity
+from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, Sensitivity, fitted_alpha, read_sensitivity
 from pqweights.quality.measure import sensitivity as perturb
 from pqweights.quality.measure.sensitivity import LEVELS
 from pqweights.quality.options import SensitivityOptions
@@ -256,7 +255,7 @@ def test_sensitivities_are_measured_on_a_text(source: Path, written: tuple[Path,
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("llama-tied", {TIED: 1}),
+        ("llama-tied", {TIED_EMBEDDINGS: 1}),
         ("mixtral", {"model.layers.0.block_sparse_moe.experts": 12, "model.layers.1.block_sparse_moe.experts": 12}),
         ("qwen3_moe", {"model.layers.0.mlp.experts": 12, "model.layers.1.mlp.experts": 12}),
         ("gpt_oss", {"model.layers.0.mlp.experts": 2, "model.layers.1.mlp.experts": 2}),

@@ -11,7 +11,7 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
-from pqweights.common.markdown import size as shown
+from pqweights.common.units import size_text as shown
 from pqweights.errors import GenerationError
 from pqweights.exports.target import MLX
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, size

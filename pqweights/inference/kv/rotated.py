@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
-from pqweights.codecs.polar_transform import angle_codes, directions, transform, unit_vectors
+from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, LEVELS, angle_codes, directions, transform, unit_vectors
 from pqweights.inference.kv.codes import coded, halves, levels_of, pack, packed_bytes, unpack, width_tables
 from pqweights.inference.kv.states import Parts
 from pqweights.kernels.attention import MOST_SIZE, hadamard_scores, weighted_values

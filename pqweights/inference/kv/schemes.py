@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pqweights.codecs.polar_codebook import GROUP
+from pqweights.codecs.polar_transform import GROUP
 from pqweights.common.suggestions import instead, nearest
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import KarhunenLoeve, LayerBases

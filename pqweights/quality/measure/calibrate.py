@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.writer import COPY_BYTES
+from pqweights.checkpoint.writer import COPY_BYTES, check_free
 from pqweights.common.notices import slow_step
 from pqweights.errors import RecipeError
 from pqweights.inference.runtimes.folders import read_folder
@@ -27,7 +27,6 @@ from pqweights.inference.runtimes.packages import package
 from pqweights.options import path_of
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.result_file import check_free
 from pqweights.planning.statistics_file import (
     VERSION,
     InputVector,

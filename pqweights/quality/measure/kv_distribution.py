@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, angle_density
+from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, angle_density
 from pqweights.common.documents import as_json
 from pqweights.quality.measure.distribution import Normality, Tally
 from pqweights.quality.measure.kv_channels import OUTLIER, Doubles, KeyChannels, measure_channels

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import check_free
 from pqweights.common.notices import slow_step
 from pqweights.errors import EvaluationError, MissingDependencyError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
@@ -27,7 +28,6 @@ from pqweights.inference.runtimes.texts import Ids, has_tokenizer, load_tokenize
 from pqweights.options import path_of
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.result_file import check_free
 from pqweights.planning.sensitivity_file import (
     Measured,
     Sensitivity,

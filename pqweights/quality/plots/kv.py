@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.polar_codebook import angle_density
+from pqweights.codecs.polar_transform import angle_density
 from pqweights.quality.measure.distribution import HISTOGRAM_EDGES
 from pqweights.quality.measure.kv_channels import OUTLIER, KeyPair
 from pqweights.quality.measure.kv_distribution import (

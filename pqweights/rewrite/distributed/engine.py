@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from pqweights.checkpoint.disk_room import check_room
 from pqweights.checkpoint.storage import LocalStorage, Storage
-from pqweights.checkpoint.writer import disk_errors
+from pqweights.checkpoint.writer import check_room, disk_errors
 from pqweights.errors import ClusterError
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.distributed.cluster import Node, check_nodes, connected, nodes_of, tidy_nodes
@@ -27,8 +26,8 @@ from pqweights.rewrite.needs import (
     result_need,
     room_for_shards,
 )
-from pqweights.rewrite.results.shard_checks import Progress as ShardProgress
-from pqweights.rewrite.results.shard_checks import ShardChecks, ShardFindings, joined
+from pqweights.rewrite.results.verify import Progress as ShardProgress
+from pqweights.rewrite.results.verify import ShardChecks, ShardFindings, joined
 from pqweights.rewrite.run import Run
 from pqweights.rewrite.task import Engine, RewriteTask, RunOptions, usable_cores
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.disk_room import free_bytes
+from pqweights.checkpoint.writer import free_bytes
 from pqweights.errors import ClusterError, PqweightsError
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
-from pqweights.rewrite.results.shard_checks import ShardFindings
+from pqweights.rewrite.results.verify import ShardFindings
 from pqweights.rewrite.shard import SourceFiles, Workers, make_shard
 from pqweights.rewrite.task import RewriteTask
 from pqweights.rewrite.transform import Preparation
