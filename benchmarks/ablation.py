@@ -9,6 +9,7 @@ anywhere else, in a folder that is removed after it was measured.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +27,14 @@ from pqweights.inference.runtimes.texts import Ids
 from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
-from pqweights.quality.evaluate.weight_errors import relative_mse
-from pqweights.quality.measure.calibrate import WINDOW, CalibrationOptions, calibrate
+from pqweights.quality.measure.calibrate import WINDOW, calibrate
+from pqweights.quality.options import CalibrationOptions
 from pqweights.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from weight_errors import relative_mse
 
 ABSMAX = "absmax"
 ROTATED = "+ Hadamard only"

@@ -23,24 +23,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from harness import PQWEIGHTS, Cell, Document, argument_parser, machine, now, publish, table
-from quality import measures, number
+from quality import measures, number, remembering
 from safetensors.numpy import save_file
 
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
-from pqweights.inference.runtimes.decoders import Floats, Stored, export_weight, unpack_stream
+from pqweights.exports.formats import unpack_stream
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.quality.evaluate.evaluation import TextOptions, choose_windows
+from pqweights.quality.evaluate.evaluation import choose_windows
 from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.options import TextOptions
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from export_decoders import Floats, Stored, export_weight
 
 HERE = Path(__file__).resolve().parent
 WINDOWS, WINDOW = 64, 256  # of calibration; windows to evaluate on have this size, too
@@ -227,22 +231,6 @@ class Bench:
         found = measures(compare(open_model(plain), self.base, ids=self.ids, windows=self.windows))
         shutil.rmtree(plain)
         return {"bits_per_weight": bits, **found}
-
-
-def remembering(model: Model) -> Model:
-    """The model, which computes the logits of a window once: all rows are compared with the same original.
-
-    They take 4 bytes for each scored token and entry of the vocabulary: 100 MB for the models that this is meant for.
-    """
-    known: dict[bytes, Floats] = {}
-
-    def logits(ids: Ids, last: int) -> Floats:
-        key = ids.tobytes()
-        if key not in known:
-            known[key] = model.logits(ids, last)
-        return known[key]
-
-    return replace(model, logits=logits)
 
 
 def ours(bench: Bench, row: Ours, form: str) -> tuple[Path, Cost]:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from pqweights.codecs import CODECS, lloyd_max
-from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
+from pqweights.codecs.polar import PIECE_BLOCKS, hadamard, prescale, tree_sum
 from pqweights.codecs.protocol import Bytes, Codec, Doubles, Floats, State
 from pqweights.codecs.scalar import ScalarState
 from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32

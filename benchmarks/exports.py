@@ -24,6 +24,7 @@ through the same commands, and each error is given relative to torchao's min-max
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,16 +39,18 @@ from safetensors.numpy import save_file
 
 from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.exporting import MasterFolder, export
-from pqweights.inference.runtimes.decoders import export_weight
-from pqweights.inference.runtimes.models import continuation, open_model
-from pqweights.inference.runtimes.texts import Ids, tokenize
+from pqweights.inference.runtimes.models import open_model
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer, tokenize
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.protocol import Loss, Windows, change, perplexity, window_losses
-from pqweights.quality.evaluate.weight_errors import relative_mse
+from pqweights.quality.evaluate.protocol import Loss, Windows, change, compare, perplexity
 from pqweights.quantizing import quantize
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from export_decoders import export_weight
+from weight_errors import relative_mse
 
 SOURCE = "original"
 WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
@@ -214,11 +217,15 @@ class Evaluation:
         """The row of one folder."""
         start = time.monotonic()
         loaded = open_model(made.folder)
-        losses = window_losses(loaded, self.ids, self.windows)
+        losses = compare(loaded, None, ids=self.ids, windows=self.windows).losses
         seconds = time.monotonic() - start
         self.reference[:] = self.reference or losses
         mean, error = change(losses, self.reference)
-        sample = continuation(made.folder, loaded, prompt=self.prompt, tokens=self.generate) if self.generate else None
+        sample = None
+        if self.generate:
+            tokenizer = load_tokenizer(made.folder)
+            prompt = np.array(tokenizer(self.prompt)["input_ids"], dtype=np.int64)
+            sample = tokenizer.decode(loaded.generate(prompt, self.generate).tolist())
         return {
             "model": self.model.name,
             "what": made.name,

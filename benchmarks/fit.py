@@ -18,12 +18,14 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from harness import Cell, Document, argument_parser, machine, now, publish, table
+from quality import remembering
 
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
@@ -32,9 +34,10 @@ from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.planning.target import SizeTarget
-from pqweights.quality.evaluate.evaluation import TextOptions, choose_windows
+from pqweights.quality.evaluate.evaluation import choose_windows
 from pqweights.quality.evaluate.protocol import Windows, compare, perplexity
-from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.options import SensitivityOptions, TextOptions
 from pqweights.quantizing import plan_quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
@@ -61,7 +64,9 @@ HAND_MADE = Recipe(
 
 def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
     """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
-    return measure_sensitivity(model, load_recipe("q5"), SensitivityOptions(text=text, tokens=tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        options = SensitivityOptions(tokens=tokens)
+        return measure_sensitivity(model, load_recipe("q5"), options, text=text, out=Path(folder, "s.json"))
 
 
 class Groups(NamedTuple):
@@ -168,19 +173,6 @@ class Bench:
         for row in rows:
             row["line"] = between(rows, row["bits_per_weight"])
         return rows
-
-
-def remembering(model: Model) -> Model:
-    """The same model, which computes each window only once."""
-    known: dict[tuple[bytes, int], Any] = {}
-
-    def logits(ids: Ids, last: int) -> Any:
-        key = (ids.tobytes(), last)
-        if key not in known:
-            known[key] = model.logits(ids, last)
-        return known[key]
-
-    return replace(model, logits=logits)
 
 
 def between(rows: list[dict[str, Any]], bits_per_weight: float) -> float | None:
@@ -344,16 +336,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
+def run(
+    name: str,
+    doc: str,
+    measure: Callable[[Path, Any], dict[str, Any]],
+    render: Callable[[Document], dict[str, str]],
+) -> None:
+    """Measure the models that the options name, and publish the document and its tables."""
+    parser = argument_parser(doc)
     add_arguments(parser)
     options = parser.parse_args()
     start = now()
-    models = [measured_model(folder, options) for folder in options.models]
+    models = [measure(folder, options) for folder in options.models]
     settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
     document = {"machine": machine(start), "settings": settings, "models": models}
-    publish("fit", document, sections(document), options)
+    publish(name, document, render(document), options)
 
 
 if __name__ == "__main__":
-    main()
+    run("fit", __doc__, measured_model, sections)

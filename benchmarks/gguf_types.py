@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,14 @@ import quality
 from harness import Document, argument_parser, machine, now, publish, table
 
 import pqweights
-from pqweights.exports.gguf_files import IMATRIX_FILE
+from pqweights.exports.gguf import IMATRIX_FILE
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.quality.evaluate.protocol import Windows, compare
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
+from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.options import CalibrationOptions
 
 BLOCKS, MODELS = "blocks", "models"
 TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0", "Q3_K_M", "Q2_K")
@@ -185,7 +186,7 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
     calibrate(model, work / "moments.safetensors", rest, moments=True, options=CalibrationOptions(window=window))
     bench = Bench(
         model=model,
-        base=remembering(open_model(model)),
+        base=quality.remembering(open_model(model)),
         ids=ids[:tokens],
         windows=Windows(size=window, stride=window // 2, score_first=True),
         work=work,
@@ -193,19 +194,6 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
     bench.export("plain", "bf16", ("source",))
     bench.export("data", "q8_0", ("source", "calibration"), imatrix=True)
     return bench
-
-
-def remembering(model: Model) -> Model:
-    """The same model, which computes each window once: every file is compared with it on the same ones."""
-    known: dict[tuple[bytes, int], np.ndarray] = {}
-
-    def logits(ids: Ids, last: int) -> np.ndarray:
-        key = ids.tobytes(), last
-        if key not in known:
-            known[key] = model.logits(ids, last)
-        return known[key]
-
-    return replace(model, logits=logits)
 
 
 def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> Iterator[Document]:

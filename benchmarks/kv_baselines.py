@@ -20,7 +20,7 @@ from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerMode
 from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 
 
-class Groups:
+class Groups(StateQuantizer):
     """Even steps between the lowest and the highest of 32 numbers (Liu et al., arXiv:2402.02750): KIVI.
 
     bits: of a code
@@ -31,9 +31,6 @@ class Groups:
     def __init__(self, bits: int, *, channels: bool) -> None:
         self.bits, self.channels = bits, channels
         self.step = self.first = TOKENS_TOGETHER if channels else 1
-
-    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        return {} if shared is None else shared
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         if self.channels:
@@ -50,19 +47,14 @@ class Groups:
         return values.transpose(-1, -2).flatten(2, 3) if self.channels else values.flatten(-2)
 
 
-class Symmetric:
+class Symmetric(StateQuantizer):
     """Each token apart, from -largest to largest in even steps, with zero among them (per-token absmax).
 
     bits: of a code, 2 or more
     """
 
-    step = first = 1
-
     def __init__(self, bits: int) -> None:
         self.bits = bits
-
-    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        return {} if shared is None else shared
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         most = (1 << (self.bits - 1)) - 1
@@ -76,7 +68,7 @@ class Symmetric:
         return (codes - float((1 << (self.bits - 1)) - 1)) * rows["scale"].float()[..., None]
 
 
-class RotatedScalarWithSigns:
+class RotatedScalarWithSigns(StateQuantizer):
     """One bit less for each coordinate, and the signs of a projection of the rest, so that products are unbiased (QJL).
 
     Reference: arXiv:2504.19874, Section 3.2 (TurboQuant_prod) and arXiv:2406.03482. With Gaussian rows s of a fixed
@@ -85,13 +77,8 @@ class RotatedScalarWithSigns:
     size, bits: as in RotatedScalar; one of the bits is the sign
     """
 
-    step = first = 1
-
     def __init__(self, size: int, bits: int) -> None:
         self.size, self._scalar = size, RotatedScalar(size, bits - 1)
-
-    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        return {} if shared is None else shared
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         parts = self._scalar.encode(states, shared, start)
@@ -123,11 +110,8 @@ class Kivi(Scheme):
     choices = {"bits": (2, 3, 4, 8), "residual": WINDOWS}
     words = digits("bits", (2, 3, 4, 8))
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        return Groups(self.bits, channels=True)
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        return Groups(self.bits, channels=False)
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
+        return Groups(self.bits, channels=True), Groups(self.bits, channels=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +124,8 @@ class Absmax(Scheme):
     choices = {"bits": range(2, 9), "residual": WINDOWS}
     words = digits("bits", range(2, 9))
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        return Symmetric(self.bits)
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        return Symmetric(self.bits)
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
+        return Symmetric(self.bits), Symmetric(self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +137,9 @@ class HadamardOrSigns(Hadamard):
     choices = {**Hadamard.choices, "qjl": (0, 1)}
     words = {**Hadamard.words, "qjl": {"qjl": 1, "centred": 0}}
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        if self.qjl:
-            return RotatedScalarWithSigns(layer.key_size, self.keys or self.bits)
-        return super().key_quantizer(layer)
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
+        keys, values = super().quantizers(layer)
+        return RotatedScalarWithSigns(layer.key_size, self.keys or self.bits) if self.qjl else keys, values
 
 
 def add() -> None:

@@ -16,6 +16,7 @@ rows of the other parts.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -30,20 +31,23 @@ from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.codecs.polar import RATE as POLAR_RATE
-from pqweights.inference.runtimes.decoders import values_of
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quality.evaluate.evaluation import TextOptions, choose_windows
+from pqweights.quality.evaluate.evaluation import choose_windows
 from pqweights.quality.evaluate.protocol import Scores, Windows, compare
-from pqweights.quality.evaluate.weight_errors import relative_mse
-from pqweights.quality.measure.calibrate import WINDOW, CalibrationOptions, calibrate, fewest_tokens
+from pqweights.quality.measure.calibrate import WINDOW, calibrate, fewest_tokens
+from pqweights.quality.options import CalibrationOptions, TextOptions
 from pqweights.quantizing import Quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from export_decoders import values_of
+from weight_errors import relative_mse
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 ABLATED = (5, 4, 3)
@@ -115,6 +119,22 @@ class Bench:
             "scored": sum(self.windows.scored(start) for start in starts),
             "calibration_tokens": len(self.rest),
         }
+
+
+def remembering(model: Model) -> Model:
+    """The model, which computes the logits of a window once: all rows are compared with the same original.
+
+    They take 4 bytes for each scored token and entry of the vocabulary: 100 MB for the models that this is meant for.
+    """
+    known: dict[tuple[bytes, int], Any] = {}
+
+    def logits(ids: Ids, last: int) -> Any:
+        key = ids.tobytes(), last
+        if key not in known:
+            known[key] = model.logits(ids, last)
+        return known[key]
+
+    return replace(model, logits=logits)
 
 
 def measures(scores: Scores) -> dict[str, Any]:

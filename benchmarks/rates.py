@@ -1,6 +1,6 @@
 """Rates of the trellis codec, uniform and fitted to a size, beside fits of whole bit widths: loss at equal size.
 
-    python benchmarks/rates.py MODEL_DIR [MODEL_DIR...]
+    python benchmarks/decisions.py MODEL_DIR [MODEL_DIR...]
 
 Measured as in benchmarks/fit.py, with sensitivities measured on random tokens. Each target is a number of bits per
 quantized weight. *Left over* is how far below the target the bytes of the quantized weights are.
@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fit import RANDOM, Bench, add_arguments
-from harness import Cell, Document, argument_parser, machine, now, publish, table
+from fit import RANDOM, Bench, run
+from harness import Cell, Document, table
 
 from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.planning.target import SizeTarget
@@ -77,16 +77,5 @@ def sections(document: Document) -> dict[str, str]:
     return {"rates": table(HEADER, lines)}
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    add_arguments(parser)
-    options = parser.parse_args()
-    start = now()
-    models = [measured_model(folder, options) for folder in options.models]
-    settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
-    document = {"machine": machine(start), "settings": settings, "models": models}
-    publish("rates", document, sections(document), options)
-
-
 if __name__ == "__main__":
-    main()
+    run("rates", __doc__, measured_model, sections)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from pqweights.common.units import parse_size
 
 from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.names import shard_name
+from pqweights.common.units import parse_size
 
 BLOCK_WEIGHTS = 1 << 22
 ITEM_BYTES = 2

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
+from pqweights.common.units import counted, size_text
 from pqweights.options import ExportArguments
+from pqweights.parameters import with_options
 
 from . import options, output, report
 from .flags import taking
+from .report import fold_lines
 from .report_errors import integer_form_lines
-from .report_fold import fold_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
 
-class ExportCommand(TyperCommand):
+class Command(TyperCommand):
     """The command export, whose help lists the targets."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -50,22 +53,12 @@ def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    from pqweights.exporting import MasterFolder, export
-    from pqweights.exports import get_target
+    from pqweights.api import export
     from pqweights.storage import open_store
 
-    place = open_store(str(asked.out))
-    get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
-    found = options.found_result(str(asked.master), asked.access)
-    original = None if asked.source is None else options.found_original(str(asked.source), asked.access_to_main)
-    master = MasterFolder(found.where, found.origin, original)
-    with (
-        output.progress("exporting") as progress,
-        options.run_options(asked, progress, overwrite=asked.overwrite) as run,
-    ):
-        shard_bytes = asked.max_shard_bytes
-        done = export(master, place, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run)
-    _show(done, str(asked.master), str(place), json=json)
+    with output.progress("exporting") as progress:
+        done = with_options(export)(replace(asked, progress=progress))
+    _show(done, str(asked.master), str(open_store(str(asked.out))), json=json)
 
 
 def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
@@ -80,10 +73,8 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
-    from pqweights.common.units import counted
-
     plan = done.plan
-    sizes = f"{output.size(plan.source_bytes)} -> {output.size(plan.output_bytes)}"
+    sizes = f"{size_text(plan.source_bytes)} -> {size_text(plan.output_bytes)}"
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",

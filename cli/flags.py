@@ -5,59 +5,64 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pqweights import parameters as kinds
-from pqweights.parameters import Parameter, parameters
+from pqweights import parameters as checks
+from pqweights.parameters import Check, Parameter, in_order, parameters
 
 from . import output
 
 Asked = TypeVar("Asked")
 
-# What Typer parses for each kind of value; the library's own checks follow.
-TYPES: dict[Callable[[str, Any], Any], Any] = {
-    kinds.flag: bool,
-    kinds.number: float,
-    kinds.whole: int,
-    kinds.path: Path,
-    kinds.patterns: list[str],
-    kinds.bits_by_pattern: list[str],
-    kinds.types_by_pattern: list[str],
+# What Typer parses for each check, if not a text; the library's own checks follow.
+TYPES: dict[Check, Any] = {
+    checks.flag: bool,
+    checks.number: float,
+    checks.whole: int,
+    checks.path: Path,
+    checks.patterns: list[str],
+    checks.bits_by_pattern: list[str],
+    checks.types_by_pattern: list[str],
 }
 NUMBERS = {"temperature", "top_p"}
+QUIET = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
+]
 
 
 def taking(
     options: Callable[..., Asked],
-    continues: Callable[[Asked], bool] | None = None,
+    continues: Callable[[Asked], bool | None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command so that it has the flags of a dataclass of options, of which it gets an instance.
+    """Decorate a command so that it has the flags of a class of options, of which it gets an instance.
 
-    continues: whether an interrupted run left something from which the same command continues; None if it never does
+    continues: whether an interrupted run left something from which the same command continues; None, or its answer, if
+        there is nothing to continue
     """
-    named = {name: p for name, p in parameters(options).items() if p.flags != ()}
+    known = parameters(options)
+    named = {name: known[name] for name in in_order(options) if known[name].flags != ()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        also = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            rest = {p.name: given[p.name] for p in own}
+            rest = {p.name: given[p.name] for p in also}
             asked: list[Asked] = []
-            kept = None if continues is None else lambda: bool(asked) and continues(asked[0])
+            kept = None if continues is None else lambda: continues(asked[0]) if asked else False
             with output.errors(kept=kept, quiet=given.pop("quiet")):
                 taken = {name: _value(parameter, given[name]) for name, parameter in named.items()}
                 asked.append(options(**taken, **({"tell": output.note} if "token" in named else {})))
                 command(asked[0], **rest)
 
-        flags = [_parameter(options, name) for name in inspect.signature(options).parameters if name in named]
+        flags = [_parameter(options, name) for name in named]
         keyword = inspect.Parameter.KEYWORD_ONLY
         quiet = inspect.Parameter("quiet", keyword, default=False, annotation=QUIET)
-        run.__signature__ = inspect.Signature([*flags, *own, quiet])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*flags, *also, quiet])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 
@@ -70,13 +75,12 @@ def option(options: Any, name: str) -> Any:
     text = _spoken(parameter.help, options)
     if parameter.argument:
         return typer.Argument(metavar=parameter.metavar, help=text)
-    shown = None if parameter.default is None else _spoken(parameter.default, options)
-    repeated = parameter.kind in (kinds.patterns, kinds.bits_by_pattern, kinds.types_by_pattern)
+    shown = None if parameter.default_text is None else _spoken(parameter.default_text, options)
     return typer.Option(
         *(parameter.flags or (flag_of(name, parameter),)),
         metavar=parameter.metavar or "|".join(parameter.choices) or None,
         help=text,
-        show_default=shown or not repeated,
+        show_default=shown or TYPES.get(parameter.check) != list[str],
     )
 
 
@@ -92,10 +96,9 @@ def _spoken(text: str, options: Any) -> str:
 def _parameter(options: Any, name: str) -> inspect.Parameter:
     """Return the parameter of the function that Typer calls."""
     made = inspect.signature(options).parameters[name]
-    parameter = parameters(options)[name]
-    kind = float if name in NUMBERS else TYPES.get(parameter.kind, str)
+    typed = float if name in NUMBERS else TYPES.get(parameters(options)[name].check, str)
     required = made.default is made.empty
-    optional: Any = kind | None if not required and made.default in (None, ()) else kind
+    optional: Any = typed | None if not required and made.default in (None, ()) else typed
     default = None if made.default == () else made.default
     annotation: Any = Annotated[optional, option(options, name)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -103,16 +106,11 @@ def _parameter(options: Any, name: str) -> inspect.Parameter:
 
 def _value(parameter: Parameter, given: Any) -> Any:
     """Return what the library takes for what Typer parsed."""
-    if parameter.kind is kinds.bits_by_pattern and given:
+    if parameter.check is checks.bits_by_pattern and given:
         return tuple(map(_bits, given))
-    if parameter.kind is kinds.types_by_pattern and given:
+    if parameter.check is checks.types_by_pattern and given:
         return tuple(map(_type, given))
-    return given or () if parameter.kind is kinds.patterns else given
-
-
-def bits_by_pattern(texts: Sequence[str] | None) -> tuple[tuple[str, float], ...]:
-    """Return pattern and bit width from each "PATTERN=BITS" that --set was given."""
-    return tuple(map(_bits, texts or ()))
+    return given or () if parameter.check is checks.patterns else given
 
 
 def _bits(text: str) -> tuple[str, float]:
@@ -127,12 +125,7 @@ def _bits(text: str) -> tuple[str, float]:
 
 
 def _type(text: str) -> tuple[str, str]:
-    pattern, equals, kind = text.rpartition("=")
-    if not (pattern and equals and kind):
+    pattern, equals, type_name = text.rpartition("=")
+    if not (pattern and equals and type_name):
         raise typer.BadParameter(f"--set-type {text}: expected PATTERN=TYPE, such as '*.attn_v.weight=q6_k'")
-    return pattern, kind
-
-
-QUIET = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
-]
+    return pattern, type_name

@@ -9,7 +9,7 @@ import typer
 
 from pqweights.options import GenerateArguments, ModelArguments
 
-from . import chat, options, output, replies
+from . import options, output, replies
 from .flags import option, taking
 
 PromptOption = Annotated[str | None, option(GenerateArguments, "prompt")]
@@ -34,14 +34,14 @@ def command(asked: ModelArguments, *, prompt: PromptOption = None, json: options
         raise typer.BadParameter("--json: expected --prompt TEXT, or a text on stdin")
     if asked.revision is not None and repository_id(str(asked.model)) is None:
         raise typer.BadParameter("--revision: expected a repository on the Hub as MODEL")
-    found = options.fetched(str(asked.model), asked.access)
+    model = options.fetched(str(asked.model), asked.access)
     with output.status(f"loading {asked.model}"):
-        generator = Generator(found.path, asked, name=str(asked.model), tell=output.note)
+        generator = Generator(model.path, asked, name=str(asked.model), tell=output.note)
         if not interactive:
             generator.check(text, _name(prompt))
         generator.load()
     if interactive:
-        chat.converse(generator)
+        replies.converse(generator)
     else:
         replies.reply_once(generator, text, json=json)
 

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from . import (
-    calibrate,
-    card,
-    export,
-    generate,
-    inspect,
-    interrupts,
-    output,
-    plan,
-    push,
-    quantize,
-    recipes,
-    sensitivity,
-    verify,
-)
-from . import eval as evaluate
+from . import interrupts, output
 from .printable import printable
+
+# The first line of the help of each command; the module of its name is imported when it is run.
+COMMANDS = {
+    "quantize": "Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per "
+    "weight.",
+    "plan": "Show what quantize would do with each tensor: action, codec, bits, bytes and reason.",
+    "recipes": "List the built-in recipes, or print one, to use it or to begin a recipe of your own.",
+    "inspect": "Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.",
+    "verify": "Check every stored byte of a finished folder against its manifest.",
+    "export": "Export a master to a checkpoint that runtimes load.",
+    "generate": "Generate text with a model, as an answer in a chat or as a continuation, and show it as it comes.",
+    "card": "Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.",
+    "push": "Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is "
+    "refused.",
+    "sensitivity": "Measure how much the loss rises with the error of each group of weights, for --sensitivity of "
+    "quantize.",
+    "calibrate": "Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.",
+    "eval": "Evaluate models on a text: perplexity, and how far each model is from a reference.",
+}
 
 
 class Commands(TyperGroup):
@@ -54,16 +61,6 @@ def _printable_usage_errors() -> Iterator[None]:
         raise
 
 
-app = typer.Typer(
-    cls=Commands,
-    name="pqweights",
-    help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and export it to what runtimes load.",
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,  # they may include a token
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
 def _version(shown: bool) -> None:
     if shown:
         from pqweights import __version__
@@ -72,8 +69,7 @@ def _version(shown: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def root(
+def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -81,20 +77,24 @@ def root(
     """Take the options that belong to no command."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "quantize": quantize.command,
-    "plan": plan.command,
-    "recipes": recipes.command,
-    "inspect": inspect.command,
-    "verify": verify.command,
-    "export": export.command,
-    "generate": generate.command,
-    "card": card.command,
-    "push": push.command,
-    "sensitivity": sensitivity.command,
-    "calibrate": calibrate.command,
-    "eval": evaluate.command,
-}
+def _made(*names: str) -> typer.Typer:
+    """Return the app with some of its commands; of the others, it knows only what its own help says."""
+    made = typer.Typer(
+        cls=Commands,
+        name="pqweights",
+        help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and export it to what runtimes load.",
+        no_args_is_help=True,
+        pretty_exceptions_show_locals=False,  # they may include a token
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_root,
+    )
+    for name, help_line in COMMANDS.items():
+        if name in names:
+            module = importlib.import_module(f".{name}", __package__)
+            made.command(name, cls=getattr(module, "Command", None), help=_help(module.command))(module.command)
+        else:
+            made.command(name, help=help_line)(lambda: None)
+    return made
 
 
 def _help(command: Callable[..., None]) -> str:
@@ -103,13 +103,18 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-for name, command in COMMANDS.items():
-    app.command(name, cls=export.ExportCommand if name == "export" else None, help=_help(command))(command)
+def __getattr__(name: str) -> typer.Typer:
+    """Make `app`, with all commands, when it is asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()["app"] = _made(*COMMANDS)
+    return made
 
 
+@functools.cache
 def _flag_names() -> dict[str, str]:
     """Return the flags of all commands by the name of the parameter."""
-    group: Any = typer.main.get_group(app)
+    group: Any = typer.main.get_group(_made(*COMMANDS))
     params = [param for command in group.commands.values() for param in command.params]
     return {str(param.name): max(param.opts, key=len) for param in params if param.param_type_name == "option"}
 
@@ -123,7 +128,7 @@ def main() -> None:
     atexit.register(gc.freeze)
     interrupts.answer_at_once()
     try:
-        app()
+        _made(*sys.argv[1:2])()
     except SystemExit as end:
         if end.code == interrupts.EXIT_CODE:
             interrupts.leave()

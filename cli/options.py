@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pqweights import options as library
-
-from . import flags, output
-from .flags import option
+from . import output
 
 if TYPE_CHECKING:
-    from pqweights.options import RunArguments
-    from pqweights.rewrite.task import RunOptions
-    from pqweights.storage.hub.sources import Access, Fetched, FoundResult
-    from pqweights.storage.remote.addresses import Address
-
-
-class Device(StrEnum):
-    """The devices that a model can run on: pqweights.inference.runtimes.models.choose_device."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    AUTO = "auto"
+    from pqweights.quality.options import CalibrateArguments, SensitivityArguments
+    from pqweights.storage.hub.sources import Access, Fetched
 
 
 def thread_count(asked: int | None) -> int:
@@ -50,11 +34,11 @@ def run_continues(source: str, out: str) -> bool:
     return under_way or _is_fetched(source)
 
 
-def measurement_continues(source: str, out: Path) -> bool:
+def measurement_continues(asked: CalibrateArguments | SensitivityArguments) -> bool:
     """Whether an interrupted measurement left something: what it found, or fetched files of a repository."""
     from pqweights.checkpoint.names import UNFINISHED_SUFFIX
 
-    return out.with_name(out.name + UNFINISHED_SUFFIX).exists() or _is_fetched(source)
+    return asked.out.with_name(asked.out.name + UNFINISHED_SUFFIX).exists() or _is_fetched(str(asked.source))
 
 
 def _is_fetched(source: str) -> bool:
@@ -64,44 +48,12 @@ def _is_fetched(source: str) -> bool:
     return not is_address(source) and not Path(local_path(source)).exists()
 
 
-def access(revision: str | None, token: str | None) -> Access:
-    """Return how to access the Hub, with waits reported on stderr."""
-    from pqweights.storage.hub.sources import Access
-
-    return Access(revision, token or None, output.note)
-
-
-def fetched(source: str, access: Access, *, only: Sequence[str] = (), ours: bool = False) -> Fetched:
-    """Return a local folder, or a repository on the Hub as a folder in the cache.
-
-    source: the folder or file, or the id of the repository
-    access: how to access the Hub
-    only: the files to fetch; by default all
-    ours: whether pqweights must have written it
-    """
+def fetched(source: str, access: Access) -> Fetched:
+    """Return a local folder, or a repository on the Hub as a folder in the cache."""
     from pqweights.storage.hub.sources import local_folder
 
     with output.progress("fetching") as progress:
-        return local_folder(source, access, only=only, ours=ours, progress=progress)
-
-
-def found_result(source: str, access: Access, *, only: Sequence[str] = ()) -> FoundResult:
-    """Return a folder that pqweights wrote: a local one, one in object storage, or a repository as `fetched` does.
-
-    only: the files of a repository to fetch; by default all, and then pqweights must have written it
-    """
-    from pqweights.storage.hub.sources import find_result
-
-    with output.progress("fetching") as progress:
-        return find_result(source, access, only=only, ours=not only, progress=progress)
-
-
-def found_original(source: str, access: Access) -> Path | Address:
-    """Return the original model of a master: a local path, an address, or a repository as `fetched` does."""
-    from pqweights.storage.hub.sources import find_original
-
-    with output.progress("fetching") as progress:
-        return find_original(source, access, progress)
+        return local_folder(source, access, progress=progress)
 
 
 def check_plot(plot: Path | None) -> None:
@@ -111,38 +63,6 @@ def check_plot(plot: Path | None) -> None:
 
         check_plot_file(plot)
 
-
-@contextlib.contextmanager
-def run_options(asked: RunArguments, progress: output.Display, *, overwrite: bool) -> Iterator[RunOptions]:
-    """Yield how a command is carried out, here or on a cluster."""
-    from pqweights.rewrite.distributed.engine import engine_of
-    from pqweights.rewrite.task import RunOptions
-
-    with engine_of(asked.ray, asked.threads, output.note) as engine:
-        yield RunOptions(threads=thread_count(asked.threads), overwrite=overwrite, progress=progress, engine=engine)
-
-
-# What commands that measure take as well (pqweights/options.py), and what only commands take
-
-FetchedSourceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="SRC", help="Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
-    ),
-]
-LocalFolderArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
-]
-RecipeOption = Annotated[str, option(library.PlanArguments, "recipe")]
-CodecOption = Annotated[str | None, option(library.PlanArguments, "codec")]
-BitsOption = Annotated[float | None, option(library.PlanArguments, "bits")]
-KeepOption = Annotated[list[str] | None, option(library.PlanArguments, "keep")]
-SetOption = Annotated[list[str] | None, option(library.PlanArguments, "set_bits")]
-PickleOption = Annotated[bool, option(library.PlanArguments, "allow_pickle")]
-RevisionOption = Annotated[str | None, option(library.PlanArguments, "revision")]
-TokenOption = Annotated[str | None, option(library.PlanArguments, "token")]
-ThreadsOption = Annotated[int | None, option(library.PlanArguments, "threads")]
-QuietOption = flags.QUIET
 
 SummaryOption = Annotated[
     bool | None,
@@ -154,17 +74,7 @@ SummaryOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-# The model card
-
-BaseModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--base-model",
-        metavar="ORG/MODEL",
-        help="Original model on the Hub to name in the card, if the manifest names none.",
-    ),
-]
-AdoptOption = Annotated[
-    bool,
-    typer.Option("--adopt", help="Keep the text of a README.md that pqweights did not write, as notes in the card."),
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Plot what is shown to FILE, a .png or .svg."),
 ]

@@ -16,18 +16,20 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol, TextIO
 
 import typer
 
+from pqweights.common.units import size_text
+
 from . import interrupts
-from .amounts import BYTES, amount
-from .amounts import size as size
 from .printable import printable, printable_json, printable_prose
 from .tables import table as table
 from .tables import wrapped
 
+# What progress counts by default; other units are named in the plural as well.
+BYTES = "bytes"
 # Jobs, and steps without progress, that end within this many seconds show no line where stderr is not a terminal.
 QUIET_SECONDS = STATUS_SECONDS = 2.0
 # Seconds between two lines of progress.
@@ -110,7 +112,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def errors(kept: Callable[[], bool] | None = None, quiet: bool = False) -> Iterator[None]:
+def errors(kept: Callable[[], bool | None] | None = None, quiet: bool = False) -> Iterator[None]:
     """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
     kept: whether an interrupted run left something from which the same command continues; None if it never does
@@ -166,10 +168,11 @@ def with_flags(message: str, flags: Mapping[str, str] | None = None) -> str:
     return re.sub(r"`([a-z_]+)`", lambda name: known.get(name[1], name[0]), message)
 
 
-def _how_to_continue(kept: Callable[[], bool] | None) -> str:
-    if kept is None:
+def _how_to_continue(kept: Callable[[], bool | None] | None) -> str:
+    again = None if kept is None else kept()
+    if again is None:
         return ""
-    return "; run the same command again to continue where it stopped" if kept() else "; no results were kept"
+    return "; run the same command again to continue where it stopped" if again else "; no results were kept"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -246,26 +249,11 @@ def status(text: str) -> Iterator[None]:
 
 
 def _display(verb: str, unit: str | None) -> Display:
-    if _quiet:
-        return _Silent()
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not _quiet:
         from .bar import Bar
 
         return Bar(verb, unit)
     return _Lines(verb, unit)
-
-
-class _Silent:
-    """A display that shows nothing."""
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        """See Display."""
-
-    def status(self, text: str) -> None:
-        """See Display."""
-
-    def close(self) -> None:
-        """See Display."""
 
 
 class _Lines:
@@ -294,7 +282,7 @@ class _Lines:
             return
         self._last = now
         rate = (done - self._first_done) / elapsed
-        speed = f"{size(rate)}/s, " if self._unit == BYTES else ""
+        speed = f"{size_text(rate)}/s, " if self._unit == BYTES else ""
         left = f"{speed}{(total - done) / rate:.0f} s left"
         note(f"{self._verb} {done / total:.0%} of {amount(total, self._unit)}, {left}{f': {name}' if name else ''}")
 
@@ -327,8 +315,6 @@ def estimate(value: tuple[float, float | None] | None, form: str) -> str:
     return f"{measure:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")
 
 
-def first_names(names: Sequence[str]) -> str:
-    """Return the first three names, with "..." if there are more."""
-    from pqweights.common import units
-
-    return units.first_names(names)
+def amount(count: float, unit: str | None) -> str:
+    """Return a count with its unit; None for a count without one."""
+    return size_text(count) if unit == BYTES else f"{count:.0f} {unit or ''}".rstrip()

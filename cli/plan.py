@@ -6,9 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from pqweights.options import PlanArguments, QuantizeArguments
 
@@ -21,18 +19,13 @@ if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.storage import Store
 
-PlotOption = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Plot the bit widths by layer and role to FILE, a .png or .svg."),
-]
-
 
 @taking(PlanArguments)
 def command(
     asked: PlanArguments,
     *,
     summary: options.SummaryOption = None,
-    plot: PlotOption = None,
+    plot: options.PlotOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.

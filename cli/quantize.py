@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pqweights.options import QuantizeArguments
+from pqweights.parameters import with_options
 
 from . import options, output, report
 from .flags import taking
 from .plan import show_plan
+from .report import fold_lines, is_summarized, summary_table
 from .report_errors import quality_lines
 from .report_fit import fit_lines
-from .report_fold import fold_lines
-from .report_summary import is_summarized, summary_table
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -34,22 +35,20 @@ def command(
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
+    from pqweights.api import quantize
     from pqweights.planning.choice import choose_recipe
-    from pqweights.quantizing import quantize
     from pqweights.storage import open_store
 
-    chosen, place = choose_recipe(asked.recipe, asked), open_store(str(asked.out))
+    out = open_store(str(asked.out))
     report.warn_of_files_beside(str(asked.source))
     if dry_run:
-        show_plan(asked, chosen, threads=asked.threads, out=place, summary=summary, json=json)
+        recipe = choose_recipe(asked.recipe, asked)
+        show_plan(asked, recipe, threads=asked.threads, out=out, summary=summary, json=json)
         return
-    with (
-        output.progress("quantizing") as progress,
-        options.run_options(asked, progress, overwrite=asked.overwrite) as run,
-    ):
+    with output.progress("quantizing") as progress:
         progress.status("reading the headers")
-        done = quantize(str(asked.source), place, chosen, options=asked, run=run)
-    _show(done, f"{asked.source} -> {place}", out=str(place), summary=summary, json=json)
+        done = with_options(quantize)(replace(asked, progress=progress))
+    _show(done, f"{asked.source} -> {out}", out=str(out), summary=summary, json=json)
 
 
 def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, json: bool) -> None:

@@ -31,10 +31,10 @@ def command(name: NameArgument = None, json: options.JsonOption = False) -> None
             else:
                 output.write_text(recipe_text(name))
             return
-        recipes = [load_recipe(each) for each in recipe_names()]
+        recipes = [load_recipe(known) for known in recipe_names()]
         if json:
             output.print_json({"recipes": [recipe.to_json() for recipe in recipes]})
             return
-        columns = [("recipe", False), ("codec", False), ("bits", True), ("description", False)]
+        columns = ["recipe", "codec", "#bits", "description"]
         rows = [[recipe.name, recipe.codec, f"{recipe.bits:g}", recipe.description] for recipe in recipes]
         output.show(*output.table(columns, rows))

@@ -1,17 +1,22 @@
-"""Replies of a model on the screen: the text as it comes, and afterwards what it took."""
+"""Replies of a model on the screen: the text as it comes, and afterwards what it took; and one prompt after another."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from typing import TYPE_CHECKING
 
-from . import output
+from pqweights.common.units import counted, size_text
+
+from . import interrupts, output
 
 if TYPE_CHECKING:
     from pqweights.inference.generation.generator import Generator
     from pqweights.inference.generation.report import Generation
 
+PROMPT = "> "
+HINT = "Ctrl-C ends a reply; Ctrl-D, or Ctrl-C at the prompt, leaves"
 WAITING_SECONDS = 1.0
 STOPS = {
     "end": "ended by the model",
@@ -94,8 +99,6 @@ class _Screen:
 
 def speed_line(done: Generation) -> str:
     """Return the tokens of a prompt and a reply, how fast they were, and how the reply ended."""
-    from pqweights.common.units import counted
-
     read = counted(done.prompt_tokens, "token")
     if done.read_tokens < done.prompt_tokens:
         read += f" ({done.read_tokens} new)"
@@ -114,10 +117,59 @@ def setting_line(done: Generation) -> str:
         cache = f", KV cache {done.kv_cache.spec} at {taken}"
     chosen = "greedy" if choice.seed is None else f"temperature {choice.temperature:g}, seed {choice.seed}"
     return (
-        f"loaded in {done.timings.load:.1f} s, peak memory {output.size(done.peak_bytes)}; {settings.dtype} on "
+        f"loaded in {done.timings.load:.1f} s, peak memory {size_text(done.peak_bytes)}; {settings.dtype} on "
         f"{settings.device}{weights}{cache}; {chosen}"
     )
 
 
 def _rate(tokens_per_second: float | None) -> str:
     return "" if tokens_per_second is None else f" at {tokens_per_second:.1f}/s"
+
+
+def converse(generator: Generator) -> None:
+    """Answer prompts from the terminal; the model's memory of the conversation is the generator's."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # the prompt is checked, and refused with a line
+    output.note(HINT)
+    last: Generation | None = None
+    while True:
+        try:
+            prompt = _ask()
+        except EOFError:
+            output.ask("\n")
+            break
+        if prompt.strip():
+            last = _answer(generator, prompt) or last
+    if last is not None:
+        output.note(setting_line(last))
+
+
+def _ask() -> str:
+    """Ask for a line, which can be edited; what is asked does not go into a file that stdout is."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # input edits lines with it
+        return input(PROMPT)
+    output.ask(PROMPT)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _answer(generator: Generator, prompt: str) -> Generation | None:
+    """Answer one prompt; errors that concern only it, and an interrupt, lead back to the next one."""
+    from pqweights.errors import GenerationError
+
+    done = None
+    try:
+        with interrupts.Raised():
+            done = replied(generator, prompt)
+    except GenerationError as error:
+        output.complain(str(error))
+    except KeyboardInterrupt:
+        output.note("interrupted")
+    interrupts.answered()
+    if done is not None:
+        output.note(speed_line(done))
+    return done

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .output import first_names, size, warn
+from pqweights.common.units import counted, first_names, size_text
+
+from . import tables
+from .output import warn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,15 +17,20 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan
-    from pqweights.planning.possible import PossibleExport
-    from pqweights.planning.totals import Totals
+    from pqweights.planning.totals import PossibleExport, Totals
     from pqweights.rewrite.manifest import Manifest
+    from pqweights.rewrite.records import TensorRecord
     from pqweights.rewrite.task import RewriteReport
+
+
+# On a terminal, more tensors than this are summarized unless the user asks for all of them.
+MOST_LISTED = 200
+BYTES_COLUMN = 6
 
 
 def totals_lines(totals: Totals) -> list[str]:
     """Return lines with the sizes, and what bits_and_coverage returns."""
-    sizes = f"weights: {size(totals.source_bytes)} -> {size(totals.output_bytes)}{_ratio(totals)}"
+    sizes = f"weights: {size_text(totals.source_bytes)} -> {size_text(totals.output_bytes)}{_ratio(totals)}"
     return [sizes, *bits_and_coverage(totals)]
 
 
@@ -73,14 +81,9 @@ def export_lines(exports: Sequence[PossibleExport]) -> list[str]:
 
 
 def reason_lines(tensors: Sequence[TensorPlan]) -> list[str]:
-    """Return a line for each reason why tensors are kept, and for each rule by which others are quantized."""
-    quantized = [tensor for tensor in tensors if tensor.action == "quantize" and not _is_default(tensor)]
+    """Return a line for each reason why tensors are kept, and for each why others are quantized."""
+    quantized = [tensor for tensor in tensors if tensor.action == "quantize"]
     return [*kept_lines(tensors), *(f"quantized: {group}" for group in lines_by_reason(quantized))]
-
-
-def _is_default(tensor: TensorPlan) -> bool:
-    """Whether a tensor is quantized because of its role and not by a rule."""
-    return tensor.reason.startswith(f"default for role {tensor.role}")
 
 
 def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
@@ -91,8 +94,6 @@ def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
 def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return a line for each reason: how many tensors have it, how many weights they hold, and the first names."""
-    from pqweights.common.units import counted
-
     groups: dict[str, list[TensorPlan]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.reason].append(tensor)
@@ -121,7 +122,6 @@ def warn_of_files_beside(source: str) -> None:
 
 def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
     """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
-    from pqweights.common.units import counted
     from pqweights.rewrite.listed_files import file_problems
 
     problems = file_problems(folder, manifest)
@@ -131,8 +131,6 @@ def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
 
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Return names in a row; of many, the first, and how many more there are."""
-    from pqweights.common.units import counted
-
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
@@ -143,7 +141,6 @@ def left_out_lines(plan: Plan) -> list[str]:
     Not listed are the records of pqweights itself, and files beside a single file, which were named before the run.
     """
     from pqweights.checkpoint.companions import NOT_GIVEN, OWN_RECORDS
-    from pqweights.common.units import counted
 
     files: dict[str, list[str]] = defaultdict(list)
     for name, reason in plan.left_out.items():
@@ -167,3 +164,79 @@ def fit_of(report: RewriteReport) -> Fit | None:
     from pqweights.quantizing import Quantize
 
     return report.transform.fit if isinstance(report.transform, Quantize) else None
+
+
+def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
+    """Return what may be folded. fold: the key `fold` of plan --json, if there is one."""
+    if fold is None:
+        return []
+    what = f"{counted(len(fold['vectors']), 'vector')} between layers, each if its channels differ enough"
+    if fold["warnings"]:
+        what = "nothing"
+    may = f"fold {fold['kind']}: {what}"
+    return [may, *_left_lines(fold), *fold["warnings"]]
+
+
+def fold_lines(done: RewriteReport) -> list[str]:
+    """Return what was folded; nothing for a result without a fold."""
+    fold = done.transform.notes(done.records).document.get("fold")
+    if fold is None:
+        return []
+    folded = {name for record in done.records for name in record.folded}
+    count = f"{len(folded)} of {len(fold['vectors'])} vectors between layers; the others differ too little"
+    all_of_them = f"all {len(folded)} vectors between layers"
+    what = all_of_them if len(folded) == len(fold["vectors"]) else count
+    return [f"folded ({fold['kind']}): {what}", *_left_lines(fold)]
+
+
+def _left_lines(fold: dict[str, Any]) -> list[str]:
+    """Return a line for each reason why a vector is left as it is."""
+    left: dict[str, Sequence[str]] = fold["left"]
+    return [f"  not folded: {len(names)}, {reason}: {first_names(names)}" for reason, names in left.items()]
+
+
+def action_text(tensor: TensorPlan) -> str:
+    """Return what was done with a tensor, in the words of the summary of an export."""
+    return "plain" if tensor.action == "decode" else tensor.action
+
+
+def is_summarized(asked: bool | None, tensors: int) -> bool:
+    """Whether to print a summary. asked: what the user asked for; None to choose by the number of tensors."""
+    return asked if asked is not None else tables.terminal_width() is not None and tensors > MOST_LISTED
+
+
+def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord] | None = None) -> list[str]:
+    """Return a table with a line for each role, action, codec and bit width, those with most bytes first.
+
+    records: what was measured of each tensor; None for a plan
+    """
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(tensors):
+        groups[tensor.role, action_text(tensor), tensor.codec or "", str(tensor.bits or "")].append(number)
+    rows = [
+        [
+            *kind,
+            *_figures([tensors[number] for number in numbers]),
+            *([] if records is None else [_error([records[number] for number in numbers])]),
+        ]
+        for kind, numbers in groups.items()
+    ]
+    columns = ["role", "action", "codec", "#bits", "#tensors"]
+    columns += ["#weights", "#bytes", "#bits/weight"]
+    columns += [] if records is None else ["#relative MSE"]
+    ordered = sorted(rows, key=lambda row: -int(row[BYTES_COLUMN]))
+    return tables.table(columns, ordered, drop=["action", "codec"])
+
+
+def _figures(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return the number of tensors, their weights, bytes, and bits per weight."""
+    weights, byte_count = sum(tensor.weights for tensor in tensors), sum(tensor.bytes for tensor in tensors)
+    return [str(len(tensors)), str(weights), str(byte_count), f"{8 * byte_count / weights:.4f}" if weights else ""]
+
+
+def _error(records: Sequence[TensorRecord]) -> str:
+    """Return the relative MSE over all tensors of a line; an empty text if none was measured."""
+    from pqweights.rewrite.records import mean_error
+
+    error = mean_error(records, "relative_mse")
+    return "" if error is None else f"{error:.6f}"

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted
+
 from .report import lines_by_reason
 
 if TYPE_CHECKING:
@@ -69,8 +71,6 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     pairs: the tensors of the export, each with what was measured of it
     measured: whether the error against the original was measured; else it is computed from the error of the master
     """
-    from pqweights.common.units import counted
-
     tensors = [tensor for tensor, _ in pairs]
     forms: dict[str, int] = defaultdict(int)
     for tensor in tensors:
@@ -90,18 +90,18 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
 
 def _rounding_lines(pairs: Pairs) -> list[str]:
     """Return which weights were rounded with compensation, what that gained, and why others were not."""
-    found = [record.rounding for _, record in pairs if record.rounding is not None]
-    if not found:
+    accounts = [record.rounding for _, record in pairs if record.rounding is not None]
+    if not accounts:
         return []
-    gains = [account["gain"] for account in found if account.get("compensated")]
-    weighed = any("weighed" in account for account in found)
-    done = sum(account["weighed" if weighed else "compensated"] for account in found)
-    matrices = sum(account["matrices"] for account in found)
+    gains = [account["gain"] for account in accounts if account.get("compensated")]
+    weighed = any("weighed" in account for account in accounts)
+    done = sum(account["weighed" if weighed else "compensated"] for account in accounts)
+    matrices = sum(account["matrices"] for account in accounts)
     gain = (
         f"; the error of outputs on text held back falls by {sum(gains) / len(gains):.0%} on average" if gains else ""
     )
     reasons: dict[str, int] = defaultdict(int)
-    for account in found:
+    for account in accounts:
         for reason, number in account["rounded_plainly"].items():
             reasons[reason] += number
     kind = "errors weighed by inputs" if weighed else "compensated rounding"

@@ -7,7 +7,8 @@ from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from .output import first_names, size
+from pqweights.common.units import counted, first_names, size_text
+
 from .tables import folded, table
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ def _unit(fit: Fit) -> str:
 
 def _warnings(fit: Fit) -> list[str]:
     """Return why the prediction is less certain for some groups."""
-    from pqweights.common.units import counted
-
     lines = []
     if fit.unknown:
         lines.append(
@@ -87,10 +86,10 @@ def curve_lines(fit: Fit) -> list[str]:
     rows = []
     for point in fit.curve:
         mark = "<- the target" if point.output_bytes == fit.output_bytes else ""
-        rows.append([size(point.output_bytes), *_bits(fit, point.output_bytes), f"{point.rise:.5f}", mark])
+        rows.append([size_text(point.output_bytes), *_bits(fit, point.output_bytes), f"{point.rise:.5f}", mark])
     bits = "bits/param" if fit.target.bounds_files else "bits/weight"
-    unit = [] if fit.target.bits_per_weight is None else [(bits, True)]
-    columns = [("safetensors files", True), *unit, ("predicted rise", True), ("", False)]
+    unit = [] if fit.target.bits_per_weight is None else [f"#{bits}"]
+    columns = ["#safetensors files", *unit, "#predicted rise", ""]
     return ["predicted rise by size:", *table(columns, rows)]
 
 

@@ -4,55 +4,56 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .amounts import size
-from .report_summary import is_summarized
+from pqweights.common.units import size_text
+
+from .report import is_summarized
 from .tables import table
 
 if TYPE_CHECKING:
     from pqweights.gguf.contents import MetadataValue
-    from pqweights.rewrite.results.inspect_gguf import GgufInspection, TypeTotal
+    from pqweights.rewrite.results.inspect import GgufInspection, TypeTotal
 
 # A list of more items, and a text of more characters, is cut.
 ITEMS_SHOWN, CHARACTERS_SHOWN = 8, 60
 
 
-def gguf_lines(found: GgufInspection, summary: bool | None) -> list[str]:
+def gguf_lines(inspection: GgufInspection, summary: bool | None) -> list[str]:
     """Return what a file holds. summary: whether to leave out the tensors; by default where there are many"""
     lines = []
-    if is_summarized(summary, len(found.contents.tensors)):
-        lines += [] if summary else [f"--no-summary lists all {len(found.contents.tensors)} tensors", ""]
-    elif found.contents.tensors:
-        columns = [("tensor", False), ("shape", False), ("type", False), ("bytes", True)]
-        rows = [[t.name, "x".join(map(str, t.shape)), t.type, str(t.byte_count)] for t in found.contents.tensors]
+    if is_summarized(summary, len(inspection.contents.tensors)):
+        lines += [] if summary else [f"--no-summary lists all {len(inspection.contents.tensors)} tensors", ""]
+    elif inspection.contents.tensors:
+        columns = ["tensor", "shape", "type", "#bytes"]
+        rows = [[t.name, "x".join(map(str, t.shape)), t.type, str(t.byte_count)] for t in inspection.contents.tensors]
         lines += [*table(columns, rows), ""]
-    titles = [("type", False), ("tensors", True), ("weights", True), ("bytes", True), ("bits/weight", True)]
-    if found.types:
-        totals = [found.totals] if len(found.types) > 1 else []
-        lines += [*table(titles, [_total_cells(each) for each in (*found.types, *totals)]), ""]
-    return [*lines, _first_line(found), *_fact_lines(found)]
+    titles = ["type", "#tensors", "#weights", "#bytes", "#bits/weight"]
+    if inspection.types:
+        totals = [inspection.totals] if len(inspection.types) > 1 else []
+        lines += [*table(titles, [_total_cells(total) for total in (*inspection.types, *totals)]), ""]
+    return [*lines, _first_line(inspection), *_fact_lines(inspection)]
 
 
-def _total_cells(each: TypeTotal) -> list[str]:
-    bits = "" if each.bits_per_weight is None else f"{each.bits_per_weight:.3f}"
-    return [each.type, str(each.tensors), str(each.weights), str(each.bytes), bits]
+def _total_cells(total: TypeTotal) -> list[str]:
+    bits = "" if total.bits_per_weight is None else f"{total.bits_per_weight:.3f}"
+    return [total.type, str(total.tensors), str(total.weights), str(total.bytes), bits]
 
 
-def _first_line(found: GgufInspection) -> str:
-    contents = found.contents
+def _first_line(inspection: GgufInspection) -> str:
+    contents = inspection.contents
     files = "" if len(contents.files) == 1 else f" in {len(contents.files)} files"
-    kind = "" if found.file_type is None else f", type {found.file_type}"
-    name = "" if not found.name else f" ({_shown(found.name)})"
+    kind = "" if inspection.file_type is None else f", type {inspection.file_type}"
+    name = "" if not inspection.name else f" ({_shown(inspection.name)})"
     architecture = contents.architecture or "no architecture"
-    return f"GGUF {contents.version}: {architecture}{name}{kind}: {size(contents.file_bytes)}{files}"
+    return f"GGUF {contents.version}: {architecture}{name}{kind}: {size_text(contents.file_bytes)}{files}"
 
 
-def _fact_lines(found: GgufInspection) -> list[str]:
-    parameters = ", ".join(f"{key} {_shown(value)}" for key, value in found.hyper_parameters.items())
-    return [*([f"hyper-parameters: {parameters}"] if parameters else []), f"tokenizer: {_tokenizer(found)}"]
+def _fact_lines(inspection: GgufInspection) -> list[str]:
+    parameters = ", ".join(f"{key} {_shown(value)}" for key, value in inspection.hyper_parameters.items())
+    return [*([f"hyper-parameters: {parameters}"] if parameters else []), f"tokenizer: {_tokenizer(inspection)}"]
 
 
-def _tokenizer(found: GgufInspection) -> str:
-    facts = found.tokenizer
+def _tokenizer(inspection: GgufInspection) -> str:
+    facts = inspection.tokenizer
     if facts.model is None:
         return "none"
     parts = [_shown(facts.model) + ("" if facts.splitter is None else f" ({_shown(facts.splitter)})")]

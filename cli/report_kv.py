@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted
+
 from . import output
 
 if TYPE_CHECKING:
@@ -12,42 +14,42 @@ if TYPE_CHECKING:
     from pqweights.quality.measure.kv_distribution import KVDistribution, StatesDistribution
 
 
-def kv_lines(found: KVDistribution) -> list[str]:
+def kv_lines(distribution: KVDistribution) -> list[str]:
     """Return the tables, each with what its columns mean."""
-    rows = [*found.layers, *found.totals]
-    parts = [_coordinates_table(rows), _coordinates_notes(found)]
-    if any(each.before.angles for each in rows):
+    rows = [*distribution.layers, *distribution.totals]
+    parts = [_coordinates_table(rows), _coordinates_notes(distribution)]
+    if any(states.before.angles for states in rows):
         parts += [_angles_table(rows), _angles_notes(rows)]
-    parts += [_channels_table(found.channels), _channels_notes(found.channels)]
-    first = ", the first is BOS" if found.bos else ""
-    head = f"{found.tokens} tokens{first}, float32, computed by {found.runtime}"
+    parts += [_channels_table(distribution.channels), _channels_notes(distribution.channels)]
+    first = ", the first is BOS" if distribution.bos else ""
+    head = f"{distribution.tokens} tokens{first}, float32, computed by {distribution.runtime}"
     return [head, *(line for part in parts for line in ("", *part))]
 
 
-def _name(each: StatesDistribution) -> str:
-    return f"all {each.kind}" if each.layer is None else f"layer {each.layer} {each.kind}"
+def _name(states: StatesDistribution) -> str:
+    return f"all {states.kind}" if states.layer is None else f"layer {states.layer} {states.kind}"
 
 
 def _coordinates_table(rows: Sequence[StatesDistribution]) -> list[str]:
-    columns = [("", False)]
-    columns += [(f"{what} {when}", True) for what in ("KS", "kurtosis") for when in ("before", "after")]
-    columns += [("CV of norm", True), ("CV of radius before", True), ("CV of radius after", True)]
-    return output.table(columns, [_coordinates_row(each) for each in rows])
+    columns = [""]
+    columns += [f"#{what} {when}" for what in ("KS", "kurtosis") for when in ("before", "after")]
+    columns += ["#CV of norm", "#CV of radius before", "#CV of radius after"]
+    return output.table(columns, [_coordinates_row(states) for states in rows])
 
 
-def _coordinates_row(each: StatesDistribution) -> list[str]:
-    sides = (each.before, each.after)
+def _coordinates_row(states: StatesDistribution) -> list[str]:
+    sides = (states.before, states.after)
     fits = [side.coordinates for side in sides]
     return [
-        _name(each),
+        _name(states),
         *("" if fit is None else f"{fit.ks:.4f}" for fit in fits),
         *("" if fit is None else f"{fit.kurtosis:.3f}" for fit in fits),
-        f"{each.norm_cv:.3f}",
+        f"{states.norm_cv:.3f}",
         *("" if side.radius_cv is None else f"{side.radius_cv:.3f}" for side in sides),
     ]
 
 
-def _coordinates_notes(found: KVDistribution) -> list[str]:
+def _coordinates_notes(distribution: KVDistribution) -> list[str]:
     from pqweights.quality.measure.kv_distribution import random_radius_cv
 
     notes = [
@@ -57,7 +59,7 @@ def _coordinates_notes(found: KVDistribution) -> list[str]:
         "CV: standard deviation over mean; of norm: over the tokens of a head; of radius: of the norms of 16 "
         "coordinates each",
     ]
-    for size in sorted({size for total in found.totals for size in total.sizes}):
+    for size in sorted({size for total in distribution.totals for size in total.sizes}):
         of_radius = f" and a CV of radius of {random_radius_cv(size):.3f}" if size % 16 == 0 else ""
         notes.append(
             f"vectors of {size} coordinates in random directions have a KS of {0.138 / size:.4f}, "
@@ -67,14 +69,14 @@ def _coordinates_notes(found: KVDistribution) -> list[str]:
 
 
 def _angles_table(rows: Sequence[StatesDistribution]) -> list[str]:
-    levels = range(max(len(each.before.angles) for each in rows))
-    columns = [("angles", False)]
-    columns += [(f"level {level + 1} {when}", True) for level in levels for when in ("before", "after")]
+    levels = range(max(len(states.before.angles) for states in rows))
+    columns = ["angles"]
+    columns += [f"#level {level + 1} {when}" for level in levels for when in ("before", "after")]
     cells = []
-    for each in rows:
-        pairs = zip(each.before.angles, each.after.angles, strict=True)
+    for states in rows:
+        pairs = zip(states.before.angles, states.after.angles, strict=True)
         figures = [f"{fit.total_variation:.4f}" for pair in pairs for fit in pair]
-        cells.append([_name(each), *(figures or [""] * (2 * len(levels)))])
+        cells.append([_name(states), *(figures or [""] * (2 * len(levels)))])
     return output.table(columns, cells)
 
 
@@ -83,26 +85,26 @@ def _angles_notes(rows: Sequence[StatesDistribution]) -> list[str]:
         "total variation, from 0 to 1, between the angles of the recursive polar transform and the densities of "
         "Gaussian vectors, from which their codebooks are made"
     ]
-    measured = [each for each in rows if each.after.angles]
-    for each in (measured[0], measured[-1]):
-        chance = ", ".join(f"{fit.by_chance:.4f}" for fit in each.after.angles)
-        notes.append(f"as many independent Gaussian vectors as {_name(each)} have about {chance} by chance")
+    measured = [states for states in rows if states.after.angles]
+    for states in (measured[0], measured[-1]):
+        chance = ", ".join(f"{fit.by_chance:.4f}" for fit in states.after.angles)
+        notes.append(f"as many independent Gaussian vectors as {_name(states)} have about {chance} by chance")
     return notes
 
 
 def _channels_table(channels: Sequence[KeyChannels]) -> list[str]:
-    columns = [("largest key channels", False), ("head", True), ("channels", False)]
-    columns += [("over median", False), ("CV of radius", True), ("CV of channels", False), ("direction", True)]
-    columns += [("one of two", True)]
-    return output.table(columns, [_channels_row(each) for each in channels])
+    columns = ["largest key channels", "#head", "channels"]
+    columns += ["over median", "#CV of radius", "CV of channels", "#direction"]
+    columns += ["#one of two"]
+    return output.table(columns, [_channels_row(layer) for layer in channels])
 
 
-def _channels_row(each: KeyChannels) -> list[str]:
-    pair = each.strongest
+def _channels_row(layer: KeyChannels) -> list[str]:
+    pair = layer.strongest
     if pair is None:
-        return [f"layer {each.layer}", "", "", f"{each.largest:.2f}", "", "", "", ""]
+        return [f"layer {layer.layer}", "", "", f"{layer.largest:.2f}", "", "", "", ""]
     return [
-        f"layer {each.layer}",
+        f"layer {layer.layer}",
         str(pair.head),
         f"{pair.channels[0]}, {pair.channels[1]}",
         f"{pair.magnitudes[0]:.2f}, {pair.magnitudes[1]:.2f}",
@@ -116,7 +118,10 @@ def _channels_row(each: KeyChannels) -> list[str]:
 def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
     from pqweights.quality.measure.kv_channels import OUTLIER
 
-    count, outliers = sum(each.magnitudes.size for each in channels), sum(each.outlier_channels for each in channels)
+    count, outliers = (
+        sum(layer.magnitudes.size for layer in channels),
+        sum(layer.outlier_channels for layer in channels),
+    )
     notes = [f"{outliers} of {count} key channels are outliers: their mean |x| is at least {OUTLIER:g} times that of "
              "the median channel of their head"]  # fmt: skip
     if channels[0].strongest is None:
@@ -129,13 +134,11 @@ def _channels_notes(channels: Sequence[KeyChannels]) -> list[str]:
         f"one of two: of the tokens at which |x| or |y| is at least {OUTLIER:g} times the median channel's mean, the "
         "share at which only one of them is"
     )
-    pairs = [pair for each in channels for pair in each.outliers]
+    pairs = [pair for layer in channels for pair in layer.outliers]
     return [*notes, *_pair_notes(pairs)]
 
 
 def _pair_notes(pairs: Sequence[KeyPair]) -> list[str]:
-    from pqweights.common.units import counted
-
     if not pairs:
         return []
     single = sum(pair.outliers == 1 for pair in pairs)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted, size_text
+
 from . import tables
-from .output import size
 from .printable import printable
-from .report import export_lines, left_out_lines, reason_lines, totals_lines
-from .report_fold import planned_fold_lines
-from .report_summary import is_summarized, summary_table
+from .report import (
+    export_lines,
+    is_summarized,
+    left_out_lines,
+    planned_fold_lines,
+    reason_lines,
+    summary_table,
+    totals_lines,
+)
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
 
 
-COLUMNS = [("shape", False), ("dtype", False), ("action", False), ("codec", False), ("bits", True), ("bytes", True)]
+COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]
 
 
 def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
@@ -26,8 +33,6 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
 
     summary: whether to summarize the tensors; None to choose by their number
     """
-    from pqweights.common.units import counted
-
     plan, needs = report.plan, report.needs
     return [
         *_tensor_lines(plan.tensors, summary),
@@ -35,7 +40,7 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *totals_lines(plan.totals),
         f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
         f"{counted(len(plan.companions), 'other file')} copied",
-        f"needs: {_room(needs)}, at most {size(needs.peak_memory_bytes)} of memory",
+        f"needs: {_room(needs)}, at most {size_text(needs.peak_memory_bytes)} of memory",
         *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
         *left_out_lines(plan),
@@ -46,23 +51,21 @@ def plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
 
 def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return what exports make of experts that are fused into one tensor, if there are any."""
-    from pqweights.common.units import counted
-
     fused = [t for t in tensors if t.role == "expert" and t.action == "quantize" and len(t.shape) > 2]
     if not fused:
         return []
     weights = sum(tensor.weights for tensor in fused)
     return [
         f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: vllm and torchao-int4 store them "
-        f"in BF16 ({size(2 * weights)}); gguf and mlx round them"
+        f"in BF16 ({size_text(2 * weights)}); gguf and mlx round them"
     ]
 
 
 def _room(needs: ResourceNeeds) -> str:
     if needs.scratch_bytes is None:
-        return f"{size(needs.peak_disk_bytes)} of disk space"
-    here = f"{size(needs.scratch_bytes)} of disk space on this machine (with --ray, for each task)"
-    return f"{size(needs.peak_disk_bytes)} in object storage, {here}"
+        return f"{size_text(needs.peak_disk_bytes)} of disk space"
+    here = f"{size_text(needs.scratch_bytes)} of disk space on this machine (with --ray, for each task)"
+    return f"{size_text(needs.peak_disk_bytes)} in object storage, {here}"
 
 
 def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[str]:
@@ -75,8 +78,7 @@ def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[s
     if width is None or max(len(line) for line in lines) <= width:
         return lines
     rows = [[tensor.name, *_cells(tensor)] for tensor in tensors]
-    drop = ["codec"] if len({tensor.codec for tensor in tensors if tensor.codec}) <= 1 else []
-    shown = tables.table([("tensor", False), *COLUMNS], rows, drop=[*drop, "action", "dtype"])
+    shown = tables.table(["tensor", *COLUMNS], rows, drop=["codec", "action", "dtype"])
     return [*shown, "", *reason_lines(tensors)]
 
 
@@ -107,13 +109,11 @@ def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
 
     where: what --low-disk keeps files in
     """
-    from pqweights.common.units import counted
-
     if hub is None:
         return []
     return [
-        f"fetching the source needs, in addition, {size(hub.source_bytes)} in the Hub's cache, or with --low-disk "
-        f"{size(hub.low_disk_bytes)} {where}",
-        f"{hub.repository} at {hub.revision}: {counted(hub.requests, 'request')}, {size(hub.bytes)} fetched for this "
-        "plan",
+        f"fetching the source needs, in addition, {size_text(hub.source_bytes)} in the Hub's cache, or with --low-disk "
+        f"{size_text(hub.low_disk_bytes)} {where}",
+        f"{hub.repository} at {hub.revision}: {counted(hub.requests, 'request')}, {size_text(hub.bytes)} fetched for "
+        "this plan",
     ]

@@ -1,4 +1,7 @@
-"""Tables of aligned text. On a terminal they fit its width; elsewhere they are as wide as their cells."""
+"""Tables of aligned text. On a terminal they fit its width; elsewhere they are as wide as their cells.
+
+Not rich's tables: these cut numbers off where columns do not fit, and take 0.05 s to import.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ LEAST_TERMINAL = 40
 # Columns of text are made no narrower than this, or than their titles; the first column, which has names, than that.
 LEAST_TEXT, LEAST_NAME = 16, 28
 
-Columns = Sequence[tuple[str, bool]]  # the title of each column, and whether its cells are numbers
+# The titles of columns; those of columns of numbers begin with "#", which is not shown.
+Titles = Sequence[str]
 Rows = Sequence[Sequence[str]]
 
 
@@ -34,58 +38,50 @@ def _columns_of(stream: TextIO) -> int | None:
     return max(LEAST_TERMINAL, shutil.get_terminal_size(fallback).columns)
 
 
-def table(columns: Columns, rows: Rows, *, drop: Sequence[str] = ()) -> list[str]:
+def table(titles: Titles, rows: Rows, drop: Sequence[str] = ()) -> list[str]:
     """Return lines of aligned text, in which unseen characters of cells are escaped.
 
-    On a terminal that is too narrow, columns are left out if they may be (a line below
-    names them), text is folded (in the last column) or
-    shortened (in the others), and if that is not enough, the table is printed in parts that repeat the first column.
+    On a terminal that is too narrow, columns are left out if they may be (a line below names them), text is folded in
+    the last column and shortened in others, and if that is not enough, the table is printed in parts that repeat the
+    first column.
 
-    columns: the title of each column, and whether its cells are numbers
-    rows: the cells, in the order of the columns
+    rows: the cells, in the order of the titles
     drop: titles of columns that may be left out, in this order
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     width = terminal_width()
     if width is None:
-        return aligned(columns, rows)
-    rows = _printable(rows)
-    shown = list(range(len(columns)))
-    for title in drop:
-        if _total(_least(*_part(columns, rows, shown))) > width:
-            shown = [number for number in shown if columns[number][0] != title]
-    parts = _parts(columns, rows, shown, width)
+        return aligned(titles, rows)
     lines: list[str] = []
-    for numbers in parts:
-        lines += [*([""] if lines else []), *_fitted(*_part(columns, rows, numbers), width)]
-    left_out = [title for number, (title, _) in enumerate(columns) if number not in shown]
-    return [*lines, *([_left_out(left_out)] if left_out else [])]
+    least = _least(titles, rows)
+    shown, left_out = list(range(len(titles))), []
+    for title in drop:
+        if _total([least[number] for number in shown]) > width:
+            shown.remove(titles.index(title))
+            left_out.append(title)
+    for numbers in _parts(shown, least, width):
+        part = [titles[number] for number in numbers], [[row[number] for number in numbers] for row in rows]
+        lines += [*([""] if lines else []), *_folded_table(*part, width)]
+    if left_out:
+        lines.append(f"not shown: {', '.join(left_out).replace('#', '')} (for these: a wider terminal, or | cat)")
+    return lines
 
 
-def _left_out(titles: Sequence[str]) -> str:
-    """Return how to see columns that there is no room for."""
-    return f"not shown: {', '.join(titles)} (for these: a wider terminal, or | cat)"
-
-
-def aligned(columns: Columns, rows: Rows, widths: Sequence[int] | None = None) -> list[str]:
+def aligned(titles: Titles, rows: Rows, widths: Sequence[int] | None = None) -> list[str]:
     """Return lines of aligned text, whatever it is printed on.
 
     widths: the width of each column; None for that of its cells
     """
-    rows = _printable(rows)
-    widths = widths or _natural(columns, rows)
+    widths = widths or _natural(titles, rows)
 
     def line(cells: Sequence[str]) -> str:
         parts = [
-            cell.rjust(width) if numeric else cell.ljust(width)
-            for cell, width, (_, numeric) in zip(cells, widths, columns, strict=True)
+            cell.rjust(width) if title.startswith("#") else cell.ljust(width)
+            for cell, width, title in zip(cells, widths, titles, strict=True)
         ]
         return GAP.join(parts).rstrip()
 
-    return [line([title for title, _ in columns]), *(line(row) for row in rows)]
-
-
-def _printable(rows: Rows) -> Rows:
-    return [[printable(cell) for cell in row] for row in rows]
+    return [line([title.removeprefix("#") for title in titles]), *(line(row) for row in rows)]
 
 
 def shortened(text: str, width: int) -> str:
@@ -126,10 +122,8 @@ def wrapped(line: str, stream: TextIO | None = None) -> str:
     stream: where it is printed, stdout by default
     """
     width = terminal_width() if stream is None else _columns_of(stream)
-    return line if width is None or len(line) <= width else _folded_line(line, width)
-
-
-def _folded_line(line: str, width: int) -> str:
+    if width is None or len(line) <= width:
+        return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -145,16 +139,18 @@ def _without(components: Sequence[str], kept: Sequence[bool]) -> str:
     return text.removesuffix(".")
 
 
-def _natural(columns: Columns, rows: Rows) -> list[int]:
-    """Return the width of each column in which nothing is shortened."""
-    return [max([len(title), *(len(row[number]) for row in rows)]) for number, (title, _) in enumerate(columns)]
+def _natural(titles: Titles, rows: Rows) -> list[int]:
+    """Return the width of each column in which nothing is folded."""
+    return [
+        max([len(title.removeprefix("#")), *(len(row[number]) for row in rows)]) for number, title in enumerate(titles)
+    ]
 
 
-def _least(columns: Columns, rows: Rows) -> list[int]:
+def _least(titles: Titles, rows: Rows) -> list[int]:
     """Return the least width of each column."""
     return [
-        width if numeric else min(width, max(len(title), LEAST_TEXT if number else LEAST_NAME))
-        for number, (width, (title, numeric)) in enumerate(zip(_natural(columns, rows), columns, strict=True))
+        width if title.startswith("#") else min(width, max(len(title), LEAST_TEXT if number else LEAST_NAME))
+        for number, (width, title) in enumerate(zip(_natural(titles, rows), titles, strict=True))
     ]
 
 
@@ -162,39 +158,28 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _part(columns: Columns, rows: Rows, numbers: Sequence[int]) -> tuple[Columns, Rows]:
-    """Return a table with some of its columns."""
-    return [columns[number] for number in numbers], [[row[number] for number in numbers] for row in rows]
-
-
-def _parts(columns: Columns, rows: Rows, shown: Sequence[int], width: int) -> list[list[int]]:
-    """Divide columns into parts that fit, each with the first column."""
-    least = dict(zip(shown, _least(*_part(columns, rows, shown)), strict=True))
-    first, *others = shown
-    parts = [[first]]
-    for number in others:
-        if len(parts[-1]) > 1 and _total([least[each] for each in [*parts[-1], number]]) > width:
-            parts.append([first])
+def _parts(shown: Sequence[int], least: Sequence[int], width: int) -> list[list[int]]:
+    """Divide the numbers of columns into parts that fit, each with the first column."""
+    parts = [[0]]
+    for number in shown[1:]:
+        if len(parts[-1]) > 1 and _total([least[column] for column in [*parts[-1], number]]) > width:
+            parts.append([0])
         parts[-1].append(number)
     return parts
 
 
-def _fitted(columns: Columns, rows: Rows, width: int) -> list[str]:
+def _folded_table(titles: Titles, rows: Rows, width: int) -> list[str]:
     """Return lines of aligned text that is at most `width` wide, if the least widths of the columns allow that."""
-    widths, least = _natural(columns, rows), _least(columns, rows)
+    widths, least = _natural(titles, rows), _least(titles, rows)
     while _total(widths) > width:
         excess = [(widths[number], number) for number in range(len(widths)) if widths[number] > least[number]]
         if not excess:
             break
         widths[max(excess)[1]] -= 1
-    last = len(columns) - 1
-    lines = []
+    lines: list[Sequence[str]] = []
     for row in rows:
-        cells = [
-            textwrap.wrap(cell, widths[number], break_on_hyphens=False) or [""]
-            if number == last and not columns[number][1]
-            else [shortened(cell, widths[number])]
-            for number, cell in enumerate(row)
-        ]
-        lines += list(zip_longest(*cells, fillvalue=""))
-    return aligned(columns, lines, widths)
+        *first, last = zip(row, widths, strict=True)
+        cells = [[shortened(*cell)] for cell in first]
+        cells.append(textwrap.wrap(*last, break_on_hyphens=False) or [""])
+        lines += zip_longest(*cells, fillvalue="")
+    return aligned(titles, lines, widths)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import typer
 
+from pqweights.common.units import counted
 from pqweights.options import VerifyArguments
+from pqweights.parameters import with_options
 
 from . import options, output
 from .flags import taking
@@ -16,20 +20,10 @@ def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None
 
     Prints one line for each problem, and exits with code 1 if there are any.
     """
-    from pqweights.common.units import counted
-    from pqweights.rewrite.distributed.engine import engine_of
-    from pqweights.rewrite.results.shard_checks import ShardChecks
-    from pqweights.rewrite.results.verify import verify
+    from pqweights.api import verify
 
-    found = options.found_result(str(asked.folder), asked.access)
-    with output.progress("verifying") as progress, engine_of(asked.ray, asked.threads, output.note) as engine:
-        result = verify(
-            found.where,
-            threads=options.thread_count(asked.threads),
-            beside=found.not_fetched,
-            progress=progress,
-            run=ShardChecks.run if engine is None else engine.run_checks,
-        )
+    with output.progress("verifying") as progress:
+        result = with_options(verify)(replace(asked, progress=progress))
     if json:
         output.print_json(result.to_json())
     elif result.ok:

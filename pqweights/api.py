@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.exporting import MasterFolder
 from pqweights.exporting import export as export_master
 from pqweights.exports import get_target
-from pqweights.inference.generation.generator import Generator
-from pqweights.inference.generation.report import INTERRUPTED, Generation
-from pqweights.inference.runtimes.cached import check_spec
 from pqweights.options import (
     ExportArguments,
     GenerateArguments,
     InspectArguments,
     PlanArguments,
     QuantizeArguments,
-    RunArguments,
     VerifyArguments,
     located,
 )
@@ -33,12 +30,14 @@ from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.rewrite.results.inspect import inspect as inspect_folder
 from pqweights.rewrite.results.plan_report import PlanReport, report_plan
-from pqweights.rewrite.results.shard_checks import ShardChecks
-from pqweights.rewrite.results.verify import Verification
+from pqweights.rewrite.results.verify import ShardChecks, Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
 from pqweights.storage import open_store
 from pqweights.storage.hub.sources import find_original, find_result, local_folder
+
+if TYPE_CHECKING:
+    from pqweights.inference.generation.report import Generation
 
 
 @takes(PlanArguments)
@@ -57,9 +56,9 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
 
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
-    chosen, place = choose_recipe(asked.recipe, asked), open_store(located(asked.out))
-    with _run(asked, overwrite=asked.overwrite) as run:
-        return quantize_source(located(asked.source), place, chosen, options=asked, run=run)
+    recipe, store = choose_recipe(asked.recipe, asked), open_store(located(asked.out))
+    with _run(asked) as run:
+        return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
 
 
 @takes(ExportArguments)
@@ -69,15 +68,15 @@ def export(asked: ExportArguments) -> RewriteReport:
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
     get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
-    place = open_store(located(asked.out))
-    with _run(asked, overwrite=asked.overwrite) as run:
-        found = find_result(located(asked.master), asked.access, ours=True, progress=run.progress)
+    store = open_store(located(asked.out))
+    with _run(asked) as run:
+        result = find_result(located(asked.master), asked.access, ours=True, progress=run.progress)
         original = None
         if asked.source is not None:
             original = find_original(located(asked.source), asked.access_to_main, run.progress)
-        master = MasterFolder(found.where, found.origin, original)
+        master = MasterFolder(result.where, result.origin, original)
         shard_bytes = asked.max_shard_bytes
-        return export_master(master, place, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run)
+        return export_master(master, store, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run)
 
 
 @takes(VerifyArguments)
@@ -88,11 +87,11 @@ def verify(asked: VerifyArguments) -> Verification:
     of the result.
     """
     show = asked.progress or _ignore
-    found = find_result(located(asked.folder), asked.access, ours=True, progress=show)
-    with engine_of(asked.ray, asked.threads) as engine:
+    result = find_result(located(asked.folder), asked.access, ours=True, progress=show)
+    with engine_of(asked.ray, asked.threads, asked.tell or _say_nothing) as engine:
         checks = ShardChecks.run if engine is None else engine.run_checks
         threads = asked.threads or usable_cores()
-        return verify_folder(found.where, threads=threads, beside=found.not_fetched, progress=show, run=checks)
+        return verify_folder(result.where, threads=threads, beside=result.not_fetched, progress=show, run=checks)
 
 
 @takes(InspectArguments)
@@ -100,7 +99,7 @@ def inspect(asked: InspectArguments) -> Inspection:
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
     Of a folder on the Hub or in object storage, only the manifest is fetched. For a GGUF file that has no manifest
-    beside it, see pqweights.rewrite.results.inspect_gguf.
+    beside it, see pqweights.rewrite.results.inspect.
 
     Raises MasterError, SourceError or HubError.
     """
@@ -114,10 +113,14 @@ def generate(asked: GenerateArguments) -> Generation:
     Raises SourceError, MasterError, GenerationError, EvaluationError, OptionError, DeviceError, HubError or
     MissingDependencyError.
     """
+    from pqweights.inference.generation.generator import Generator
+    from pqweights.inference.generation.report import INTERRUPTED
+    from pqweights.inference.runtimes.cached import check_spec
+
     if asked.kv_cache is not None:
         check_spec(asked.kv_cache)
-    found = local_folder(located(asked.model), asked.access, progress=asked.progress or _ignore)
-    opened = Generator(found.path, asked, name=str(asked.model), tell=asked.tell or (lambda line: None))
+    model = local_folder(located(asked.model), asked.access, progress=asked.progress or _ignore)
+    opened = Generator(model.path, asked, name=str(asked.model), tell=asked.tell or _say_nothing)
     done = opened.reply(asked.prompt, asked.on_text or (lambda piece: None))
     if done.stop == INTERRUPTED:
         raise KeyboardInterrupt
@@ -128,13 +131,17 @@ def _ignore(done: int, total: int, name: str) -> None:
     """Show no progress."""
 
 
+def _say_nothing(line: str) -> None:
+    """Report no wait."""
+
+
 @contextmanager
-def _run(asked: RunArguments, *, overwrite: bool) -> Iterator[RunOptions]:
+def _run(asked: QuantizeArguments | ExportArguments) -> Iterator[RunOptions]:
     """Yield how a task is carried out."""
-    with engine_of(asked.ray, asked.threads) as engine:
+    with engine_of(asked.ray, asked.threads, asked.tell or _say_nothing) as engine:
         yield RunOptions(
             threads=asked.threads or usable_cores(),
-            overwrite=overwrite,
+            overwrite=asked.overwrite,
             progress=asked.progress or _ignore,
             engine=engine,
         )

@@ -1,21 +1,20 @@
-"""The options of plan, quantize, export, verify, inspect and generate: each is defined here, once (parameters.py).
+"""The options of all functions and commands: each is defined here, once (parameters.py).
 
-A dataclass of options is what the library takes; those that end in `Arguments` are all that a function of the API and
+A class of options is what the library takes; those that end in `Arguments` are all that a function of the API and
 its command take. The flags that only a command has, about what it prints, are in cli/options.py.
 """
 
-# Not `from __future__ import annotations`: the annotations are read, and that must be quick.
+from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pqweights import parameters as kinds
+from pqweights import parameters as checks
 from pqweights.common.units import BPW_OF, parse_size
 from pqweights.errors import OptionError
-from pqweights.parameters import Options, Parameter, StrPath
+from pqweights.parameters import Options, StrPath, option, options
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
@@ -25,143 +24,144 @@ DEFAULT_MAX_SHARD_SIZE = "2GB"
 DEFAULT_MAX_TOKENS = 512
 MOST_THREADS = 256
 
+Progress = Callable[[int, int, str], None]  # called with what is done, how much there is in all, and a name
+
 MAIN_BRANCH = "main"
 DEVICES = ("cpu", "cuda", "auto")
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+# What the arguments of several functions are
+SOURCE = (
+    "Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address such as "
+    "s3://BUCKET/FOLDER."
+)
+OUT = "Folder for the result, new or empty: a local one, or an address such as s3://BUCKET/FOLDER."
+FOLDER = (
+    "Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER."
+)
+ALLOW_PICKLE = "Also read pickled weights, with torch's restricted weights_only loader."
+RECIPE = "Name of a built-in recipe, or a YAML file."
 
-def _recipe(name: str, value: Any) -> "str | Path | Recipe":
+
+def take_recipe(name: str, value: Any) -> str | Path | Recipe:
     """Take the name of a recipe, a path or a Recipe."""
     if isinstance(value, str | os.PathLike):
-        return kinds.location(name, value)
+        return checks.location(name, value)
     if not hasattr(value, "with_target"):  # the class is defined in terms of the options here
-        raise kinds.wrong(name, "the name of a recipe, a path or a Recipe", value)
+        raise checks.wrong(name, "the name of a recipe, a path or a Recipe", value)
     recipe: Recipe = value
     return recipe
 
 
 def _temperature(name: str, value: Any) -> float:
     """Take a temperature by which logits can be divided, or 0."""
-    if not (kinds.number(name, value) == 0 or 1e-6 <= value <= 1e6):
+    if not (checks.number(name, value) == 0 or 1e-6 <= value <= 1e6):
         raise OptionError(f"`{name}`: expected 0 (the likeliest token) to 1e6, found {value:g}")
     return float(value)
 
 
 def _probability(name: str, value: Any) -> float:
     """Take a probability that is not 0."""
-    if not 0 < kinds.number(name, value) <= 1:
+    if not 0 < checks.number(name, value) <= 1:
         raise OptionError(f"`{name}`: expected more than 0 and at most 1, found {value:g}")
     return float(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class HubOptions(Options):
     """How the Hub is used."""
 
-    revision: Annotated[
-        str | None,
-        Parameter(
-            help="Branch, tag or commit of the repository on the Hub.",
-            kind=kinds.text,
-            metavar="REV",
-            default=MAIN_BRANCH,
-        ),
-    ] = None
-    token: Annotated[
-        str | None,
-        Parameter(
-            help="Access token for the Hub.",
-            kind=kinds.text,
-            metavar="TOKEN",
-            default="HF_TOKEN, or the token saved by hf auth login",
-        ),
-    ] = field(default=None, repr=False)
-    tell: Annotated[
-        Callable[[str], None] | None,
-        Parameter(help="Function that is called with a line about every wait.", kind=kinds.anything, flags=()),
-    ] = field(default=None, repr=False)
+    revision: str | None = option(
+        "Branch, tag or commit of the repository on the Hub.",
+        checks.text,
+        default=None,
+        metavar="REV",
+        default_text=MAIN_BRANCH,
+    )
+    token: str | None = option(
+        "Access token for the Hub.",
+        checks.text,
+        default=None,
+        repr=False,
+        metavar="TOKEN",
+        default_text="HF_TOKEN, or the token saved by hf auth login",
+    )
+    tell: Callable[[str], None] | None = option(
+        "Function that is called with a line about every wait.", checks.anything, default=None, repr=False, flags=()
+    )
 
     @property
-    def access(self) -> "Access":
+    def access(self) -> Access:
         """How to reach a repository that these options are about."""
         from pqweights.storage.hub.sources import Access
 
         return Access(self.revision, self.token or None, self.tell or (lambda line: None))
 
     @property
-    def access_to_main(self) -> "Access":
+    def access_to_main(self) -> Access:
         """How to reach another repository, of which no revision is named."""
         from pqweights.storage.hub.sources import Access
 
         return Access(None, self.token or None, self.tell or (lambda line: None))
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ProgressOption(Options):
     """How progress is shown."""
 
-    progress: Annotated[
-        Callable[[int, int, str], None] | None,
-        Parameter(
-            help="Function that is called with the bytes done, the bytes in all, and the name of a tensor or a file.",
-            kind=kinds.anything,
-            flags=(),
-        ),
-    ] = field(default=None, repr=False)
+    progress: Progress | None = option(
+        "Function that is called with the bytes done, the bytes in all, and the name of a tensor or a file.",
+        checks.anything,
+        default=None,
+        repr=False,
+        flags=(),
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ThreadsOption(Options):
     """How many threads compute."""
 
-    threads: Annotated[
-        int | None,
-        Parameter(
-            help="Number of worker threads.",
-            kind=kinds.whole,
-            default="the number of cores",
-            least=1,
-            most=MOST_THREADS,
-        ),
-    ] = None
+    threads: int | None = option(
+        "Number of worker threads.",
+        checks.whole,
+        default=None,
+        least=1,
+        most=MOST_THREADS,
+        default_text="the number of cores",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunArguments(ThreadsOption, ProgressOption):
+@options
+class RunArguments(ProgressOption, ThreadsOption):
     """How a task is carried out, here or on a cluster."""
 
-    ray: Annotated[
-        str | None,
-        Parameter(
-            help="Have the nodes of a Ray cluster do the work, output file by output file: HOST:PORT of its head node, "
-            "auto for the cluster of this machine, local for a new one on it. `threads` is then that of a task. The "
-            "output bytes are the same.",
-            kind=kinds.text,
-            metavar="ADDRESS|auto|local",
-        ),
-    ] = None
+    ray: str | None = option(
+        "Have the nodes of a Ray cluster do the work, output file by output file: HOST:PORT of its head node, "
+        "auto for the cluster of this machine, local for a new one on it. `threads` is then that of a task. The "
+        "output bytes are the same.",
+        checks.text,
+        default=None,
+        metavar="ADDRESS|auto|local",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class OverwriteOption(Options):
     """What becomes of an earlier result."""
 
-    overwrite: Annotated[
-        bool,
-        Parameter(
-            help="Replace an earlier result in OUT. Only files listed in its manifest are deleted.", kind=kinds.flag
-        ),
-    ] = False
+    overwrite: bool = option(
+        "Replace an earlier result in OUT. Only files listed in its manifest are deleted.", checks.flag, default=False
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ShardOption(Options):
     """How large output files may be."""
 
-    max_shard_size: Annotated[
-        int | str,
-        Parameter(help="Maximum size of an output file, e.g. 5GB.", kind=kinds.size, metavar="SIZE"),
-    ] = DEFAULT_MAX_SHARD_SIZE
+    max_shard_size: int | str = option(
+        "Maximum size of an output file, e.g. 5GB.", checks.size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE"
+    )
 
     @property
     def max_shard_bytes(self) -> int:
@@ -169,511 +169,412 @@ class ShardOption(Options):
         return parse_size(self.max_shard_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeOptions(Options):
+@options
+class CodecOptions(Options):
+    """The codec of a recipe, and its bit width. None stands for the recipe's own."""
+
+    codec: str | None = option(
+        "Default codec, where no rule of the recipe gives another.",
+        checks.text,
+        default=None,
+        metavar="NAME",
+        default_text="the recipe's",
+    )
+    bits: float | None = option(
+        "Default bit width, where no rule of the recipe gives another; a fraction for codecs that have such rates.",
+        checks.number,
+        default=None,
+        flags=("--bits", "-b"),
+        metavar="BITS",
+        default_text="the recipe's",
+    )
+
+
+@options
+class RuleOptions(Options):
+    """Rules that come before those of a recipe."""
+
+    keep: str | Sequence[str] = option(
+        "Keep the tensors whose names match a shell-style PATTERN, e.g. '*.layers.0.*'; before `set_bits`, "
+        "and before the rules of the recipe. Can be repeated.",
+        checks.patterns,
+        default=(),
+        metavar="PATTERN",
+    )
+    set_bits: Mapping[str, float] | tuple[tuple[str, float], ...] | None = option(
+        "Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.mlp.*=6'; the first "
+        "that matches decides, before the rules of the recipe. Can be repeated.",
+        checks.bits_by_pattern,
+        default=None,
+        flags=("--set",),
+        metavar="PATTERN=BITS",
+    )
+
+
+@options
+class RecipeOptions(CodecOptions, RuleOptions):
     """What to change in a recipe. None and empty values change nothing."""
 
-    codec: Annotated[
-        str | None,
-        Parameter(
-            help="Default codec, where no rule of the recipe gives another.",
-            kind=kinds.text,
-            metavar="NAME",
-            default="the recipe's",
-        ),
-    ] = None
-    bits: Annotated[
-        float | None,
-        Parameter(
-            help="Default bit width, where no rule of the recipe gives another; a fraction for codecs that have such "
-            "rates.",
-            kind=kinds.number,
-            flags=("--bits", "-b"),
-            metavar="BITS",
-            default="the recipe's",
-        ),
-    ] = None
-    effort: Annotated[
-        int | None,
-        Parameter(
-            help="How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in "
-            "the same bytes.",
-            kind=kinds.whole,
-            default="the recipe's, else the codec's least",
-        ),
-    ] = None
-    keep: Annotated[
-        str | Sequence[str],
-        Parameter(
-            help="Keep the tensors whose names match a shell-style PATTERN, e.g. '*.layers.0.*'; before `set_bits`, "
-            "and before the rules of the recipe. Can be repeated.",
-            kind=kinds.patterns,
-            metavar="PATTERN",
-        ),
-    ] = ()
-    set_bits: Annotated[
-        Mapping[str, float] | tuple[tuple[str, float], ...] | None,
-        Parameter(
-            help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.mlp.*=6'; the first "
-            "that matches decides, before the rules of the recipe. Can be repeated.",
-            kind=kinds.bits_by_pattern,
-            flags=("--set",),
-            metavar="PATTERN=BITS",
-        ),
-    ] = None
-    target_size: Annotated[
-        int | str | None,
-        Parameter(
-            help="Choose the bit width of each weight so that the safetensors files take at most SIZE, e.g. 9GB or "
-            "9GiB.",
-            kind=kinds.size,
-            metavar="SIZE",
-        ),
-    ] = None
-    target_bpw: Annotated[
-        float | None,
-        Parameter(
-            help="Choose the bit width of each weight so that the mean is at most BITS, all overhead counted: per "
-            "weight that the recipe quantizes, or per parameter of the checkpoint (`bpw_of`).",
-            kind=kinds.number,
-            metavar="BITS",
-        ),
-    ] = None
-    bpw_of: Annotated[
-        str | None,
-        Parameter(
-            help="Mean that `target_bpw` limits: over the weights that the recipe quantizes, or over all parameters of "
-            "the checkpoint, with every byte of the safetensors files.",
-            kind=kinds.text,
-            choices=BPW_OF,
-            default="quantized",
-        ),
-    ] = None
-    sensitivity: Annotated[
-        StrPath | None,
-        Parameter(
-            help="Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights "
-            "sensitivity.",
-            kind=kinds.path,
-            metavar="heuristic|FILE",
-            default="heuristic",
-        ),
-    ] = None
+    effort: int | None = option(
+        "How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in "
+        "the same bytes.",
+        checks.whole,
+        default=None,
+        default_text="the recipe's, else the codec's least",
+    )
+    target_size: int | str | None = option(
+        "Choose the bit width of each weight so that the safetensors files take at most SIZE, e.g. 9GB or 9GiB.",
+        checks.size,
+        default=None,
+        metavar="SIZE",
+    )
+    target_bpw: float | None = option(
+        "Choose the bit width of each weight so that the mean is at most BITS, all overhead counted: per "
+        "weight that the recipe quantizes, or per parameter of the checkpoint (`bpw_of`).",
+        checks.number,
+        default=None,
+        metavar="BITS",
+    )
+    bpw_of: str | None = option(
+        "Mean that `target_bpw` limits: over the weights that the recipe quantizes, or over all parameters of "
+        "the checkpoint, with every byte of the safetensors files.",
+        checks.text,
+        default=None,
+        choices=BPW_OF,
+        default_text="quantized",
+    )
+    sensitivity: StrPath | None = option(
+        "Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights sensitivity.",
+        checks.path,
+        default=None,
+        metavar="heuristic|FILE",
+        default_text="heuristic",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class FoldOptions(Options):
     """How weights are changed before they are rounded."""
 
-    fold: Annotated[
-        str | None,
-        Parameter(
-            help="Move factors between neighbouring layers first, where channels differ much, so that weights are "
-            "easier to quantize; the model computes the same.",
-            kind=kinds.text,
-            metavar="equalize",
-        ),
-    ] = None
+    fold: str | None = option(
+        "Move factors between neighbouring layers first, where channels differ much, so that weights are "
+        "easier to quantize; the model computes the same.",
+        checks.text,
+        default=None,
+        metavar="equalize",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantizeOptions(HubOptions, ShardOption, FoldOptions):
+@options
+class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
     """How a source is opened and quantized."""
 
-    strict: Annotated[
-        bool,
-        Parameter(
-            help="Fail if the error of a tensor is above the limit of its codec, even after it is rescued.",
-            kind=kinds.flag,
-        ),
-    ] = False
-    awq: Annotated[
-        StrPath | None,
-        Parameter(
-            help="Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
-            kind=kinds.path,
-            metavar="FILE",
-            excludes=("fold", "its scales were searched for weights that are not folded"),
-        ),
-    ] = None
-    awq_any_codec: Annotated[
-        bool,
-        Parameter(
-            help="Accept scales that were searched for another codec or bit width.",
-            kind=kinds.flag,
-            needs=(("awq",), "whose scales it is about"),
-        ),
-    ] = False
-    calibration: Annotated[
-        StrPath | None,
-        Parameter(
-            help="Moments that pqweights calibrate --moments wrote, from which `fold` learns the sizes of channels.",
-            kind=kinds.path,
-            metavar="FILE",
-            needs=(("fold",), "which alone uses it"),
-        ),
-    ] = None
-    allow_pickle: Annotated[
-        bool,
-        Parameter(help="Also read pickled weights, with torch's restricted weights_only loader.", kind=kinds.flag),
-    ] = False
-    include_files: Annotated[
-        str | Sequence[str],
-        Parameter(
-            help="Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only "
-            "what loading the model needs is copied.",
-            kind=kinds.patterns,
-            metavar="PATTERN",
-        ),
-    ] = ()
-    low_disk: Annotated[
-        bool,
-        Parameter(
-            help="For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
-            kind=kinds.flag,
-        ),
-    ] = False
+    strict: bool = option(
+        "Fail if the error of a tensor is above the limit of its codec, even after it is rescued.",
+        checks.flag,
+        default=False,
+    )
+    awq: StrPath | None = option(
+        "Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
+        checks.path,
+        default=None,
+        metavar="FILE",
+        excludes=("fold", "its scales were searched for weights that are not folded"),
+    )
+    awq_any_codec: bool = option(
+        "Accept scales that were searched for another codec or bit width.",
+        checks.flag,
+        default=False,
+        needs=(("awq",), "whose scales it is about"),
+    )
+    calibration: StrPath | None = option(
+        "Moments that pqweights calibrate --moments wrote, from which `fold` learns the sizes of channels.",
+        checks.path,
+        default=None,
+        metavar="FILE",
+        needs=(("fold",), "which alone uses it"),
+    )
+    allow_pickle: bool = option(ALLOW_PICKLE, checks.flag, default=False)
+    include_files: str | Sequence[str] = option(
+        "Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only "
+        "what loading the model needs is copied.",
+        checks.patterns,
+        default=(),
+        metavar="PATTERN",
+    )
+    low_disk: bool = option(
+        "For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
+        checks.flag,
+        default=False,
+    )
 
 
-SOURCE = Parameter(
-    help="Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address such as "
-    "s3://BUCKET/FOLDER.",
-    kind=kinds.location,
-    argument=True,
-    metavar="SRC",
-)
-OUT = Parameter(
-    help="Folder for the result, new or empty: a local one, or an address such as s3://BUCKET/FOLDER.",
-    kind=kinds.location,
-    argument=True,
-    metavar="OUT",
-)
-RECIPE = Parameter(
-    help="Name of a built-in recipe, or a YAML file.",
-    kind=_recipe,
-    flags=("--recipe", "-r"),
-    metavar="NAME|FILE",
-)
-
-
-NOT_TAKEN = Parameter(help="", kind=kinds.flag, flags=())
-
-
-@dataclass(frozen=True)
-class PlanArguments(ThreadsOption, QuantizeOptions, RecipeOptions):
+@options
+class PlanArguments(RecipeOptions, QuantizeOptions, ThreadsOption):
     """What `plan` takes: what `quantize` does, but for what changes nothing in a plan."""
 
-    source: Annotated[StrPath, SOURCE]
-    recipe: Annotated["StrPath | Recipe", RECIPE] = "q5"
-    strict: Annotated[bool, NOT_TAKEN] = field(default=False, init=False)
-    low_disk: Annotated[bool, NOT_TAKEN] = field(default=False, init=False)
+    source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
+    recipe: StrPath | Recipe = option(
+        RECIPE, take_recipe, default="q5", kw_only=False, flags=("--recipe", "-r"), metavar="NAME|FILE"
+    )
+    strict: bool = option("", checks.flag, default=False, init=False, flags=())
+    low_disk: bool = option("", checks.flag, default=False, init=False, flags=())
 
 
-@dataclass(frozen=True)
-class QuantizeArguments(RunArguments, OverwriteOption, QuantizeOptions, RecipeOptions):
+@options
+class QuantizeArguments(RecipeOptions, QuantizeOptions, OverwriteOption, RunArguments):
     """What `quantize` takes."""
 
-    source: Annotated[StrPath, SOURCE]
-    out: Annotated[StrPath, OUT]
-    recipe: Annotated["StrPath | Recipe", RECIPE] = "q5"
+    source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
+    out: StrPath = option(OUT, checks.location, kw_only=False, argument=True, metavar="OUT")
+    recipe: StrPath | Recipe = option(
+        RECIPE, take_recipe, default="q5", kw_only=False, flags=("--recipe", "-r"), metavar="NAME|FILE"
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ExportOptions(FoldOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
 
-    bits: Annotated[
-        int | None,
-        Parameter(help="Bits per code of an integer target.", kind=kinds.whole, flags=("--bits", "-b"), default="4"),
-    ] = None
-    group_size: Annotated[
-        int | None,
-        Parameter(
-            help="Weights per scale of an integer target.",
-            kind=kinds.whole,
-            flags=("--group-size", "-g"),
-            default="128, for mlx 64",
-        ),
-    ] = None
-    qparams: Annotated[
-        str | None,
-        Parameter(
-            help="How to choose scales and offsets: best minimizes the squared error, minmax works like the converter "
-            "of the runtime.",
-            kind=kinds.text,
-            metavar="best|minmax",
-            default="best",
-        ),
-    ] = None
-    rounding: Annotated[
-        str | None,
-        Parameter(
-            help="How to choose codes: the nearest ones (plain), or, with `calibration`, such that errors within a row "
-            "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
-            kind=kinds.text,
-            metavar="plain|gptq|importance",
-            default="not plain with `calibration`",
-        ),
-    ] = None
-    calibration: Annotated[
-        StrPath | None,
-        Parameter(
-            help="For `rounding` and for `fold`: moments that pqweights calibrate --moments wrote.",
-            kind=kinds.path,
-            metavar="FILE",
-        ),
-    ] = None
-    packing: Annotated[
-        str | None,
-        Parameter(
-            help="For torchao-int4: the layout of the packed codes.",
-            kind=kinds.text,
-            metavar="PACKING",
-            default="tile_packed_to_4d",
-        ),
-    ] = None
-    mode: Annotated[
-        str | None,
-        Parameter(
-            help="For mlx: affine integers, or one of the float formats of MLX.",
-            kind=kinds.text,
-            metavar="MODE",
-            default="affine",
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        Parameter(
-            help="For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
-            kind=kinds.text,
-            metavar="bf16|source",
-            default="bf16",
-        ),
-    ] = None
-    type: Annotated[
-        str | None,
-        Parameter(
-            help="For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16.",
-            kind=kinds.text,
-            metavar="TYPE",
-            default="q4_k_m",
-        ),
-    ] = None
-    pure: Annotated[
-        bool,
-        Parameter(help="For gguf: all matrices in the type of the mix, none of them wider.", kind=kinds.flag),
-    ] = False
-    set_type: Annotated[
-        Mapping[str, str] | tuple[tuple[str, str], ...] | None,
-        Parameter(
-            help="For gguf: the type of tensors whose name matches; may be repeated, the first that matches counts.",
-            kind=kinds.types_by_pattern,
-            metavar="PATTERN=TYPE",
-        ),
-    ] = None
-    recipe: Annotated[
-        StrPath | None,
-        Parameter(help="For gguf: types by pattern, from a YAML file.", kind=kinds.path, metavar="FILE"),
-    ] = None
-    target_size: Annotated[
-        int | str | None,
-        Parameter(
-            help="For gguf: choose the types so that the file has at most this size.", kind=kinds.size, metavar="SIZE"
-        ),
-    ] = None
-    sensitivity: Annotated[
-        StrPath | None,
-        Parameter(
-            help="For `target_size`: how types are chosen, by a rule of thumb or by what pqweights sensitivity "
-            "measured.",
-            kind=kinds.path,
-            metavar="heuristic|FILE",
-            default="heuristic",
-        ),
-    ] = None
-    imatrix: Annotated[
-        bool,
-        Parameter(
-            help="For gguf, with `calibration`: write llama.cpp's importance matrix as well.",
-            kind=kinds.flag,
-        ),
-    ] = False
+    bits: int | None = option(
+        "Bits per code of an integer target.", checks.whole, default=None, flags=("--bits", "-b"), default_text="4"
+    )
+    group_size: int | None = option(
+        "Weights per scale of an integer target.",
+        checks.whole,
+        default=None,
+        flags=("--group-size", "-g"),
+        default_text="128, for mlx 64",
+    )
+    qparams: str | None = option(
+        "How to choose scales and offsets: best minimizes the squared error, minmax works like the converter "
+        "of the runtime.",
+        checks.text,
+        default=None,
+        metavar="best|minmax",
+        default_text="best",
+    )
+    rounding: str | None = option(
+        "How to choose codes: the nearest ones (plain), or, with `calibration`, such that errors within a row "
+        "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
+        checks.text,
+        default=None,
+        metavar="plain|gptq|importance",
+        default_text="not plain with `calibration`",
+    )
+    calibration: StrPath | None = option(
+        "For `rounding` and for `fold`: moments that pqweights calibrate --moments wrote.",
+        checks.path,
+        default=None,
+        metavar="FILE",
+    )
+    packing: str | None = option(
+        "For torchao-int4: the layout of the packed codes.",
+        checks.text,
+        default=None,
+        metavar="PACKING",
+        default_text="tile_packed_to_4d",
+    )
+    mode: str | None = option(
+        "For mlx: affine integers, or one of the float formats of MLX.",
+        checks.text,
+        default=None,
+        metavar="MODE",
+        default_text="affine",
+    )
+    dtype: str | None = option(
+        "For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
+        checks.text,
+        default=None,
+        metavar="bf16|source",
+        default_text="bf16",
+    )
+    type: str | None = option(
+        "For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16.",
+        checks.text,
+        default=None,
+        metavar="TYPE",
+        default_text="q4_k_m",
+    )
+    pure: bool = option(
+        "For gguf: all matrices in the type of the mix, none of them wider.", checks.flag, default=False
+    )
+    set_type: Mapping[str, str] | tuple[tuple[str, str], ...] | None = option(
+        "For gguf: the type of tensors whose name matches; may be repeated, the first that matches counts.",
+        checks.types_by_pattern,
+        default=None,
+        metavar="PATTERN=TYPE",
+    )
+    recipe: StrPath | None = option(
+        "For gguf: types by pattern, from a YAML file.", checks.path, default=None, metavar="FILE"
+    )
+    target_size: int | str | None = option(
+        "For gguf: choose the types so that the file has at most this size.", checks.size, default=None, metavar="SIZE"
+    )
+    sensitivity: StrPath | None = option(
+        "For `target_size`: how types are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
+        checks.path,
+        default=None,
+        metavar="heuristic|FILE",
+        default_text="heuristic",
+    )
+    imatrix: bool = option(
+        "For gguf, with `calibration`: write llama.cpp's importance matrix as well.", checks.flag, default=False
+    )
 
 
-@dataclass(frozen=True)
-class ExportArguments(HubOptions, RunArguments, OverwriteOption, ShardOption, ExportOptions):
+@options
+class ExportArguments(ExportOptions, ShardOption, OverwriteOption, RunArguments, HubOptions):
     """What `export` takes."""
 
-    master: Annotated[
-        StrPath,
-        Parameter(
-            help="Master written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
-            "s3://BUCKET/FOLDER.",
-            kind=kinds.location,
-            argument=True,
-            metavar="DIR",
-        ),
-    ]
-    out: Annotated[StrPath, OUT]
-    target: Annotated[
-        str,
-        Parameter(
-            help="Format of the result, one of those above.",
-            kind=kinds.text,
-            flags=("--target", "-t"),
-            metavar="TARGET",
-        ),
-    ]
-    source: Annotated[
-        StrPath | None,
-        Parameter(
-            help="Make the integers from the original checkpoint, and report what the error of the master would add.",
-            kind=kinds.location,
-            metavar="SRC",
-        ),
-    ] = field(default=None, kw_only=True)
+    master: StrPath = option(
+        "Master written by pqweights: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER.",
+        checks.location,
+        kw_only=False,
+        argument=True,
+        metavar="DIR",
+    )
+    out: StrPath = option(OUT, checks.location, kw_only=False, argument=True, metavar="OUT")
+    target: str = option(
+        "Format of the result, one of those above.",
+        checks.text,
+        kw_only=False,
+        flags=("--target", "-t"),
+        metavar="TARGET",
+    )
+    source: StrPath | None = option(
+        "Make the integers from the original checkpoint, and report what the error of the master would add.",
+        checks.location,
+        default=None,
+        metavar="SRC",
+    )
 
 
-FOLDER = Parameter(
-    help="Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
-    "s3://BUCKET/FOLDER.",
-    kind=kinds.location,
-    argument=True,
-    metavar="DIR",
-)
-
-
-@dataclass(frozen=True)
-class VerifyArguments(HubOptions, RunArguments):
+@options
+class VerifyArguments(RunArguments, HubOptions):
     """What `verify` takes."""
 
-    folder: Annotated[StrPath, FOLDER]
+    folder: StrPath = option(FOLDER, checks.location, kw_only=False, argument=True, metavar="DIR")
 
 
-@dataclass(frozen=True)
+@options
 class InspectArguments(HubOptions):
     """What `inspect` takes in Python; its command measures other things as well."""
 
-    folder: Annotated[StrPath, FOLDER]
+    folder: StrPath = option(FOLDER, checks.location, kw_only=False, argument=True, metavar="DIR")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationOptions(Options):
+@options
+class TokenizerOption(Options):
+    """Which tokenizer reads a text."""
+
+    tokenizer: StrPath | None = option(
+        "Folder of the tokenizer.", checks.path, default=None, metavar="DIR", default_text="the model's own"
+    )
+
+
+@options
+class DtypeOption(Options):
+    """What a model computes in."""
+
+    dtype: str = option(
+        "Dtype to run the model in; auto is the model's own.", checks.text, default="auto", choices=MODEL_DTYPES
+    )
+
+
+@options
+class DeviceOption(Options):
+    """What computes."""
+
+    device: str = option(
+        "Device to compute on; auto uses a GPU if there is one.", checks.text, default="cpu", choices=DEVICES
+    )
+
+
+@options
+class GenerationOptions(DeviceOption, DtypeOption, TokenizerOption):
     """How text is generated."""
 
-    system: Annotated[
-        str | None,
-        Parameter(
-            help="System message, for models with a chat template that takes one.",
-            kind=kinds.text,
-            metavar="TEXT",
-            excludes=("no_chat", "it is for conversations"),
-        ),
-    ] = None
-    no_chat: Annotated[
-        bool,
-        Parameter(help="Continue the prompt as it is, even if the model has a chat template.", kind=kinds.flag),
-    ] = False
-    max_tokens: Annotated[
-        int, Parameter(help="Maximum number of tokens of a reply.", kind=kinds.whole, metavar="N", least=1)
-    ] = DEFAULT_MAX_TOKENS
-    temperature: Annotated[
-        float | None,
-        Parameter(
-            help="Choose tokens at random, with logits divided by T; 0 always takes the likeliest.",
-            kind=_temperature,
-            flags=("--temperature", "-t"),
-            metavar="T",
-            default="the model's generation_config.json, else 0",
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        Parameter(
-            help="Choose from the likeliest tokens that together have probability P.",
-            kind=_probability,
-            metavar="P",
-            default="the model's generation_config.json, else 1",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        Parameter(
-            help="Seed of the random choices.",
-            kind=kinds.whole,
-            metavar="N",
-            default="a random one, printed",
-            least=0,
-        ),
-    ] = None
-    packed: Annotated[
-        bool | None,
-        Parameter(
-            help="Keep the weights of a master packed in memory.",
-            kind=kinds.flag,
-            flags=("--packed/--no-packed",),
-            default="packed for scalar codecs; for others only if the decoded model does not fit into memory",
-        ),
-    ] = None
-    kv_cache: Annotated[
-        str | None,
-        Parameter(
-            help="Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in klt:3.",
-            kind=kinds.text,
-            metavar="SPEC",
-            default="as the model computes them",
-        ),
-    ] = None
-    tokenizer: Annotated[
-        StrPath | None,
-        Parameter(help="Folder of the tokenizer.", kind=kinds.path, metavar="DIR", default="the model's own"),
-    ] = None
-    dtype: Annotated[
-        str,
-        Parameter(help="Dtype to run the model in; auto is the model's own.", kind=kinds.text, choices=MODEL_DTYPES),
-    ] = "auto"
-    device: Annotated[
-        str,
-        Parameter(help="Device to compute on; auto uses a GPU if there is one.", kind=kinds.text, choices=DEVICES),
-    ] = "cpu"
+    system: str | None = option(
+        "System message, for models with a chat template that takes one.",
+        checks.text,
+        default=None,
+        metavar="TEXT",
+        excludes=("no_chat", "it is for conversations"),
+    )
+    no_chat: bool = option(
+        "Continue the prompt as it is, even if the model has a chat template.", checks.flag, default=False
+    )
+    max_tokens: int = option(
+        "Maximum number of tokens of a reply.", checks.whole, default=DEFAULT_MAX_TOKENS, metavar="N", least=1
+    )
+    temperature: float | None = option(
+        "Choose tokens at random, with logits divided by T; 0 always takes the likeliest.",
+        _temperature,
+        default=None,
+        flags=("--temperature", "-t"),
+        metavar="T",
+        default_text="the model's generation_config.json, else 0",
+    )
+    top_p: float | None = option(
+        "Choose from the likeliest tokens that together have probability P.",
+        _probability,
+        default=None,
+        metavar="P",
+        default_text="the model's generation_config.json, else 1",
+    )
+    seed: int | None = option(
+        "Seed of the random choices.",
+        checks.whole,
+        default=None,
+        metavar="N",
+        least=0,
+        default_text="a random one, printed",
+    )
+    packed: bool | None = option(
+        "Keep the weights of a master packed in memory.",
+        checks.flag,
+        default=None,
+        flags=("--packed/--no-packed",),
+        default_text="packed for scalar codecs; for others only if the decoded model does not fit into memory",
+    )
+    kv_cache: str | None = option(
+        "Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in klt:3.",
+        checks.text,
+        default=None,
+        metavar="SPEC",
+        default_text="as the model computes them",
+    )
 
 
-@dataclass(frozen=True)
-class ModelArguments(HubOptions, ProgressOption, GenerationOptions):
+@options
+class ModelArguments(GenerationOptions, ProgressOption, HubOptions):
     """What `generate` takes, but for prompts, which its command can also read."""
 
-    model: Annotated[
-        StrPath,
-        Parameter(
-            help="Master, export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub; or a GGUF "
-            "file.",
-            kind=kinds.location,
-            argument=True,
-            metavar="MODEL",
-        ),
-    ]
+    model: StrPath = option(
+        "Master, export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub; or a GGUF file.",
+        checks.location,
+        kw_only=False,
+        argument=True,
+        metavar="MODEL",
+    )
 
 
-@dataclass(frozen=True)
+@options
 class GenerateArguments(ModelArguments):
     """What `generate` takes in Python."""
 
-    prompt: Annotated[
-        str,
-        Parameter(
-            help="Text to answer or continue.",
-            kind=kinds.text,
-            flags=("--prompt", "-p"),
-            metavar="TEXT",
-            default="what comes on stdin; on a terminal, ask for one prompt after another",
-        ),
-    ]
-    on_text: Annotated[
-        Callable[[str], None] | None,
-        Parameter(
-            help="Function that is called with each piece of the text as it comes.", kind=kinds.anything, flags=()
-        ),
-    ] = field(default=None, kw_only=True)
+    prompt: str = option(
+        "Text to answer or continue.",
+        checks.text,
+        kw_only=False,
+        flags=("--prompt", "-p"),
+        metavar="TEXT",
+        default_text="what comes on stdin; on a terminal, ask for one prompt after another",
+    )
+    on_text: Callable[[str], None] | None = option(
+        "Function that is called with each piece of the text as it comes.", checks.anything, default=None, flags=()
+    )
 
 
 def located(given: StrPath) -> str | Path:

@@ -1,4 +1,4 @@
-"""Parameters of functions and commands, each defined once: a field of a dataclass (options.py) with a `Parameter`.
+"""Parameters of functions and commands, each defined once: a field of a class of options, made by `option`.
 
 From such fields come the keywords of a function of the API (`takes`), the flags of its command (cli/flags.py), the
 checks of both, their help and docs/commands.md. Texts and messages name parameters between backquotes, such as
@@ -7,6 +7,7 @@ checks of both, their help and docs/commands.md. Texts and messages name paramet
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -15,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, dataclass_transform
 
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError
@@ -25,6 +26,8 @@ Asked = TypeVar("Asked")
 Result = TypeVar("Result")
 
 StrPath = str | os.PathLike[str]
+# Checks the type of a value, and returns it in the type that the library takes; the first argument is its name.
+Check = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +35,11 @@ class Parameter:
     """What a parameter is for, and which values it takes.
 
     help: for the docstring and for --help
-    kind: checks the type of a value and converts it; a function of this module
+    check: checks the type of a value and converts it; a function of this module
     flags: how the command line spells it, if not as --its-name; () for what Python alone takes
     argument: whether it stands on the command line without a flag
     metavar: what help calls its value
-    default: what help says of the default, if not its value
+    default_text: what help says of the default, if not its value
     choices: the values that there are
     least, most: bounds of a number
     needs: other parameters, one of which must be given as well, and why
@@ -44,11 +47,11 @@ class Parameter:
     """
 
     help: str
-    kind: Callable[[str, Any], Any]
+    check: Check
     flags: tuple[str, ...] | None = None
     argument: bool = False
     metavar: str | None = None
-    default: str | None = None
+    default_text: str | None = None
     choices: tuple[str, ...] = ()
     least: float = -math.inf
     most: float = math.inf
@@ -62,7 +65,7 @@ class Parameter:
         """
         if value is None:
             return None
-        value = self.kind(name, value)
+        value = self.check(name, value)
         if self.choices and value not in self.choices:
             raise OptionError(f"`{name}`: expected {' or '.join(self.choices)}, found {value!r}")
         if isinstance(value, int | float) and (value < self.least or value > self.most):
@@ -72,9 +75,33 @@ class Parameter:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+def option(
+    help: str,
+    check: Check,
+    *,
+    default: Any = dataclasses.MISSING,
+    kw_only: bool = True,
+    init: bool = True,
+    repr: bool = True,
+    **facts: Any,
+) -> Any:
+    """Return a field of a class of options. facts: further fields of its Parameter"""
+    parameter = Parameter(help=help, check=check, **facts)
+    return dataclasses.field(default=default, kw_only=kw_only, init=init, repr=repr, metadata={"parameter": parameter})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
+def options(made: type[Asked]) -> type[Asked]:
+    """Decorate a class of options, which are checked when one is made."""
+    return dataclass(frozen=True, kw_only=True)(made)
+
+
+Made = TypeVar("Made", bound="Options")
+
+
+@options
 class Options:
-    """Base of dataclasses with parameters, which are checked when one is made."""
+    """Base of classes of options."""
 
     def __post_init__(self) -> None:
         known = parameters(type(self))
@@ -94,13 +121,22 @@ class Options:
         """The names of the parameters that have another value than their default."""
         return {field.name for field in fields(self) if getattr(self, field.name) != field.default}
 
+    def part(self, kind: type[Made]) -> Made:
+        """Return those of the options that a smaller class of options has as well."""
+        return kind(**{name: getattr(self, name) for name in parameters(kind) if hasattr(self, name)})
+
 
 def parameters(options: Any) -> dict[str, Parameter]:
-    """Return the parameters of a dataclass of options in the order of its fields."""
-    annotations: dict[str, Any] = {}
-    for base in reversed(options.__mro__):
-        annotations |= inspect.get_annotations(base)
-    return {field.name: annotations[field.name].__metadata__[0] for field in fields(options)}
+    """Return the parameters of a class of options in the order of its fields."""
+    return {field.name: field.metadata["parameter"] for field in fields(options)}
+
+
+def in_order(options: Any) -> list[str]:
+    """Return the names of the parameters as help lists them: arguments, what a class adds, and then its bases."""
+    bases = reversed([*enumerate(options.__mro__)])
+    order = {name: place for place, base in bases for name in inspect.get_annotations(base)}
+    known = parameters(options)
+    return sorted(inspect.signature(options).parameters, key=lambda name: (not known[name].argument, order[name]))
 
 
 def takes(options: Callable[P, Asked]) -> Callable[[Callable[[Asked], Result]], Callable[P, Result]]:
@@ -111,32 +147,31 @@ def takes(options: Callable[P, Asked]) -> Callable[[Callable[[Asked], Result]], 
         def call(*args: P.args, **keywords: P.kwargs) -> Result:
             return function(options(*args, **keywords))
 
-        made = inspect.signature(options)
-        plain = [p.replace(annotation=_without_metadata(p.annotation)) for p in made.parameters.values()]
         returned = inspect.signature(function).return_annotation
-        call.__signature__ = made.replace(parameters=plain, return_annotation=returned)  # type: ignore[attr-defined]
+        call.__signature__ = inspect.signature(options).replace(return_annotation=returned)  # type: ignore[attr-defined]
         call.__doc__ = _documented(inspect.getdoc(function) or "", options)
         return call
 
     return decorate
 
 
-def _without_metadata(annotation: Any) -> Any:
-    return getattr(annotation, "__origin__", annotation)
+def with_options(function: Callable[..., Result]) -> Callable[[Any], Result]:
+    """Return the function that `takes` decorated, which takes the options themselves."""
+    return function.__wrapped__  # type: ignore[attr-defined, no-any-return]
 
 
 def _documented(text: str, options: Any) -> str:
     """Return a docstring with the parameters after its first paragraph."""
     first, _, rest = text.partition("\n\n")
     lines = []
-    for name in inspect.signature(options).parameters:
+    for name in in_order(options):
         parameter = parameters(options)[name]
-        default = f" (default: {parameter.default})" if parameter.default else ""
+        default = f" (default: {parameter.default_text})" if parameter.default_text else ""
         lines.append(textwrap.fill(f"{name}: {parameter.help}{default}", 116, subsequent_indent="    "))
     return "\n\n".join(part for part in (first, "\n".join(lines), rest) if part)
 
 
-# Kinds of values: each returns a value in the type that the library takes, or raises a TypeError that names it.
+# Checks of values: each returns a value in the type that the library takes, or raises a TypeError that names it.
 
 
 def text(name: str, value: Any) -> str:
@@ -208,9 +243,9 @@ def types_by_pattern(name: str, value: Any) -> tuple[tuple[str, str], ...]:
     """Types by name pattern."""
     expected = "types by pattern, such as {'*.attn_v.weight': 'q6_k'}"
     pairs = _pairs(name, value, expected)
-    if not all(isinstance(kind, str) for _, kind in pairs):
+    if not all(isinstance(type_name, str) for _, type_name in pairs):
         raise wrong(name, expected, value)
-    return tuple((patterns(name, [pattern])[0], kind) for pattern, kind in pairs)
+    return tuple((patterns(name, [pattern])[0], type_name) for pattern, type_name in pairs)
 
 
 def anything(name: str, value: Any) -> Any:

@@ -21,7 +21,7 @@ from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import possible_exports
 from pqweights.options import QuantizeOptions
 from pqweights.planning.awq import AwqScales, open_awq
-from pqweights.planning.decisions import Decision, decide, is_smaller
+from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.plan import (
     KEEP,
@@ -31,7 +31,6 @@ from pqweights.planning.plan import (
     coder_of,
     stored_bytes,
 )
-from pqweights.planning.rates import Chosen, RatePlanner
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.statistics_file import MOMENTS, open_statistics

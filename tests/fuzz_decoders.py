@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import kernel_runner
@@ -58,7 +56,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "pack_tiles": (0,),
 }
 # Sums of floats in an order of each processor's own.
-OWN_ORDER = ("hadamard_scores", "weighted_values", "polar_scores", "product", "product_f32")
+OWN_ORDER = tuple(run_kernels.BOUNDED)
 MOST_BYTES = 1 << 21  # of the arguments of a call; larger ones take long to send
 
 
@@ -92,7 +90,7 @@ def recorded(kernels: list[str]) -> list[Call]:
     native.call = call
     try:
         for kernel in kernels:
-            run_kernels.DIGESTS[kernel]("cpu")
+            run_kernels.digest(kernel)
     finally:
         native.call = own
     return calls
@@ -173,14 +171,12 @@ def main() -> None:
     parser.add_argument("kernels", nargs="*", metavar="KERNEL")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}; compiling takes a minute", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        command = kernel_runner.sanitized_command(Path(folder))
-        if command is None:
-            sys.exit("error: g++ is needed, for its library of the sanitizer of addresses")
-        end = time.monotonic() + arguments.seconds
-        passed = fuzz(
-            command, arguments.kernels or list(UNTRUSTED), arguments.seed, lambda rounds: time.monotonic() < end
-        )
+    command = kernel_runner.sanitized_command()
+    if command is None:
+        sys.exit("error: g++ is needed, for its library of the sanitizer of addresses")
+    end = time.monotonic() + arguments.seconds
+    kernels = arguments.kernels or list(UNTRUSTED)
+    passed = fuzz(command, kernels, arguments.seed, lambda rounds: time.monotonic() < end)
     for kernel, count in sorted(passed.items()):
         print(f"{kernel}: {count} damaged calls, nothing found")
 

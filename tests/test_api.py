@@ -121,14 +121,6 @@ def test_reports_hold_what_the_commands_print(source, tmp_path):
     assert exported.to_json() == {key: value for key, value in printed.items() if key != "output"}
 
 
-def test_texts_and_paths_name_folders_alike(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pqweights.quantize(str(source), "text")
-    pqweights.quantize(source, tmp_path / "path")
-    assert pqweights.verify("text").ok and pqweights.verify(tmp_path / "path").ok
-    assert (tmp_path / "text" / "pqweights.json").read_bytes() == (tmp_path / "path" / "pqweights.json").read_bytes()
-
-
 def test_a_path_is_never_a_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError, match="no such"):
@@ -169,12 +161,6 @@ def test_a_recipe_object_is_taken_as_it_is(source):
     recipe = load_recipe("q6")
     assert pqweights.plan(source, recipe).totals == pqweights.plan(source, "q6").totals
     assert pqweights.plan(source, recipe, bits=3).totals == pqweights.plan(source, "q6", bits=3).totals
-
-
-def test_a_text_is_one_pattern(source):
-    assert (
-        pqweights.plan(source, keep="lm_head.weight").totals == pqweights.plan(source, keep=["lm_head.weight"]).totals
-    )
 
 
 def test_reports_are_displayed_in_one_line(source, master):

@@ -35,7 +35,6 @@ LAYERS = (
         "pqweights.common.strict_json",
         "pqweights.common.suggestions",
         "pqweights.common.units",
-        "pqweights.common.user_cache",
         "pqweights.parameters",
     ),
     ("pqweights.kernels",),
@@ -53,7 +52,9 @@ LAYERS = (
     ("pqweights.integrations", "pqweights.rewrite.results", "pqweights.inference.kv"),
     ("pqweights.rewrite.distributed",),
     ("pqweights.inference.runtimes",),
+    ("pqweights.quality.options",),
     ("pqweights.quality.evaluate", "pqweights.inference.generation", "pqweights.quality.measure"),
+    ("pqweights.publish.options",),
     ("pqweights.publish.card", "pqweights.quality.plots", "pqweights.publish.push", "pqweights.api"),
     ("pqweights_cli",),
 )
@@ -79,9 +80,8 @@ OPTIONAL = {
         "pqweights.checkpoint.pickled",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed",
-        "pqweights.integrations.packed_linear",
-        "pqweights.integrations.packed_modules",
         "pqweights.integrations.packed_products",
+        "pqweights.integrations.packed_modules",
         "pqweights.integrations.packed_products_gpu",
         "pqweights.integrations.packed_rows",
         "pqweights.inference.kv.bases",
@@ -130,7 +130,13 @@ OPTIONAL = {
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
-LIGHT = {"pqweights.options", "pqweights.parameters"}
+LIGHT = {
+    "pqweights.common.units",
+    "pqweights.options",
+    "pqweights.parameters",
+    "pqweights.publish.options",
+    "pqweights.quality.options",
+}
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 
 
@@ -196,7 +202,7 @@ def test_imports_are_found_by_the_parser() -> None:
         "pqweights",
     } <= MODULES.keys()
     assert "pqweights.codecs.protocol" in imports("pqweights.codecs.weight", MODULES["pqweights.codecs.weight"])
-    assert "pqweights_cli.plan" in imports("pqweights_cli.main", MODULES["pqweights_cli.main"])
+    assert "pqweights_cli.output" in imports("pqweights_cli.main", MODULES["pqweights_cli.main"])
     assert "pqweights.checkpoint.master" in imports(
         "pqweights.checkpoint.source", MODULES["pqweights.checkpoint.source"]
     )

@@ -6,7 +6,7 @@ import pytest
 
 from pqweights.codecs import CODECS
 from pqweights.common.suggestions import instead, nearest
-from pqweights.planning.recipe import RECIPE_KEYS, recipe_names
+from pqweights.planning.recipe import RecipeFile, recipe_names
 from pqweights.planning.roles import ROLES
 
 
@@ -24,8 +24,8 @@ from pqweights.planning.roles import ROLES
         ("", ROLES, None),
         ("q55", recipe_names(), "q5"),
         ("nvfp4-w4a16", recipe_names(), None),
-        ("target_bwp", RECIPE_KEYS, "target_bpw"),
-        ("5", RECIPE_KEYS, None),
+        ("target_bwp", RecipeFile.__struct_fields__, "target_bpw"),
+        ("5", RecipeFile.__struct_fields__, None),
     ],
 )
 def test_only_a_name_that_is_near_is_suggested(name: str, known: list[str], near: str | None) -> None:

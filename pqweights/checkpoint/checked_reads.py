@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,6 @@ MOST_OPEN_PIECES = 32
 REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all damage"
 
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # as `map` does
-
-
-class Reads(Protocol):
-    """What a tensor is read through: a storage, or one whose tensors are checked."""
-
-    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill the buffer with bytes of a file from `offset` on, see Storage."""
-        ...
 
 
 class CheckedReads:
@@ -76,7 +68,7 @@ class CheckedReads:
         self.storage.read_into(file, offset, buffer)
         tensor = self._tensor_at(file, offset)
         hasher = None if tensor is None or not len(buffer) else self._begin(tensor)
-        if tensor is not None and hasher is not None and self._tensor_hash is HASH_OF_PIECES:
+        if tensor is not None and hasher is not None and self._tensor_hash == HASH_OF_PIECES:
             hasher.add(offset - tensor.offset, buffer)
             if hasher.is_whole:
                 self._compare(tensor, hasher.hexdigest())
@@ -130,30 +122,33 @@ class CheckedReads:
         def read(span: tuple[int, int]) -> bytes:
             begin, end = span
             pieces = pieces_of(self.storage, tensor.file, tensor.offset + begin, end - begin)
-            if self._tensor_hash is not HASH_OF_PIECES:
+            if self._tensor_hash != HASH_OF_PIECES:
                 return self._tensor_hash.of_part(pieces)
             for data in pieces:
                 hasher.add(begin, data)
                 begin += len(data)
             return b""
 
-        if self._tensor_hash is not HASH_OF_PIECES:
+        if self._tensor_hash != HASH_OF_PIECES:
             return self._tensor_hash.combined(list(run(read, self._tensor_hash.parts(tensor.byte_count))))
         for _ in run(read, hasher.missing()):
             pass
         return hasher.hexdigest()
 
-    def _compare(self, tensor: StoredTensor, found: str) -> None:
+    def _compare(self, tensor: StoredTensor, digest: str) -> None:
         """Note whether a tensor is right. Raises MasterError if it is not."""
         expected = self._digests[tensor.name]
         problem = ""
-        if found != expected:
+        if digest != expected:
             problem = (
                 f"{self.storage}: {tensor.file}: tensor {tensor.name!r}: {self._tensor_hash.key}: expected {expected}, "
-                f"found {found}: its bytes are damaged; {REMEDY}"
+                f"found {digest}: its bytes are damaged; {REMEDY}"
             )
         with self._lock:
             self._checked[tensor.name] = problem
             self._begun.pop(tensor.name, None)
         if problem:
             raise MasterError(problem)
+
+
+Reads = Storage | CheckedReads  # what a tensor is read through: a storage, or one whose tensors are checked

@@ -24,78 +24,16 @@ GUARD = (
 
 # The keys of nested configurations: those of transformers' classes, and two of custom code. Older files leave out the
 # model_type in them.
-PARTS = frozenset(
-    {
-        "acoustic_model_config",
-        "acoustic_tokenizer_encoder_config",
-        "adapter_config",
-        "adaptor_config",
-        "asr_config",
-        "attn_config",
-        "audio_config",
-        "audio_encoder_config",
-        "audio_video_config",
-        "backbone_config",
-        "bigvgan_config",
-        "coarse_acoustics_config",
-        "code2wav_config",
-        "codec_config",
-        "dac_config",
-        "decoder_config",
-        "depth_decoder_config",
-        "detector_config",
-        "detr_decoder_config",
-        "detr_encoder_config",
-        "diarization_config",
-        "diffusion_head_config",
-        "dit_config",
-        "encoder_config",
-        "esmc_config",
-        "esmfold_config",
-        "ffn_config",
-        "fine_acoustics_config",
-        "flow_head_config",
-        "fov_model_config",
-        "geometry_encoder_config",
-        "global_config",
-        "head_config",
-        "high_res_vision_config",
-        "image_codebook_config",
-        "image_config",
-        "image_model_config",
-        "keypoint_detector_config",
-        "language_config",
-        "llm_config",
-        "mask_decoder_config",
-        "model_config",
-        "multimodal_config",
-        "patch_model_config",
-        "patcher_config",
-        "perceiver_config",
-        "projector_config",
-        "prompt_encoder_config",
-        "protein_encoder_config",
-        "qformer_config",
-        "reading_order_config",
-        "sam_config",
-        "semantic_config",
-        "semantic_model_config",
-        "semantic_tokenizer_encoder_config",
-        "speech_config",
-        "streaming_config",
-        "talker_config",
-        "text_config",
-        "thinker_config",
-        "token2wav_config",
-        "tracker_config",
-        "video_config",
-        "vision_config",
-        "vlm_config",
-        "vocoder_config",
-        "vq_config",
-        "word_timestamp_config",
-    }
-)
+_PART_NAMES = """
+acoustic_model acoustic_tokenizer_encoder adapter adaptor asr attn audio audio_encoder audio_video backbone bigvgan
+coarse_acoustics code2wav codec dac decoder depth_decoder detector detr_decoder detr_encoder diarization
+diffusion_head dit encoder esmc esmfold ffn fine_acoustics flow_head fov_model geometry_encoder global head
+high_res_vision image_codebook image image_model keypoint_detector language llm mask_decoder model multimodal
+patch_model patcher perceiver projector prompt_encoder protein_encoder qformer reading_order sam semantic
+semantic_model semantic_tokenizer_encoder speech streaming talker text thinker token2wav tracker video vision vlm
+vocoder vq word_timestamp
+"""
+PARTS = frozenset(f"{name}_config" for name in _PART_NAMES.split())
 
 # The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {
@@ -142,8 +80,8 @@ def edited_config(
     for place in _places(result):
         for key in (*QUANTIZATION_KEYS, GUARD_KEY):
             place.pop(key, None)
-        found = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
-        place["dtype"] = CONFIG_DTYPES[dtype] if found == CONFIG_DTYPES[old_dtype] else found
+        stated = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
+        place["dtype"] = CONFIG_DTYPES[dtype] if stated == CONFIG_DTYPES[old_dtype] else stated
         if "torch_dtype" in place:
             place["torch_dtype"] = place["dtype"]
     if quantization is not None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,87 +26,56 @@ PART_BYTES = 1 << 23
 Bytes = npt.NDArray[np.uint8]
 
 
-class TensorHash(Protocol):
-    """A hash of stored tensors, computed part by part."""
+@dataclass(frozen=True)
+class TensorHash:
+    """A hash of stored tensors, computed part by part.
 
-    @property
-    def key(self) -> str:
-        """What manifests call it."""
-        ...
+    key: what manifests call it
+    part_bytes: the size of the parts that can be hashed apart; None if the whole tensor is one
+    of_part: hashes the bytes of a part, READ_BYTES at a time and fewer at its end; fewer bytes have another hash
+    combined: returns the hash of a tensor from those of its parts
+    """
+
+    key: str
+    part_bytes: int | None
+    of_part: Callable[[Iterable[Bytes]], bytes]
+    combined: Callable[[Sequence[bytes]], str]
 
     def parts(self, byte_count: int) -> list[tuple[int, int]]:
         """Return the parts of a tensor that can be hashed apart, at least one: where each begins and ends, in bytes."""
-        ...
-
-    def of_part(self, data: Iterable[Bytes]) -> bytes:
-        """Hash the bytes of a part, READ_BYTES at a time and fewer at its end; fewer bytes have another hash."""
-        ...
-
-    def combined(self, parts: Sequence[bytes]) -> str:
-        """Return the hash of a tensor from those of its parts."""
-        ...
+        if self.part_bytes is None:
+            return [(0, byte_count)]
+        begins = range(0, max(byte_count, 1), self.part_bytes)
+        return [(begin, min(begin + self.part_bytes, byte_count)) for begin in begins]
 
 
-class HashOfPieces:
-    """BLAKE3 of the BLAKE3 digests of pieces."""
-
-    key = "blake3_of_pieces"
-
-    def parts(self, byte_count: int) -> list[tuple[int, int]]:
-        """See TensorHash."""
-        return [(begin, min(begin + PART_BYTES, byte_count)) for begin in range(0, max(byte_count, 1), PART_BYTES)]
-
-    def of_part(self, data: Iterable[Bytes]) -> bytes:
-        """See TensorHash; the digests of the pieces, one after the other."""
-        digests = []
-        for each in data:
-            digests += [blake3(each[at : at + PIECE_BYTES].data).digest() for at in range(0, len(each), PIECE_BYTES)]
-        return b"".join(digests)
-
-    def combined(self, parts: Sequence[bytes]) -> str:
-        """See TensorHash."""
-        return blake3(b"".join(parts)).hexdigest()
+def _digests_of_pieces(data: Iterable[Bytes]) -> bytes:
+    """Return the BLAKE3 digests of the pieces, one after the other."""
+    digests = []
+    for read in data:
+        digests += [blake3(read[at : at + PIECE_BYTES].data).digest() for at in range(0, len(read), PIECE_BYTES)]
+    return b"".join(digests)
 
 
-class Sha256:
-    """SHA-256 of the whole tensor, which no two threads can share."""
-
-    key = "sha256"
-
-    def parts(self, byte_count: int) -> list[tuple[int, int]]:
-        """See TensorHash."""
-        return [(0, byte_count)]
-
-    def of_part(self, data: Iterable[Bytes]) -> bytes:
-        """See TensorHash."""
-        digest = hashlib.sha256()
-        for each in data:
-            digest.update(each.data)
-        return digest.digest()
-
-    def combined(self, parts: Sequence[bytes]) -> str:
-        """See TensorHash."""
-        (digest,) = parts
-        return digest.hex()
+def _blake3_of_digests(digests: Sequence[bytes]) -> str:
+    return blake3(b"".join(digests)).hexdigest()
 
 
-HASH_OF_PIECES = HashOfPieces()
-SHA256 = Sha256()
+def _sha256_of_whole(data: Iterable[Bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for read in data:
+        digest.update(read.data)
+    return digest.digest()
 
 
-def _pieces_read(descriptor: int, offset: int, count: int) -> Iterator[Bytes]:
-    """Yield bytes of an open file, READ_BYTES at a time, in memory that is used again; fewer if the file ends early."""
-    memory = np.empty(min(READ_BYTES, count), dtype=np.uint8)
-    for begin in range(0, count, READ_BYTES):
-        data = memory[: min(READ_BYTES, count - begin)]
-        done = 0
-        while done < len(data):
-            read = os.preadv(descriptor, [data[done:].data], offset + begin + done)
-            if read == 0:
-                yield data[:done]
-                return
-            done += read
-        yield data
+def _only(digests: Sequence[bytes]) -> str:
+    (digest,) = digests
+    return digest.hex()
+
+
+HASH_OF_PIECES = TensorHash("blake3_of_pieces", PART_BYTES, _digests_of_pieces, _blake3_of_digests)
+# Of whole tensors, which no two threads can share: that of manifests of version 1, and of files without tensors.
+SHA256 = TensorHash("sha256", None, _sha256_of_whole, _only)
 
 
 def pieces_of(storage: Storage, file: str, offset: int, count: int) -> Iterator[Bytes]:
@@ -118,16 +85,6 @@ def pieces_of(storage: Storage, file: str, offset: int, count: int) -> Iterator[
         data = memory[: min(READ_BYTES, count - begin)]
         storage.read_into(file, offset + begin, data)
         yield data
-
-
-def digest_of(tensor_hash: TensorHash, descriptor: int, offset: int, byte_count: int, pool: Executor) -> str:
-    """Hash a stored tensor, which begins at `offset` in an open file, with the threads of a pool."""
-
-    def of_part(part: tuple[int, int]) -> bytes:
-        begin, end = part
-        return tensor_hash.of_part(_pieces_read(descriptor, offset + begin, end - begin))
-
-    return tensor_hash.combined(list(pool.map(of_part, tensor_hash.parts(byte_count))))
 
 
 class PieceHasher:
@@ -196,7 +153,7 @@ class PieceHasher:
         numbers = (number for number, digest in enumerate(self._digests) if not digest)
         # Consecutive numbers have the same difference from their places.
         runs = itertools.groupby(
-            enumerate(numbers), lambda each: (each[1] - each[0], each[1] * PIECE_BYTES // PART_BYTES)
+            enumerate(numbers), lambda pair: (pair[1] - pair[0], pair[1] * PIECE_BYTES // PART_BYTES)
         )
         spans = [[number for _, number in run] for _, run in runs]
         return [(span[0] * PIECE_BYTES, min((span[-1] + 1) * PIECE_BYTES, self.byte_count)) for span in spans]

@@ -3,25 +3,95 @@
 A checkpoint is read once, and often is larger than the memory: in the page cache it would evict everything else, and on
 its way there every byte is copied once more. Large reads that the cache cannot serve are made in blocks with direct
 access, which two threads fetch before they are needed. Small reads are left to the system.
+
+A file must still be what it was when it was listed (FileState) whenever it is opened, and when all is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.file_state import FileState, state_at
 from pqweights.common.buffers import whole_pages
-from pqweights.errors import SourceReadError
+from pqweights.errors import SourceChangedError, SourceReadError
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What a file was when it was listed.
+
+    byte_count: its size
+    stamp: changes with it: its modification time, or a hash of its content or version
+    modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
+    inode: its number in the file system; 0 if that is not known, as on another machine
+    """
+
+    byte_count: int
+    stamp: int
+    modified: int = 0
+    inode: int = 0
+
+    @staticmethod
+    def of(status: os.stat_result) -> FileState:
+        """Return the state of a file on this machine."""
+        return FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns, status.st_ino)
+
+    def check(self, file: str, now: FileState | None) -> None:
+        """Raise SourceChangedError unless a file is still what it was.
+
+        file: what the message calls it
+        now: what it is now; None if it is gone
+        """
+        if now is None:
+            difference = "it is no longer there"
+        elif now.byte_count != self.byte_count:
+            difference = f"expected {self.byte_count} bytes, found {now.byte_count}"
+        elif now.stamp != self.stamp:
+            difference = f"expected the version of {_time(self.modified)}, found that of {_time(now.modified)}"
+        elif self.inode and now.inode and now.inode != self.inode:
+            difference = "another file has its name, of the same size and time"
+        else:
+            return
+        raise SourceChangedError(
+            f"{file}: the source changed while it was being read ({difference}): leave its files as they are, and run "
+            "the same command again"
+        )
+
+
+def state_at(path: Path, *, surely: bool = False) -> FileState | None:
+    """Return the state of a file on this machine now; None if it is gone.
+
+    surely: ask the server of a network file system, which answers as of now when a file is opened
+    """
+    try:
+        if not surely:
+            return FileState.of(os.stat(path))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return FileState.of(os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _time(modified: int) -> str:
+    if not modified:
+        return "another time"
+    seconds, rest = divmod(modified, 10**9)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S}.{rest:09d} UTC"
+
 
 BLOCK_BYTES = 1 << 20
 # Reads of fewer bytes are left to the system.
@@ -90,15 +160,15 @@ class FileReader:
 
     def _opened(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
         with self._lock:
-            found = self._files.get(path)
-            if found is None:
-                found = self._files[path] = self._open(path, file, expected)
+            opened = self._files.get(path)
+            if opened is None:
+                opened = self._files[path] = self._open(path, file, expected)
                 if len(self._files) > MOST_OPEN_FILES:
                     self._files.popitem(last=False)
             elif expected is not None:
-                expected.check(file, found.state)
+                expected.check(file, opened.state)
             self._files.move_to_end(path)
-            return found
+            return opened
 
     def _open(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
         known = [state for state in (expected, self._states.get(path)) if state is not None]
@@ -189,16 +259,16 @@ class _BlockCache:
         while done < len(buffer) and file.direct >= 0:
             number, at = divmod(offset + done, BLOCK_BYTES)
             wanted = min(BLOCK_BYTES - at, len(buffer) - done)
-            block, found = self._needed(file, number), 0
+            block, count = self._needed(file, number), 0
             try:
-                found = max(0, min(wanted, block.fetched.result() - at))
-                buffer[done : done + found] = block.memory[at : at + found]
+                count = max(0, min(wanted, block.fetched.result() - at))
+                buffer[done : done + count] = block.memory[at : at + count]
             except OSError:  # the file system wants larger pages, or cannot after all
                 file.direct = -1
             finally:
-                self._used(file, number, block, found)
-            done += found
-            if found < wanted:
+                self._used(file, number, block, count)
+            done += count
+            if count < wanted:
                 break
         return done
 
@@ -207,7 +277,7 @@ class _BlockCache:
         with self._lock:
             block = self._requested(file, number)
             block.users += 1
-            self._most_users = max(self._most_users, sum(each.users for each in self._blocks.values()))
+            self._most_users = max(self._most_users, sum(block.users for block in self._blocks.values()))
             self._most = BLOCKS_AHEAD + SPARE_BLOCKS + BLOCKS_FOR_A_USER * self._most_users
             if abs(number - file.last_block) <= BLOCKS_AHEAD:
                 for ahead in range(number + 1, number + 1 + BLOCKS_AHEAD):
@@ -217,16 +287,16 @@ class _BlockCache:
             return block
 
     def _requested(self, file: _OpenFile, number: int) -> _FetchedBlock:
-        found = self._blocks.get((file, number))
-        if found is None:
+        block = self._blocks.get((file, number))
+        if block is None:
             while len(self._blocks) >= self._most and self._drop_oldest():
                 pass
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(FETCHING_THREADS, thread_name_prefix="pqweights-read")
             memory = self._free.pop() if self._free else whole_pages(BLOCK_BYTES)
             fetched = self._pool.submit(_fetch, file, number * BLOCK_BYTES, memory)
-            found = self._blocks[file, number] = _FetchedBlock(memory, fetched)
-        return found
+            block = self._blocks[file, number] = _FetchedBlock(memory, fetched)
+        return block
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest block that nobody uses; return whether there was one."""

@@ -2,21 +2,25 @@
 
 Format: 8-byte little-endian length, that many bytes of JSON, then the data without holes
 (https://github.com/huggingface/safetensors). Our layout is that of the safetensors library: tensors by falling element
-size, so that every tensor is aligned, and the header padded with spaces to a multiple of 8.
+size, so that every tensor is aligned, and the header padded with spaces to a multiple of 8. Over a network, the first
+bytes of many files are requested at once, before their headers are needed (HeaderStarts).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.common.strict_json import MAX_ELEMENTS
+from pqweights.common.strict_json import MAX_ELEMENTS, unique_keys
 from pqweights.errors import SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -82,10 +86,10 @@ def parse_header(
     position = data_start
     for tensor in tensors:
         if tensor.offset != position:
-            kind = "overlaps the one before it" if tensor.offset < position else "leaves a hole before it"
+            wrong = "overlaps the one before it" if tensor.offset < position else "leaves a hole before it"
             raise _damaged(
                 file,
-                f"tensor {tensor.name!r} {kind}: expected data offset {position - data_start}, found "
+                f"tensor {tensor.name!r} {wrong}: expected data offset {position - data_start}, found "
                 f"{tensor.offset - data_start}",
             )
         position += tensor.byte_count
@@ -140,22 +144,13 @@ def _with_unique_keys(text: str) -> Any:
         strings = 5 * len(header) - (4 - 2 * len(metadata) if isinstance(metadata, dict) else 0)
         if text.count('"') == 2 * strings:
             return header
-    return json.loads(text, object_pairs_hook=_unique_keys)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ValueError(f"the key {twice!r} appears twice")
-    return result
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
 def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[StoredTensor]:
     """Check each entry by itself, and return the tensors in the order of the header."""
     tensors = []
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
+    forms: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}  # by dtype and shape
     for name, entry in header.items():
         if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
             raise _damaged(file, f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
@@ -168,10 +163,10 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
             raise _damaged(file, f"tensor {name!r}: expected a shape of non-negative integers, found {str(shape)[:80]}")
         if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
             raise _damaged(file, f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
-        kind = (dtype, tuple(shape))
-        known = kinds.get(kind)
+        form = (dtype, tuple(shape))
+        known = forms.get(form)
         if known is None:
-            known = kinds[kind] = kind[1], _checked_bits(file, name, dtype, shape)
+            known = forms[form] = form[1], _checked_bits(file, name, dtype, shape)
         begin, end = offsets
         shared_shape, bits = known
         if 8 * (end - begin) != bits:
@@ -225,11 +220,11 @@ def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> by
     known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # dtype and shape -> their JSON, byte count
     end, end_text = 0, "0"
     for name, dtype, shape in ordered:
-        kind = (dtype, shape)
-        if kind not in known:
+        form = (dtype, shape)
+        if form not in known:
             common = f'{encode({"dtype": dtype, "shape": shape})[:-1]},"data_offsets":['
-            known[kind] = common, byte_count(dtype, shape)
-        common, count = known[kind]
+            known[form] = common, byte_count(dtype, shape)
+        common, count = known[form]
         end += count
         begin_text, end_text = end_text, str(end)
         entries.append(f"{encode_basestring(name)}:{common}{begin_text},{end_text}]}}")
@@ -272,3 +267,60 @@ def stored_tensors(
         )
         offset += aligned(byte_count, alignment)
     return tuple(stored)
+
+
+# What the first request for a header asks for; later ones ask for what the longest header so far needed.
+HEADER_BYTES = 1 << 16
+MOST_HEADER_BYTES = 1 << 20
+REQUESTS_AT_ONCE = 8
+FILES_AT_ONCE = 4 * REQUESTS_AT_ONCE  # few, so that little waits in memory
+
+
+class HeaderStarts:
+    """The starts of safetensors files whose headers will be read, each until it was.
+
+    digests: SHA-256 of each header that was read, with its length in front, by file
+    """
+
+    def __init__(self, request: Callable[[str, int, int], bytes], size_of: Callable[[str], int]) -> None:
+        """Take what makes requests.
+
+        request: called with a file, an offset and a count; returns the bytes
+        size_of: returns the size of a file in bytes
+        """
+        self._request, self._size_of = request, size_of
+        self._expected: deque[str] = deque()
+        self._starts: dict[str, bytes] = {}
+        self._header_bytes = HEADER_BYTES
+        self.digests: dict[str, str] = {}
+
+    def expect(self, files: Sequence[str]) -> None:
+        """Note whose headers are read next, in this order."""
+        self._expected = deque(files)
+
+    def read(self, file: str, offset: int, count: int) -> bytes | None:
+        """Return bytes of a file whose header was expected and was not read yet, fewer at its end; None of another."""
+        while file in self._expected:
+            self._request_starts()
+        if file not in self._starts:
+            return None
+        start = self._starts[file]
+        data = start[offset : offset + count]
+        if len(data) < count:
+            data = self._request(file, offset, count)
+        if offset == 8:  # the header follows 8 bytes of length
+            self.digests[file] = hashlib.sha256(start[:8] + data).hexdigest()
+            self._header_bytes = min(max(self._header_bytes, (8 + count) * 9 // 8), MOST_HEADER_BYTES)
+            del self._starts[file]
+        return data
+
+    def _request_starts(self) -> None:
+        """Request the starts of the next files. The first file comes alone; it shows how long headers are here."""
+        count = FILES_AT_ONCE if self.digests else 1
+        batch = [self._expected.popleft() for _ in range(min(count, len(self._expected)))]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-headers") as pool:
+            for file, start in zip(batch, pool.map(self._start, batch), strict=True):
+                self._starts[file] = start
+
+    def _start(self, file: str) -> bytes:
+        return self._request(file, 0, min(self._header_bytes, self._size_of(file)))

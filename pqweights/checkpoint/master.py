@@ -21,24 +21,13 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
 from pqweights.codecs.protocol import Codec, Coder, Part, State, exact_rate
 from pqweights.codecs.weight import block_count
+from pqweights.common.documents import Document, Number, Size, as_document
 from pqweights.common.dtypes import FLOAT_DTYPES
-from pqweights.common.strict_json import Fields, is_number
+from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.common.suggestions import instead
-from pqweights.errors import MasterError, PqweightsError, RecipeError
+from pqweights.errors import MasterError, RecipeError
 
 QUANT_METHOD = "pqweights"
-SETTINGS_KEYS = (
-    "quant_method",
-    "format_version",
-    "block_size",
-    "codec",
-    "bits",
-    "dtype",
-    "levels",
-    "overrides",
-    "kept",
-)
-OVERRIDE_KEYS = ("codec", "bits", "dtype", "shape")
 LOGICAL_DTYPES = (*FLOAT_DTYPES, "MXFP4")
 
 
@@ -155,7 +144,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
 
     Raises MasterError if the configuration and the headers contradict each other.
     """
-    settings = _Settings(config["quantization_config"])
+    settings = _Reader(config["quantization_config"])
     encoded = [
         settings.tensor(storage, stored, name)
         for stored_name in stored
@@ -166,27 +155,48 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     taken = {part.name for tensor in encoded for part in tensor.parts}
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
     if unknown:
-        raise MasterError(f"config.json: overrides: {min(unknown)!r} is not a quantized weight of this checkpoint")
+        raise _damaged(f"overrides: {min(unknown)!r} is not a quantized weight of this checkpoint")
     return [*encoded, *(PlainTensor.of(storage, tensor) for name, tensor in stored.items() if name not in taken)]
 
 
-class _Settings:
-    """The quantization_config of a master, checked as far as that is possible without the tensors."""
+class _Settings(Document, frozen=True, kw_only=True):
+    """A quantization_config. It has the stated defaults of states as well (stated_defaults)."""
+
+    quant_method: str
+    format_version: int
+    block_size: int
+    codec: str | None = None
+    bits: Number | None = None
+    dtype: str | None = None
+    levels: dict[str, dict[str, Any]]
+    overrides: dict[str, dict[str, Any]]
+    kept: tuple[str, ...]
+
+
+class _WeightSettings(Document, frozen=True, kw_only=True):
+    """What a configuration states of one weight, besides the state in which it was encoded."""
+
+    codec: str | None = None
+    bits: Number
+    dtype: str
+    shape: tuple[Size, ...] | None = None
+
+
+class _Reader:
+    """Reads the weights of a master by its quantization_config, which is checked as far as that needs no tensors."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         latest = max(codec.format_version for codec in CODECS.values())
         version = settings.get("format_version")
         if type(version) is not int or not 1 <= version <= latest:
             expected = "1" if latest == 1 else f"1 to {latest}"
-            raise MasterError(
-                f"config.json: format_version: expected {expected}, found {version!r}; a newer pqweights may read it"
-            )
-        _check_keys("quantization_config", settings, (*SETTINGS_KEYS, *stated_defaults(list(CODECS.values()))))
-        self.fields = Fields(settings, _wrong)
-        self.kept = frozenset(self.fields.texts("kept"))
-        self.overrides = self.fields.mapping("overrides")
-        self._settings, self._version = settings, version
-        self._levels = self.fields.mapping("levels")
+            raise _damaged(f"format_version: expected {expected}, found {version!r}; a newer pqweights may read it")
+        _check_keys(
+            "quantization_config", settings, (*_Settings.__struct_fields__, *stated_defaults(list(CODECS.values())))
+        )
+        stated = as_document(settings, _Settings, _damaged)
+        self.kept, self.overrides, self._levels = frozenset(stated.kept), stated.overrides, stated.levels
+        self._settings, self._version, self._block_size = settings, version, stated.block_size
         self._coders: dict[tuple[str, float], Coder] = {}
         # The longest first: one suffix may be the end of another.
         self._first_suffixes = sorted({codec.suffixes[0] for codec in CODECS.values()}, key=len, reverse=True)
@@ -196,17 +206,13 @@ class _Settings:
         for name in sorted({tensor.coder.codec for tensor in encoded}):
             first = CODECS[name].format_version
             if self._version < first:
-                raise MasterError(
-                    f"config.json: format_version: expected {first} or later for {name}, found {self._version}"
-                )
+                raise _damaged(f"format_version: expected {first} or later for {name}, found {self._version}")
 
     def check_block_size(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError if block_size is not that of any codec, or of the default codec if there are no weights."""
         sizes = sorted({CODECS[name].block_size for name in {t.coder.codec for t in encoded} or {DEFAULT_CODEC}})
-        found = self._settings.get("block_size")
-        if found not in sizes:
-            expected = " or ".join(str(size) for size in sizes)
-            raise MasterError(f"config.json: block_size: expected {expected}, found {found!r}")
+        if self._block_size not in sizes:
+            raise _damaged(f"block_size: expected {' or '.join(map(str, sizes))}, found {self._block_size}")
 
     def weight_of(self, stored_name: str) -> str | None:
         """Return the weight whose first part a stored tensor is, judged by its name; None for another tensor."""
@@ -220,80 +226,63 @@ class _Settings:
 
     def _merged(self, name: str) -> dict[str, Any]:
         """The settings of a weight: the defaults with its overrides."""
-        own = self.overrides.get(name, {})
-        if not isinstance(own, dict):
-            raise MasterError(f"config.json: overrides: {name!r}: expected an object, found {own!r}")
-        return {**self._settings, "shape": None, **own}
+        return {**self._settings, "shape": None, **self.overrides.get(name, {})}
 
     def coder(self, where: str, codec: str, bits: float) -> Coder:
         """Return the coder of a codec at a rate, with the tables that the master itself holds."""
         if (codec, bits) not in self._coders:
-            levels = Fields(self._levels, _wrong)
-            tables = levels.mapping(codec) if codec in levels else {}
             try:
-                coder = CODECS[codec].coder_from_tables(bits, tables.get(str(exact_rate(bits))))
+                tables = self._levels.get(codec, {}).get(str(exact_rate(bits)))
+                self._coders[codec, bits] = CODECS[codec].coder_from_tables(bits, tables)
             except RecipeError as error:
-                raise MasterError(f"config.json: {where}: bits: {error}") from None
+                raise _damaged(f"{where}: bits: {error}") from None
             except ValueError as error:
-                raise MasterError(f"config.json: levels of {codec}: {error}") from None
-            self._coders[codec, bits] = coder
+                raise _damaged(f"levels of {codec}: {error}") from None
         return self._coders[codec, bits]
 
     def tensor(self, storage: Storage, stored: Mapping[str, StoredTensor], name: str) -> EncodedTensor:
         """Return a weight by its own settings and its stored tensors."""
         where, merged = f"{name!r}", self._merged(name)
-        coder = self._coder_of(name, merged)
+        codec = merged.get("codec")
+        if codec in WITHDRAWN and codec not in CODECS:
+            raise _damaged(f"{where}: codec: {withdrawn(codec)}; quantize the model again")
+        if not isinstance(codec, str) or codec not in CODECS:
+            raise _damaged(f"{where}: codec: expected one of {', '.join(CODECS)}, found {codec!r}")
+        defaults = CODECS[codec].state_defaults
+        _check_keys(
+            f"overrides of {where}", self.overrides.get(name, {}), (*_WeightSettings.__struct_fields__, *defaults)
+        )
+        own = as_document(merged, _WeightSettings, lambda problem: _damaged(f"{where}: {problem}"))
+        if own.dtype not in LOGICAL_DTYPES:
+            raise _damaged(f"{where}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {own.dtype!r}")
+        coder = self.coder(where, codec, own.bits)
         parts = _parts(stored, name, coder)
         awq = stored.get(awq_name(name)) if awq_name(name) not in self.kept else None
-        shape = _shape(where, merged["shape"], coder=coder, first=parts[0])
+        shape = _shape(where, own.shape, coder=coder, first=parts[0])
         coder = coder.sized(math.prod(shape))
         _check_shapes(name, shape, coder=coder, parts=parts, awq=awq)
         return EncodedTensor(
             storage=storage,
             name=name,
             shape=shape,
-            dtype=merged["dtype"],
+            dtype=own.dtype,
             coder=coder,
             state=_state(where, coder, merged),
             encoded=parts,
             awq=awq,
         )
 
-    def _coder_of(self, name: str, merged: Mapping[str, Any]) -> Coder:
-        """Check the settings of a weight, and return the coder that they name, not yet sized for it."""
-        where = f"{name!r}"
-        codec, bits = merged.get("codec"), merged.get("bits")
-        if not isinstance(codec, str) or codec not in CODECS:
-            if codec in WITHDRAWN:
-                raise MasterError(f"config.json: {where}: codec: {withdrawn(codec)}; quantize the model again")
-            raise MasterError(f"config.json: {where}: codec: expected one of {', '.join(CODECS)}, found {codec!r}")
-        _check_keys(
-            f"overrides of {where}", self.overrides.get(name, {}), (*OVERRIDE_KEYS, *CODECS[codec].state_defaults)
-        )
-        if not is_number(bits):
-            raise MasterError(f"config.json: {where}: bits: expected a number, found {bits!r}")
-        if merged.get("dtype") not in LOGICAL_DTYPES:
-            found = merged.get("dtype")
-            raise MasterError(
-                f"config.json: {where}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {found!r}"
-            )
-        return self.coder(where, codec, bits)
-
 
 def _state(where: str, coder: Coder, merged: Mapping[str, Any]) -> State:
     """Return the state in which a weight was encoded, by its settings."""
-
-    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-        return MasterError(f"config.json: {where}: {key}: expected {expected}, found {found!r}")
-
-    own = {key: merged[key] for key in CODECS[coder.codec].state_defaults if key in merged}
-    for key in stated_defaults([CODECS[coder.codec]]):
-        if key not in own:
-            raise wrong(key, "a value", None)
+    codec = CODECS[coder.codec]
+    for key in stated_defaults([codec]):
+        if key not in merged:
+            raise _damaged(f"{where}: missing key {key}")
     try:
-        return coder.parse_state(Fields(own, wrong))
+        return coder.parse_state({key: merged[key] for key in codec.state_defaults if key in merged})
     except ValueError as error:
-        raise MasterError(f"config.json: {where}: {error}") from None
+        raise _damaged(f"{where}: {error}") from None
 
 
 def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple[StoredTensor, ...]:
@@ -305,16 +294,17 @@ def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple
     return tuple(stored[part] for part in names)
 
 
-def _shape(where: str, stated: Any, *, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
+def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
     """Return the shape of a weight: the one that its settings state, else the one that its first part implies.
 
     Nothing implies the shape of a weight whose blocks depend on its size.
     """
     if stated is not None:
-        fields = Fields({"shape": stated}, lambda key, expected, found: _wrong(f"{where}: {key}", expected, found))
-        return fields.shape("shape")
+        if math.prod(stated) > MAX_ELEMENTS:
+            raise _damaged(f"{where}: shape: expected at most {MAX_ELEMENTS} elements, found {list(stated)}")
+        return stated
     if coder.depends_on_size:
-        raise _wrong(f"{where}: shape", f"that of the weight, as for all weights of {coder.codec}", None)
+        raise _damaged(f"{where}: shape: expected that of the weight, as for all weights of {coder.codec}, found none")
     items = coder.parts[0].items_per_block
     per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)
     if rest:
@@ -333,8 +323,8 @@ def _check_shapes(
         raise MasterError(
             f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)}; the master is damaged"
         )
-    found = parts if awq is None else (*parts, awq)
-    for spec, part in zip(encoded_specs(name, shape, coder, awq=awq is not None), found, strict=True):
+    stored = parts if awq is None else (*parts, awq)
+    for spec, part in zip(encoded_specs(name, shape, coder, awq=awq is not None), stored, strict=True):
         if (spec.dtype, spec.shape) != (part.dtype, part.shape):
             raise MasterError(
                 f"{part.file}: {part.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "
@@ -342,12 +332,12 @@ def _check_shapes(
             )
 
 
-def _wrong(key: str, expected: str, found: Any) -> PqweightsError:
-    return MasterError(f"config.json: {key}: expected {expected}, found {str(found)[:80]}")
+def _damaged(problem: str) -> MasterError:
+    return MasterError(f"config.json: {problem}")
 
 
-def _check_keys(where: str, found: dict[str, Any], known: Sequence[str]) -> None:
+def _check_keys(where: str, settings: dict[str, Any], known: Sequence[str]) -> None:
     """Raise MasterError for an unknown key, which may change the meaning of the bytes."""
-    for key in found:
+    for key in settings:
         if key not in known:
-            raise MasterError(f"config.json: {where}: unknown key {key!r}; {instead(key, known)}")
+            raise _damaged(f"{where}: unknown key {key!r}; {instead(key, known)}")

@@ -35,14 +35,19 @@ def model_facts(storage: Storage) -> dict[str, Any]:
     return facts | checked_facts(front_matter(read_file(storage, CARD_FILE).decode("utf-8", "replace"))[0])
 
 
-def checked_facts(found: dict[str, Any]) -> dict[str, Any]:
+def known_facts(model: dict[str, Any]) -> dict[str, Any]:
+    """Return what may be known of a model (model_facts), as far as the types of fields are right."""
+    return {key: model[key] for key in ("id", "revision") if isinstance(model.get(key), str)} | checked_facts(model)
+
+
+def checked_facts(fields: dict[str, Any]) -> dict[str, Any]:
     """Return licence, languages and task from the fields of a card or manifest, as far as their types are right."""
-    facts: dict[str, Any] = {key: found[key] for key in TEXT_KEYS if _is_text(found.get(key))}
-    languages = found.get("language")
+    facts: dict[str, Any] = {key: fields[key] for key in TEXT_KEYS if _is_text(fields.get(key))}
+    languages = fields.get("language")
     languages = [languages] if isinstance(languages, str) else languages
     # YAML 1.1 reads `no`, Norwegian, as false.
-    languages = ["no" if each is False else each for each in languages] if isinstance(languages, list) else []
-    if languages and len(languages) <= MAX_LANGUAGES and all(_is_text(each) for each in languages):
+    languages = ["no" if name is False else name for name in languages] if isinstance(languages, list) else []
+    if languages and len(languages) <= MAX_LANGUAGES and all(map(_is_text, languages)):
         facts["language"] = languages
     return facts
 
@@ -71,7 +76,7 @@ def front_matter(card: str) -> tuple[dict[str, Any], str]:
     if len(text) > MAX_FRONT_MATTER:
         return {}, body
     try:
-        found = yaml.load(text, _CardLoader)  # a SafeLoader
+        fields = yaml.load(text, _CardLoader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {}, body
-    return (found if isinstance(found, dict) else {}), body
+    return (fields if isinstance(fields, dict) else {}), body

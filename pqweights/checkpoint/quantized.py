@@ -89,7 +89,7 @@ def _activation_scales(
     """
     if not settings and not any(len(tensor.parts) > 1 for tensor in decoded):
         return
-    of_weights = {f"{tensor.name}_{kind}" for tensor in decoded for kind in ACTIVATION_SCALES}
+    of_weights = {f"{tensor.name}_{suffix}" for tensor in decoded for suffix in ACTIVATION_SCALES}
     for name in stored:
         if name.rpartition(".")[2] in ACTIVATION_SCALES or name in of_weights:
             yield name
@@ -145,8 +145,8 @@ def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
 
 def _has_parts(stored: dict[str, StoredTensor], weight: str, parts: tuple[Part, ...]) -> bool:
     """Whether all parts of an encoded weight are stored, in their dtypes."""
-    found = (stored.get(weight + part.suffix) for part in parts)
-    return all(tensor is not None and tensor.dtype == part.dtype for tensor, part in zip(found, parts, strict=True))
+    tensors = (stored.get(weight + part.suffix) for part in parts)
+    return all(tensor is not None and tensor.dtype == part.dtype for tensor, part in zip(tensors, parts, strict=True))
 
 
 def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
@@ -226,13 +226,13 @@ def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int,
     if all(n == 1 for n in scales.shape):
         return tuple(max(n, 1) for n in shape)
     # One scale per row, with or without a last dimension of 1.
-    found = scales.shape
-    if len(found) == len(shape) - 1:
-        found = (*found, 1)
+    counts = scales.shape
+    if len(counts) == len(shape) - 1:
+        counts = (*counts, 1)
     block = []
     configured = (1,) * (len(shape) - 2) + default
-    if len(found) == len(shape):
-        for size, count, step in zip(shape, found, configured, strict=True):
+    if len(counts) == len(shape):
+        for size, count, step in zip(shape, counts, configured, strict=True):
             if count == 1:
                 block.append(max(size, 1))
             elif count == size:

@@ -1,7 +1,8 @@
 """Logical tensors: a name, a shape, and values that can be read from any element on, however they are stored.
 
 Everything above this package sees only `LogicalTensor`. Here are those that are stored as they are, and the encoded
-weights of a master; float_formats.py reads FP8 and MXFP4, views.py tensors that are put together from others.
+weights of a master; float_formats.py reads FP8 and MXFP4, views.py tensors that are put together from others. At the
+end: which files are needed when tensors are read in order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.checked_reads import CheckedReads, Reads
+from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
@@ -175,12 +177,12 @@ class EncodedTensor:
         count = self.awq.byte_count if last is None else (last - first) * row
         raw = np.empty(count, dtype=np.uint8)
         self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
-        found = to_float32(raw, "F16")
-        if len(found) and not scales.SMALLEST_SCALE <= found.min() <= found.max() < np.inf:
+        values = to_float32(raw, "F16")
+        if len(values) and not scales.SMALLEST_SCALE <= values.min() <= values.max() < np.inf:
             raise damaged_master(
                 f"{self.awq.file}: tensor {self.awq.name!r}: expected finite scales from {scales.SMALLEST_SCALE} on"
             )
-        return found
+        return values
 
     def read_parts(self, first: int, last: int, into: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Read the bytes of blocks [first, last) of each part into arrays [blocks, bytes per block]."""
@@ -194,13 +196,13 @@ class EncodedTensor:
         """
         storage = self.storage.storage if isinstance(self.storage, CheckedReads) else self.storage
         assert isinstance(storage, LocalStorage)
-        found = []
+        mapped = []
         for part, stored in zip(self.coder.parts, self.encoded, strict=True):
             raw = storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
             if len(raw) < stored.byte_count:
                 raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
-            found.append(raw.reshape(-1, part.bytes_per_block))
-        return found
+            mapped.append(raw.reshape(-1, part.bytes_per_block))
+        return mapped
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode elements [start, start + count), straight into `out` if it holds their whole blocks."""
@@ -218,8 +220,8 @@ class EncodedTensor:
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
         try:
             self.coder.decode(parts, values, dtype=dtype, state=self.state)
-        except DamagedBlock as found:
-            raise damaged_error(self.place, found, first=first) from None
+        except DamagedBlock as damaged:
+            raise damaged_error(self.place, damaged, first=first) from None
         if not in_place:
             out[: count * size] = values[skip : skip + count * size]
 
@@ -258,3 +260,44 @@ class OriginalTensor:
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the original."""
         self.original.read(start, count, dtype, out)
+
+
+@dataclass(frozen=True)
+class FileUse:
+    """When a file is needed while tensors are read in order.
+
+    first, last: the places of the first and the last tensor that need the file
+    together: how many files are needed at the first place, or both before and after it
+    """
+
+    first: int
+    last: int
+    together: int
+
+
+def file_uses(tensors: Sequence[LogicalTensor], places: Sequence[int] | None = None) -> dict[str, FileUse]:
+    """Return when each file is needed, by file, in the order in which they are needed.
+
+    places: which of the tensors are read; by default all
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    for place in range(len(tensors)) if places is None else places:
+        for part in tensors[place].parts:
+            spans[part.file] = (spans.get(part.file, (place, place))[0], place)
+    return {
+        file: FileUse(first, last, sum(begin <= first <= end for begin, end in spans.values()))
+        for file, (first, last) in spans.items()
+    }
+
+
+def most_fetched(uses: dict[str, FileUse], files: dict[str, FileState], at_once: int) -> int:
+    """Return the most bytes of files that are held together, if each is deleted after its last use.
+
+    at_once: how many files are held, because later ones are fetched ahead; more if more are needed together
+    """
+    most, order = 0, list(uses)
+    for number, file in enumerate(order):
+        held = [f for f in order[: number + 1] if uses[f].last >= uses[file].first]
+        held += order[number + 1 : number + 1 + max(0, at_once - len(held))]
+        most = max(most, sum(files[f].byte_count for f in held))
+    return most

@@ -19,17 +19,22 @@ import numpy as np
 
 from pqweights.checkpoint import master, pickled, quantized
 from pqweights.checkpoint.checked_reads import CheckedReads, MapFunction
-from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES, check_links, companions
+from pqweights.checkpoint.companions import (
+    NOT_GIVEN,
+    WEIGHT_SUFFIXES,
+    check_links,
+    companions,
+    links_outside,
+    top_level_files,
+)
 from pqweights.checkpoint.header import StoredTensor, parse_header
-from pqweights.checkpoint.interrupted import check_not_interrupted
-from pqweights.checkpoint.links import links_outside, top_level_files
 from pqweights.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
 )
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_bytes
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, check_not_interrupted, read_bytes
 from pqweights.checkpoint.weight_files import check_tensors, find_weight_files, indexed_files, read_json_object
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import SourceError
@@ -120,10 +125,10 @@ class Checkpoint:
     @functools.cached_property
     def _by_file(self) -> dict[str, list[StoredTensor]]:
         """The stored tensors of each weight file, sorted by name."""
-        found: dict[str, list[StoredTensor]] = {file: [] for file in self.weight_files}
+        by_file: dict[str, list[StoredTensor]] = {file: [] for file in self.weight_files}
         for stored in sorted(self.stored, key=operator.attrgetter("name")):
-            found[stored.file].append(stored)
-        return found
+            by_file[stored.file].append(stored)
+        return by_file
 
     def check_unchanged(self) -> None:
         """Raise SourceChangedError if a file of the model is not what it was when the checkpoint was opened."""
@@ -226,20 +231,20 @@ def open_checkpoint(
         check_tensors(index, stored)
     if master.is_master(config):
         assert config is not None
-        found = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
+        model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
     else:
-        found = quantized.logical_tensors(storage, stored, config)
+        model = quantized.logical_tensors(storage, stored, config)
     beside = companions(files, weight_files, include, outside_links=storage.outside_links)
     return Checkpoint(
         storage=storage,
         config=config,
         stored=tuple(stored.values()),
-        tensors=_in_file_order(found.tensors, weight_files),
+        tensors=_in_file_order(model.tensors, weight_files),
         weight_files=weight_files,
         companions=beside.copied,
         left_out=beside.left_out,
         is_master=master.is_master(config),
-        left_out_tensors=found.left_out,
+        left_out_tensors=model.left_out,
     )
 
 

@@ -7,6 +7,7 @@ model that computes with them as they are stored are mapped: they stay in memory
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.disk_room import DiskNeed
-from pqweights.checkpoint.file_reader import FileReader
-from pqweights.checkpoint.file_state import FileState, state_at
-from pqweights.checkpoint.links import PARSED, leads_outside
-from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.checkpoint.companions import PARSED, leads_outside
+from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
+from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.locks import ProcessLock
-from pqweights.errors import SourceError
+from pqweights.errors import MasterError, SourceError
 
 
 class Origin(NamedTuple):
@@ -41,29 +41,29 @@ class WorkFolder(NamedTuple):
 
 
 class Storage(Protocol):
-    """Read access to a folder of files. Its text names it in messages."""
+    """Read access to a folder of files. Its text names it in messages. What has a default is that of a local folder."""
 
     bytes_read: int  # so far, by all threads
 
     @property
     def origin(self) -> Origin | None:
         """The repository and its commit; None for a local folder."""
-        ...
+        return None
 
     @property
     def frees(self) -> int:
         """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
-        ...
+        return 0
 
     @property
     def memory_bytes(self) -> int:
         """How many bytes it may hold in memory, beside what its readers hold."""
-        ...
+        return 0
 
     @property
     def reads_at_once(self) -> int:
         """How many small reads are best made at once: many where each waits for a reply, 1 for a disk."""
-        ...
+        return 1
 
     def files(self) -> dict[str, FileState]:
         """Return the state of every regular file by its relative POSIX path, in sorted order."""
@@ -80,7 +80,7 @@ class Storage(Protocol):
 
     @property
     def outside_links(self) -> tuple[str, ...]:
-        """Links out of the folder, see links.py; `files` has those that may be weights, and leaves out all others."""
+        """Links out of the folder (companions.py); `files` has those that may be weights, and leaves out all others."""
         ...
 
     def work_folder(self) -> WorkFolder | None:
@@ -111,11 +111,11 @@ class Storage(Protocol):
 
     def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
         """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
-        ...
+        return None
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files, which is what the caller does next."""
-        ...
+        return
 
     def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
         """Fetch files ahead while the context is open and the caller reads them in the given order.
@@ -123,11 +123,11 @@ class Storage(Protocol):
         folder: where fetched files lie, unless they lie elsewhere already
         files: for each file, how many files are needed together when it is first read
         """
-        ...
+        return contextlib.nullcontext()
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
-        ...
+        return
 
 
 def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
@@ -159,7 +159,7 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
     return read_bytes(storage, file, 0, size)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A folder on this machine, without its hidden files and folders."""
 
     def __init__(self, root: Path, only: Sequence[str] | None = None, origin: Origin | None = None) -> None:
@@ -188,7 +188,7 @@ class LocalStorage:
 
     def _walk(self) -> list[str]:
         """Return the names of all files, following links, but never into a folder that was already visited."""
-        found: list[str] = []
+        inside: list[str] = []
         broken: list[str] = []
         outside: list[str] = []
         seen = set()
@@ -208,9 +208,9 @@ class LocalStorage:
                 elif path.is_file():
                     is_outside = self._leads_outside(path)
                     outside += [self._relative(path)] * is_outside
-                    found += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
+                    inside += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
         self._broken_links, self._outside_links = tuple(broken), tuple(outside)
-        return found
+        return inside
 
     def _leads_outside(self, path: Path) -> bool:
         return path.is_symlink() and leads_outside(self.root, path)
@@ -225,21 +225,6 @@ class LocalStorage:
     def origin(self) -> Origin | None:
         """The repository that the folder was fetched from, if it was."""
         return self._origin
-
-    @property
-    def frees(self) -> int:
-        """0: the files stay."""
-        return 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """0: the few blocks that are read ahead are part of what the process needs anyhow."""
-        return 0
-
-    @property
-    def reads_at_once(self) -> int:
-        """1: a disk serves one after the other."""
-        return 1
 
     def newest(self, files: Sequence[str]) -> int:
         """Return when the last of these files was changed; the content of a commit does not change."""
@@ -262,19 +247,6 @@ class LocalStorage:
     def files(self) -> dict[str, FileState]:
         """Return the files that were listed."""
         return self._files
-
-    def disk_need(self, files: Sequence[str]) -> None:
-        """None: the files are there."""
-
-    def expect(self, files: Sequence[str]) -> None:
-        """Do nothing: the files are there."""
-
-    def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the files are there."""
-        return contextlib.nullcontext()
-
-    def release(self, file: str) -> None:
-        """Do nothing: the files stay."""
 
     def mapped(self, file: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of a file, which are read when they are used; changes of them do not reach the file."""
@@ -311,3 +283,44 @@ class LocalStorage:
             named = {*self._read, *files}
         for file in sorted(named):
             self._files[file].check(file, state_at(self.root / file, surely=True))
+
+
+# The commands that make each kind of result (RunIdentity.kind).
+COMMANDS = {"master": "pqweights quantize", "export": "pqweights export"}
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether a run into a folder on this machine began and did not reach its end, and it holds no earlier result."""
+    return not (folder / MANIFEST_FILE).exists() and (folder / WORK_FOLDER / JOURNAL_FILE).exists()
+
+
+def describe_interrupted(work: WorkFolder | None) -> str:
+    """Say that a run was interrupted in a folder, by its work folder, which command it was, and how to continue it."""
+    command = "" if work is None else _command_in(work.first_line)
+    of = f" of {command}" if command else ""
+    return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
+
+
+def check_not_interrupted(storage: Storage) -> None:
+    """Raise MasterError if a run into a folder was interrupted, and it holds no earlier result."""
+    if MANIFEST_FILE not in storage.files():
+        work = storage.work_folder()
+        if work is not None and work.has_journal:
+            raise MasterError(f"{storage}: {describe_interrupted(work)}")
+
+
+def _command_in(first_line: bytes) -> str:
+    """Return the command to which a journal belongs, as far as its first line tells."""
+    try:
+        first = json.loads(first_line)
+    except (ValueError, RecursionError):
+        return ""
+    return command_of(first) if isinstance(first, dict) else ""
+
+
+def command_of(first: Mapping[str, Any]) -> str:
+    """Return the command that the first line of a journal names; an empty text if it names none."""
+    target = first.get("target")
+    target = f" --target {target}" if isinstance(target, str) and target.isprintable() else ""
+    command = COMMANDS.get(str(first.get("kind")))
+    return f"{command}{target}" if command else ""

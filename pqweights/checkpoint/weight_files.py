@@ -78,7 +78,7 @@ def _pickled_files(storage: Storage, pickles: list[str], allow_pickle: bool) -> 
 def _pickle_refused(file: str) -> SourceError:
     return SourceError(
         f"{file}: pickled weights can run code when they are loaded; convert them to safetensors, or pass "
-        "--allow-pickle to read them through torch's weights_only loader"
+        "`allow_pickle` to read them through torch's weights_only loader"
     )
 
 
@@ -118,13 +118,13 @@ def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
 def check_tensors(index: Index, stored: dict[str, StoredTensor]) -> None:
     """Raise SourceError if a tensor is not in the file where the index places it."""
     for name, file in index.weight_map.items():
-        found = stored.get(name)
-        if found is None:
+        tensor = stored.get(name)
+        if tensor is None:
             raise SourceError(
                 f"{file}: expected the tensor {name!r}, which {index.file} places there, found no such tensor"
             )
-        if found.file != file:
-            raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {found.file}")
+        if tensor.file != file:
+            raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {tensor.file}")
 
 
 def read_json_object(storage: Storage, name: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Writing small files whole, and what every file that is written has in common.
 
 No file has its final name before it is complete and on the disk. shard_file.py writes those with tensors.
+Before a run: whether there is room on the disks of this machine for all that it writes, and whether `calibrate` and
+`sensitivity` may write to a path.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pqweights.errors import OutputError
+from pqweights.errors import OutputError, SourceError
 
 PARTIAL_SUFFIX = ".partial"
 COPY_BYTES = 1 << 20
@@ -69,3 +73,85 @@ def sha256_of_file(path: Path) -> str:
     """Return the sha256 of a file."""
     with open(path, "rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskNeed:
+    """What a run writes into a folder.
+
+    folder: the folder, which may not exist yet
+    byte_count: how many bytes it writes there at most
+    present: how many of them an interrupted run has already taken
+    what: whose they are, and what for, as messages begin
+    remedy: what to do if there is no room, besides freeing some
+    """
+
+    folder: Path
+    byte_count: int
+    what: str
+    remedy: str
+    present: int = 0
+
+    @property
+    def missing(self) -> int:
+        """How many bytes must be free."""
+        return max(0, self.byte_count - self.present)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes are free on the disk on which a folder is, or will be made."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def check_room(needs: Sequence[DiskNeed]) -> None:
+    """Check that there is room for all needs together; several may be of one disk.
+
+    Raises OutputError.
+    """
+    for need in needs:
+        _check_disk([need])
+    by_disk: dict[int, list[DiskNeed]] = {}
+    for need in needs:
+        by_disk.setdefault(os.stat(_existing(need.folder)).st_dev, []).append(need)
+    for together in by_disk.values():
+        _check_disk(together)
+
+
+def _check_disk(needs: Sequence[DiskNeed]) -> None:
+    free, missing = free_bytes(needs[0].folder), sum(need.missing for need in needs)
+    if missing > free:
+        same = " on the same disk" if len(needs) > 1 else ""
+        raise OutputError(
+            f"{', and '.join(need.what for need in needs)}{same}, but {free} are free; free {missing - free} bytes "
+            f"more, or {', or '.join(need.remedy for need in needs)}"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one around it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def check_free(path: Path, overwrite: bool, *, kind: str, read: Callable[[Path], object]) -> None:
+    """Raise OutputError if a result must not be written to a path.
+
+    path: the file to write.
+    overwrite: whether an older result may be replaced; other files never are.
+    kind: what the file holds, in the plural, for messages.
+    read: reads such a file; raises SourceError for any other.
+    """
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"{path}: its folder does not exist; make it first")
+    if path.is_dir():
+        raise OutputError(f"{path}: expected the name of a file, found a folder")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{path}: the file exists; choose another name, or pass `overwrite`")
+    try:
+        read(path)
+    except SourceError:
+        raise OutputError(
+            f"{path}: expected a file of {kind}, and `overwrite` replaces nothing else; move it away, or choose "
+            "another name"
+        ) from None

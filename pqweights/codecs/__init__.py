@@ -53,8 +53,8 @@ def withdrawn(name: str) -> str:
 
 def nearest_rate(codec: str, bits: float) -> float:
     """Return the rate of a codec that is nearest to `bits`; of two such rates the lower one."""
-    found = get_codec(codec)
-    return exact_rate(bits) if has_rate(found, bits) else min(found.rates, key=lambda rate: abs(rate - bits))
+    of_name = get_codec(codec)
+    return exact_rate(bits) if has_rate(of_name, bits) else min(of_name.rates, key=lambda rate: abs(rate - bits))
 
 
 def checked_rate(codec: str, bits: float) -> float:
@@ -77,9 +77,9 @@ def checked_effort(codecs: Iterable[str], effort: int) -> int | None:
 
     Raises RecipeError if a codec has others, or if none of them has any; the message then names a codec that has.
     """
-    found = [get_codec(name) for name in codecs]
-    choosing = [codec for codec in found if codec.efforts]
-    for codec in choosing or found:
+    named = [get_codec(name) for name in codecs]
+    choosing = [codec for codec in named if codec.efforts]
+    for codec in choosing or named:
         try:
             check_effort(codec, effort)
         except RecipeError as error:

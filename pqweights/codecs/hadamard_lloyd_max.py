@@ -18,8 +18,8 @@ from pqweights.codecs import lloyd_max
 from pqweights.codecs.lloyd_max import MAX_BITS, MIN_BITS
 from pqweights.codecs.protocol import (
     Bytes,
-    Doubles,
-    Floats,
+    Codec,
+    Coder,
     Measures,
     Part,
     PassResult,
@@ -34,10 +34,10 @@ from pqweights.codecs.scalar import (
     NormRange,
     ScalarState,
     check_norms,
-    parse_scalar_state,
+    parse_rotated,
     state_after,
 )
-from pqweights.common.strict_json import Fields, is_number
+from pqweights.common.strict_json import is_number
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
@@ -48,7 +48,7 @@ CODES = "_codes"
 NORMS = "_norms"
 
 
-class HadamardLloydMax:
+class HadamardLloydMax(Codec):
     """The codec of the master; see Codec.
 
     rotations: the default one, followed by those that a rescue tries
@@ -59,8 +59,6 @@ class HadamardLloydMax:
     format_version = 1
     suffixes = (CODES, NORMS)
     rates = range(MIN_BITS, MAX_BITS + 1)
-    any_rate = False
-    efforts: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
     rotations: tuple[str, ...] = ROTATIONS
     orthogonal_error = True  # because the norm is that of least squares
@@ -132,12 +130,11 @@ def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.floa
 
 
 @dataclass(frozen=True, eq=False)
-class ScalarCoder:
+class ScalarCoder(Coder):
     """The codec with the levels of one bit width; see Coder."""
 
     _codec: HadamardLloydMax
     codebook: Codebook
-    depends_on_size = False
     block_size = BLOCK_SIZE
 
     @property
@@ -149,10 +146,6 @@ class ScalarCoder:
     def bits(self) -> int:
         """See Coder."""
         return self.codebook.bits
-
-    def sized(self, weights: int) -> ScalarCoder:
-        """See Coder."""
-        return self
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -181,9 +174,9 @@ class ScalarCoder:
         """See Coder and `state_after`."""
         return state_after(self, self._codec.rotations, history)
 
-    def parse_state(self, fields: Fields) -> ScalarState:
+    def parse_state(self, values: Mapping[str, Any]) -> ScalarState:
         """See Coder."""
-        return parse_scalar_state(self.codec, self._codec.rotations, fields)
+        return parse_rotated(self, ScalarState, self._codec.rotations, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
@@ -221,10 +214,6 @@ class ScalarCoder:
         if norms.device.type == "cpu":
             self.check([codes.numpy(), norms.numpy()], state)
         return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self.coding(state))
-
-    def modelled_errors(self, blocks: Floats) -> Doubles | None:
-        """See Coder; encoding takes no longer than a model would."""
-        return None
 
     def coding(self, state: State) -> BlockCoding:
         """Return how blocks were coded in a state, for kernels that read codes and norms themselves."""

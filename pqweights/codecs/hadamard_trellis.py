@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     DamagedBlock,
     Doubles,
     Floats,
@@ -25,20 +27,14 @@ from pqweights.codecs.protocol import (
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     exact_rate,
     exceeds_promise,
     has_rate,
     unknown_rate,
 )
-from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD
-from pqweights.codecs.trellis_classes import decode_tables, encode_model
-from pqweights.codecs.trellis_tables import EXPONENTS, NOISE
-from pqweights.common.strict_json import Fields
+from pqweights.codecs.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD, RotatedState, parse_rotated
+from pqweights.codecs.trellis_tables import EXPONENTS, NOISE, decode_tables, encode_model
 from pqweights.kernels import BLOCK_SIZE, trellis
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TRELLIS = "_trellis"
 # Blocks of a superblock: about as many, so that the last superblock of a weight has few zeros to fill it. The most are
@@ -51,22 +47,6 @@ _REASONS = {1: "its header is not one that an encoder writes", 2: "its stream do
 
 
 @dataclass(frozen=True)
-class TrellisState:
-    """The state of a weight: its rotation."""
-
-    rotation: str
-
-    @property
-    def rescued(self) -> bool:
-        """See State."""
-        return self.rotation == SIGNED_HADAMARD
-
-    def to_json(self) -> dict[str, Any]:
-        """See State."""
-        return {"rotation": self.rotation}
-
-
-@dataclass(frozen=True)
 class Nothing:
     """What the coder observes: nothing."""
 
@@ -75,7 +55,7 @@ class Nothing:
         return self
 
 
-class HadamardTrellis:
+class HadamardTrellis(Codec):
     """The codec; see Codec."""
 
     name = "hadamard-trellis"
@@ -104,12 +84,6 @@ class HadamardTrellis:
             raise unknown_rate(self, bits)
         return _coder(bits, self.efforts[0] if effort is None else effort)
 
-    def coder_from_tables(self, bits: float, tables: Any) -> TrellisCoder:
-        """See Codec; there are no tables but those of the format."""
-        if tables is not None:
-            raise ValueError(f"expected none for {self.name}")
-        return self.coder(bits)
-
 
 @functools.lru_cache(maxsize=1024)
 def _coder(bits: float, states: int) -> TrellisCoder:
@@ -136,7 +110,7 @@ def superblocks(weights: int, rate: float) -> trellis.Superblocks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrellisCoder:
+class TrellisCoder(Coder):
     """The codec at one rate; see Coder.
 
     rate: bits per weight
@@ -148,20 +122,14 @@ class TrellisCoder:
     states: int
     cut: trellis.Superblocks | None = None
 
-    @property
-    def codec(self) -> str:
-        """See Coder."""
-        return HadamardTrellis.name
+    codec = HadamardTrellis.name
+    depends_on_size = True
+    orthogonal_error = True  # because the step of a superblock is fitted by least squares
 
     @property
     def bits(self) -> float:
         """See Coder."""
         return exact_rate(self.rate)
-
-    @property
-    def depends_on_size(self) -> bool:
-        """See Coder."""
-        return True
 
     def sized(self, weights: int) -> TrellisCoder:
         """See Coder."""
@@ -187,34 +155,22 @@ class TrellisCoder:
         """See Coder."""
         return float(4.0 ** (_ABOVE_BOUND - self.rate))
 
-    @property
-    def orthogonal_error(self) -> bool:
-        """See Coder; the step of a superblock is fitted by least squares."""
-        return True
-
-    def tables(self) -> None:
+    def first_state(self) -> RotatedState:
         """See Coder."""
-        return
+        return RotatedState(HADAMARD)
 
-    def first_state(self) -> TrellisState:
-        """See Coder."""
-        return TrellisState(HADAMARD)
-
-    def next_state(self, history: Sequence[PassResult]) -> TrellisState | None:
+    def next_state(self, history: Sequence[PassResult]) -> RotatedState | None:
         """See Coder: signs before the rotation, if the error is too large without, and whichever is better."""
         last = history[-1]
         if len(history) == 1:
-            return TrellisState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
+            return RotatedState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
         if len(history) == 2 and last.relative_mse >= history[0].relative_mse:
-            return TrellisState(HADAMARD)
+            return RotatedState(HADAMARD)
         return None
 
-    def parse_state(self, fields: Fields) -> TrellisState:
+    def parse_state(self, values: Mapping[str, Any]) -> RotatedState:
         """See Coder."""
-        rotation = fields.defaulted("rotation", fields.text, HADAMARD)
-        if rotation not in ROTATIONS:
-            raise ValueError(f"{self.codec} has no rotation {rotation!r}")
-        return TrellisState(rotation)
+        return parse_rotated(self, RotatedState, ROTATIONS, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
@@ -247,10 +203,6 @@ class TrellisCoder:
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder; what is wrong with a superblock shows when it is decoded."""
 
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        """See Coder."""
-        return decode_torch_on_cpu(self, parts, state)
-
     def modelled_errors(self, blocks: Floats) -> Doubles:
         """See Coder: the same error for each weight, but not more than a block's energy (reverse water-filling).
 
@@ -268,7 +220,7 @@ class TrellisCoder:
 
 
 def _is_signed(state: State) -> bool:
-    assert isinstance(state, TrellisState)
+    assert isinstance(state, RotatedState)
     return state.rotation == SIGNED_HADAMARD
 
 

@@ -4,7 +4,7 @@ Han et al., arXiv:2502.02617: rotate, turn each 16 coordinates into 15 angles an
 keep the radius in 16 bits. The codec has one rate, 3.875 bits, and no norm per block. For weights it is there for
 comparison: at its size other codecs err less (docs/quality.md). The rotation is that of the other codecs, the
 Walsh-Hadamard matrix of order 128, where the paper has a random one for the whole vector. docs/format.md, section 9,
-has the bytes.
+has the bytes. The first steps, on columns of blocks, are those of every codec (section 5).
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs import polar_transform
-from pqweights.codecs.columns import PIECE_BLOCKS, hadamard, prescale, tree_sum
-from pqweights.codecs.polar_codebook import RELATIVE_MSE
+from pqweights.codecs.polar_transform import RELATIVE_MSE
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     Doubles,
     Floats,
     Measures,
@@ -29,7 +30,6 @@ from pqweights.codecs.protocol import (
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     unknown_rate,
 )
 from pqweights.codecs.scalar import (
@@ -40,15 +40,67 @@ from pqweights.codecs.scalar import (
     NormRange,
     ScalarState,
     check_norms,
-    parse_scalar_state,
+    parse_rotated,
     state_after,
 )
 from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
-from pqweights.common.strict_json import Fields
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS
 
-if TYPE_CHECKING:
-    from torch import Tensor
+# Blocks that are encoded together: few enough for their temporary arrays to stay in the cache, and enough to make the
+# cost of the numpy calls small.
+PIECE_BLOCKS = 1024
+
+# Sums of squares in this range need no prescaling: their squares neither overflow nor vanish.
+SMALLEST_SAFE_SQUARE = 2.0**-60
+LARGEST_SAFE_SQUARE = 2.0**60
+
+
+def prescale(x: Floats) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
+    """Scale the blocks whose sums of squares would overflow or vanish (docs/format.md, section 5, step 2).
+
+    x: blocks, [128, blocks]
+
+    Returns the blocks times 2**-k, their sums of squares [blocks], and k [blocks].
+    """
+    with np.errstate(over="ignore"):
+        squares = tree_sum(x * x)
+    k = np.zeros(len(squares), dtype=np.int32)
+    unsafe = np.flatnonzero(~((squares >= SMALLEST_SAFE_SQUARE) & (squares <= LARGEST_SAFE_SQUARE)))
+    if len(unsafe):
+        largest = np.abs(x[:, unsafe]).max(axis=0)
+        exponent = np.where(largest > 0, np.frexp(largest.astype(np.float64))[1] - 1, 0)
+        half = np.trunc(exponent / 2).astype(np.int32)  # in two steps, because 2**149 is not a float32
+        one = np.float32(1)
+        scaled = x[:, unsafe] * np.ldexp(one, -half) * np.ldexp(one, half - exponent)
+        squares[unsafe] = tree_sum(scaled * scaled)
+        x = x.copy()
+        x[:, unsafe] = scaled
+        k[unsafe] = exponent
+    return x, squares, k
+
+
+def hadamard(x: Floats) -> Floats:  # [128, blocks] -> [128, blocks]
+    """Return the unnormalised Walsh-Hadamard transform of each column, by butterflies h = 1, 2, 4, ..., 64."""
+    h = 1
+    while h < BLOCK_SIZE:
+        pairs = x.reshape(BLOCK_SIZE // (2 * h), 2, h, -1)
+        x = np.empty_like(x)
+        result = x.reshape(pairs.shape)
+        np.add(pairs[:, 0], pairs[:, 1], out=result[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=result[:, 1])
+        h *= 2
+    return x
+
+
+def tree_sum(x: Floats) -> Floats:  # [128, blocks] -> [blocks]
+    """Return the sum of each column, added by folding one half of it onto the other."""
+    h = BLOCK_SIZE // 2
+    while h:
+        x = x[:h] + x[h : 2 * h]
+        h //= 2
+    total: Floats = x[0]
+    return total
+
 
 ANGLES = "_angles"
 RADII = "_radii"
@@ -57,15 +109,13 @@ RATE = 3.875
 _ROOT_OF_BLOCK_SIZE = math.sqrt(BLOCK_SIZE)
 
 
-class PolarAngles:
+class PolarAngles(Codec):
     """The codec; see Codec."""
 
     name = "polar"
     format_version = 3
     suffixes = (ANGLES, RADII)
     rates = (RATE,)
-    any_rate = False
-    efforts: tuple[int, ...] = ()
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
     description = ""
@@ -81,32 +131,17 @@ class PolarAngles:
             raise unknown_rate(self, bits)
         return PolarCoder()
 
-    def coder_from_tables(self, bits: float, tables: Any) -> PolarCoder:
-        """See Codec; there are no tables but those of the format."""
-        if tables is not None:
-            raise ValueError(f"expected none for {self.name}")
-        return self.coder(bits)
-
 
 @dataclass(frozen=True)
-class PolarCoder:
+class PolarCoder(Coder):
     """The codec at its rate; see Coder."""
 
     codec = PolarAngles.name
     bits = RATE
-    depends_on_size = False
     block_size = BLOCK_SIZE
     parts = (Part(ANGLES, "U8", polar_transform.ANGLE_BYTES), Part(RADII, "F16", polar_transform.GROUPS))
     distortion = RELATIVE_MSE
     orthogonal_error = False  # because radii are those of the weights, not of least squares
-
-    def sized(self, weights: int) -> PolarCoder:
-        """See Coder."""
-        return self
-
-    def tables(self) -> None:
-        """See Coder."""
-        return
 
     def first_state(self) -> ScalarState:
         """See Coder."""
@@ -116,9 +151,9 @@ class PolarCoder:
         """See Coder; rotation and exponent are found as for the scalar codecs."""
         return state_after(self, ROTATIONS, history)
 
-    def parse_state(self, fields: Fields) -> ScalarState:
+    def parse_state(self, values: Mapping[str, Any]) -> ScalarState:
         """See Coder."""
-        return parse_scalar_state(self.codec, ROTATIONS, fields)
+        return parse_rotated(self, ScalarState, ROTATIONS, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
@@ -132,10 +167,10 @@ class PolarCoder:
             if len(bad):
                 x[:, bad] = 0
                 first_bad = here.start + int(bad[0]) if first_bad < 0 else first_bad
-            found = _encode(x, state)
-            angles[here], radii[here] = found.angles.T, found.radii.T
-            energies[here], errors[here] = found.energies, found.errors
-            used = found.exact_radii[found.exact_radii > 0]
+            piece = _encode(x, state)
+            angles[here], radii[here] = piece.angles.T, piece.radii.T
+            energies[here], errors[here] = piece.energies, piece.errors
+            used = piece.exact_radii[piece.exact_radii > 0]
             smallest = min(smallest, float(used.min(initial=math.inf)))
             largest = max(largest, float(used.max(initial=0.0)))
         observed = NormRange(smallest, largest)
@@ -153,14 +188,6 @@ class PolarCoder:
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder."""
         check_norms(parts[1], state, "a radius")
-
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        """See Coder."""
-        return decode_torch_on_cpu(self, parts, state)
-
-    def modelled_errors(self, blocks: Floats) -> Doubles | None:
-        """See Coder; encoding is fast enough to measure the error."""
-        return None
 
 
 class _PolarPiece(NamedTuple):
@@ -194,8 +221,8 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
         x = x * SIGNS[:, None]
     x, squares, k = prescale(x)
     z = hadamard(x)
-    found, of_groups = polar_transform.transform(z.T, polar_transform.angle_codes)
-    codes, lengths = [each.T for each in found], of_groups.T
+    angles, of_groups = polar_transform.transform(z.T, polar_transform.angle_codes)
+    codes, lengths = [of_level.T for of_level in angles], of_groups.T
     exact = np.ldexp(lengths.astype(np.float64) * ORTHONORMAL, k)
     # No radius is clipped in the last pass, whose exponent fits.
     radii = np.minimum(np.ldexp(exact, -state.norm_exponent), LARGEST_HALF).astype(np.float16)
@@ -225,7 +252,7 @@ def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState) -
 
 def _directions(codes: Sequence[npt.NDArray[np.uint8]]) -> Floats:
     """Return the unit vectors of codes, [128 / 2**level, blocks] each -> [128, blocks]."""
-    result: Floats = polar_transform.directions([each.T for each in codes], _pairs_of).T
+    result: Floats = polar_transform.directions([of_level.T for of_level in codes], _pairs_of).T
     return result
 
 

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.common.strict_json import Fields
 from pqweights.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class PassResult:
 
 
 class Coder(Protocol):
-    """A codec at one rate, for all weights or `sized` for one.
+    """A codec at one rate, for all weights or `sized` for one. A coder is a subclass, for what has a default here.
 
     Only a sized coder has blocks and parts, and encodes and decodes. Rate, tables and states are the same for all
     weights; what is promised may depend on the size, too.
@@ -146,12 +145,14 @@ class Coder(Protocol):
     @property
     def depends_on_size(self) -> bool:
         """Whether blocks and parts depend on the size of a weight, so that a master always states its shape."""
+        return False
 
     def sized(self, weights: int) -> Coder:
         """Return the coder as it stores a weight of this many elements; its block_size and parts hold for it alone.
 
         weights: any number from 0 on, also from a damaged file; a weight without elements is never encoded
         """
+        return self
 
     @property
     def block_size(self) -> int:
@@ -171,6 +172,7 @@ class Coder(Protocol):
 
     def tables(self) -> Any:
         """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
+        return None
 
     def first_state(self) -> State:
         """Return the state of the first pass, which is the only one for nearly every weight."""
@@ -178,10 +180,10 @@ class Coder(Protocol):
     def next_state(self, history: Sequence[PassResult]) -> State | None:
         """Return the state for another pass after these, or None if the last one stands."""
 
-    def parse_state(self, fields: Fields) -> State:
+    def parse_state(self, values: Mapping[str, Any]) -> State:
         """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults.
 
-        Raises ValueError for a value that this coder never writes, and what `fields` raises.
+        Raises ValueError for a value that this coder never writes; the message names its key.
         """
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
@@ -214,9 +216,14 @@ class Coder(Protocol):
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        A codec that torch cannot decode calls `decode_torch_on_cpu`. Raises DamagedBlock like `decode`, except
-        for what `check` finds, if the parts are on another device: asking would wait for it.
+        By default it is decoded on the CPU. Raises DamagedBlock like `decode`, except for what `check` finds, if the
+        parts are on another device: asking would wait for it.
         """
+        import torch
+
+        values = np.empty(len(parts[0]) * self.block_size * 4, dtype=np.uint8)
+        self.decode([part.cpu().numpy() for part in parts], values, dtype="F32", state=state)
+        return torch.from_numpy(values.view(np.float32)).view(-1, self.block_size).to(parts[0].device)
 
     def modelled_errors(self, blocks: Floats) -> Doubles | None:
         """Return the mean squared error that encoding is expected to give to the weights of each block, [blocks] f64.
@@ -227,10 +234,11 @@ class Coder(Protocol):
 
         blocks: consecutive weights in blocks of Codec.block_size, which may be any part of a weight, [blocks, size]
         """
+        return None
 
 
 class Codec(Protocol):
-    """A block quantizer of several rates."""
+    """A block quantizer of several rates. A codec is a subclass, for what has a default here."""
 
     @property
     def name(self) -> str:
@@ -251,6 +259,7 @@ class Codec(Protocol):
     @property
     def any_rate(self) -> bool:
         """Whether the codec has every rate from the first to the last of `rates`, not only those."""
+        return False
 
     @property
     def efforts(self) -> Sequence[int]:
@@ -258,6 +267,7 @@ class Codec(Protocol):
 
         More effort gives less error in the same bytes. It has no part in decoding, nor in what `distortion` promises.
         """
+        return ()
 
     @property
     def block_size(self) -> int:
@@ -285,17 +295,11 @@ class Codec(Protocol):
         """Return the coder of a rate, with the tables of a master.
 
         Raises RecipeError like `coder`, and ValueError for tables that cannot be those of the rate; the message says
-        what was expected.
+        what was expected. By default there are none but those of the format.
         """
-
-
-def decode_torch_on_cpu(coder: Coder, parts: Sequence[Tensor], state: State) -> Tensor:
-    """Decode like Coder.decode_torch, for any device, by calling `coder.decode` on the CPU."""
-    import torch
-
-    values = np.empty(len(parts[0]) * coder.block_size * 4, dtype=np.uint8)
-    coder.decode([part.cpu().numpy() for part in parts], values, dtype="F32", state=state)
-    return torch.from_numpy(values.view(np.float32)).view(-1, coder.block_size).to(parts[0].device)
+        if tables is not None:
+            raise ValueError(f"expected none for {self.name}")
+        return self.coder(bits)
 
 
 def has_rate(codec: Codec, bits: float) -> bool:

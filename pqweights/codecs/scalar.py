@@ -7,14 +7,15 @@ docs/format.md, sections 4 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from msgspec import Meta, structs
 
 from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, PassResult, State, exceeds_promise
-from pqweights.common.strict_json import Fields
+from pqweights.common.documents import Document, as_document
 
 # The rotations, as files name them.
 HADAMARD = "hadamard"
@@ -23,20 +24,18 @@ ROTATIONS = (HADAMARD, SIGNED_HADAMARD)
 
 SMALLEST_NORMAL_HALF = 2.0**-14
 LARGEST_HALF = 65504.0
-# Norms of float32 weights need no exponents beyond these.
-NORM_EXPONENTS = range(-200, 201)
+# Norms of float32 weights need no exponents beyond this, in either direction.
+LARGEST_EXPONENT = 200
 FIRST_INVALID_HALF = 0x7C00  # of the bit patterns of float16: infinity; NaN and all negative numbers follow
 # Above the largest norm of 128 float32 numbers, and above four times it, because that of least squares may be larger.
 _NORM_BOUND = 2.0**135
 _EXPONENT_OF_BOUND = 119  # up to which no float16 reaches the bound
 
 
-@dataclass(frozen=True)
-class ScalarState:
-    """The state of a weight: its rotation, and the exponent with which norms are float16(norm * 2**-norm_exponent)."""
+class RotatedState(Document, frozen=True):
+    """The state of a weight whose blocks are rotated: the rotation."""
 
     rotation: str
-    norm_exponent: int
 
     @property
     def rescued(self) -> bool:
@@ -45,7 +44,24 @@ class ScalarState:
 
     def to_json(self) -> dict[str, Any]:
         """See State."""
-        return {"rotation": self.rotation, "norm_exponent": self.norm_exponent}
+        return structs.asdict(self)
+
+
+class ScalarState(RotatedState, frozen=True):
+    """The state of a weight: its rotation, and the exponent with which norms are float16(norm * 2**-norm_exponent)."""
+
+    norm_exponent: Annotated[int, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)] = 0
+
+
+Rotated = TypeVar("Rotated", bound=RotatedState)
+
+
+def parse_rotated(coder: Coder, state: type[Rotated], rotations: Sequence[str], values: Mapping[str, Any]) -> Rotated:
+    """Return what Coder.parse_state does for a coder with these rotations, the default one first."""
+    parsed = as_document({"rotation": rotations[0], **values}, state, ValueError)
+    if parsed.rotation not in rotations:
+        raise ValueError(f"{coder.codec} has no rotation {parsed.rotation!r}")
+    return parsed
 
 
 @dataclass(frozen=True)
@@ -112,17 +128,3 @@ def state_after(coder: Coder, rotations: Sequence[str], history: Sequence[PassRe
     best = min(tried.values(), key=lambda result: result.relative_mse).state
     assert isinstance(best, ScalarState)
     return None if best.rotation == state.rotation else best
-
-
-def parse_scalar_state(codec: str, rotations: Sequence[str], fields: Fields) -> ScalarState:
-    """Return what Coder.parse_state does for a codec with these rotations, the default one first.
-
-    Raises ValueError for a rotation or an exponent that the codec never writes, and what `fields` raises.
-    """
-    rotation = fields.defaulted("rotation", fields.text, rotations[0])
-    exponent = fields.defaulted("norm_exponent", fields.whole, 0)
-    if rotation not in rotations:
-        raise ValueError(f"{codec} has no rotation {rotation!r}")
-    if exponent not in NORM_EXPONENTS:
-        raise ValueError(f"norm_exponent: expected {NORM_EXPONENTS[0]} to {NORM_EXPONENTS[-1]}, found {exponent}")
-    return ScalarState(rotation, exponent)

@@ -73,21 +73,21 @@ def block_count(weights: int, block_size: int) -> int:
     return -(-weights // block_size)
 
 
-def damaged_error(where: str, found: DamagedBlock, *, first: int | None) -> MasterError:
+def damaged_error(where: str, damage: DamagedBlock, *, first: int | None) -> MasterError:
     """Return the error for a block that cannot be decoded.
 
     where: what the block belongs to, for the user
-    first: the first block of the call that found it; None if the blocks of the call do not lie together
+    first: the first block of the call that damage it; None if the blocks of the call do not lie together
     """
-    block = "a block" if first is None else f"block {first + found.block}"
-    return damaged_master(f"{where}: {block}: {found.reason}")
+    block = "a block" if first is None else f"block {first + damage.block}"
+    return damaged_master(f"{where}: {block}: {damage.reason}")
 
 
-def damaged_master(found: str) -> MasterError:
-    """Return the error for a master that holds what no run writes. found: where, and what."""
+def damaged_master(problem: str) -> MasterError:
+    """Return the error for a master that holds what no run writes. problem: where, and what."""
     return MasterError(
-        f"{found}; the master is damaged: pqweights verify names what differs, and a copy or quantizing again restores "
-        "it"
+        f"{problem}; the master is damaged: pqweights verify names what differs, and a copy or quantizing again "
+        "restores it"
     )
 
 
@@ -116,8 +116,8 @@ class EncodedWeight:
         values = np.empty((stop - start) * self.coder.block_size * item_bytes(dtype), dtype=np.uint8)
         try:
             self.coder.decode([part[start:stop] for part in self.parts], values, dtype=dtype, state=self.state)
-        except DamagedBlock as found:
-            raise damaged_error("the encoded weight", found, first=start) from None
+        except DamagedBlock as damage:
+            raise damaged_error("the encoded weight", damage, first=start) from None
         return values
 
     def decode(self) -> Bytes:

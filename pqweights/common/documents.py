@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pqweights.common.strict_json import LARGEST_NUMBER, MAX_ELEMENTS, parse_json
-from pqweights.errors import PqweightsError
+from pqweights.common.suggestions import instead
 
 # No document of ours is longer: a manifest takes some 400 bytes for each tensor.
 MAX_BYTES = 1_000_000_000
@@ -24,12 +24,23 @@ Number = Annotated[float, Meta(gt=-LARGEST_NUMBER, lt=LARGEST_NUMBER)]  # finite
 Count = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)]  # of a dimension
 
-Kind = TypeVar("Kind")
-Damaged = Callable[[str], PqweightsError]  # what is wrong, in words -> the error
+Type = TypeVar("Type")
+Damaged = Callable[[str], Exception]  # what is wrong, in words -> the error
 
 # msgspec says "Expected `int`, got `str` - at `$.groups[0].alpha`".
 _PROBLEM = re.compile(r"(?P<problem>.*?)(, got `?(?P<got>.*?)`?)?( - at `(?P<path>.*)`)?", re.DOTALL)
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+# The types of JSON, in the words of our messages.
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "keys and values",
+    "|": "or",
+}
+_TYPES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -40,11 +51,11 @@ class ClosedDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON object with the fields of its class, and no other key."""
 
 
-def read_document(data: bytes, kind: type[Kind], damaged: Damaged, *, max_bytes: int = MAX_BYTES) -> Kind:
+def read_document(data: bytes, document: type[Type], damaged: Damaged, *, max_bytes: int = MAX_BYTES) -> Type:
     """Parse a JSON text as a value of a type.
 
     data: the text
-    kind: a Document, or any other type that msgspec knows
+    document: a Document, or any other type that msgspec knows
     damaged: returns the error for what is wrong
     max_bytes: how long the text may be
 
@@ -57,13 +68,20 @@ def read_document(data: bytes, kind: type[Kind], damaged: Damaged, *, max_bytes:
         value = parse_json(data, strict=True)
     except ValueError as error:
         raise damaged(str(error)) from None
-    return as_document(value, kind, damaged)
+    return as_document(value, document, damaged)
 
 
-def as_document(value: Any, kind: type[Kind], damaged: Damaged) -> Kind:
-    """Return a value of JSON or YAML, already parsed, as a value of a type; see read_document."""
+def as_document(value: Any, document: type[Type], damaged: Damaged) -> Type:
+    """Return a value of JSON or YAML, already parsed, as a value of a type; see read_document.
+
+    The message for an unknown key of a ClosedDocument names the nearest known one.
+    """
+    if isinstance(value, dict) and isinstance(document, type) and issubclass(document, ClosedDocument):
+        for key in value:
+            if key not in document.__struct_fields__:
+                raise damaged(f"unknown key {key!r}; {instead(str(key), document.__struct_fields__)}")
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, document)
     except msgspec.ValidationError as error:
         raise damaged(_in_words(str(error), value)) from None
 
@@ -87,15 +105,28 @@ def _in_words(message: str, value: Any) -> str:
     problem = problem.replace("Object missing required field", "missing key")
     problem = problem.replace("Object contains unknown field", "unknown key")
     if problem.startswith("Expected"):
-        # The path does not say which key of a dict it is (`[...]`), but msgspec says of which type its value is.
-        found = match["got"] or "another value" if "..." in path else _shown(value, path)
-        problem = f"{problem}, found {found}"
+        problem = " ".join(_WORDS.get(word, word) for word in problem.split()).removesuffix(" or null")
+        path, got = _located(value, _STEP.findall(path), match["got"]) or (path, "another value")
+        problem = f"{problem}, found {got}"
     field = f"{path.removeprefix('.')}: " if path else ""
     return f"{field}{problem[0].lower()}{problem[1:]}"
 
 
-def _shown(value: Any, path: str) -> str:
-    """Return the value at a path such as `.groups[0].alpha`, short enough for a message."""
-    for key, number in _STEP.findall(path):
-        value = value[key] if key else value[int(number)]
-    return ascii(value)[:80]
+def _located(value: Any, steps: list[tuple[str, str]], got: str | None) -> tuple[str, str] | None:
+    """Return the path of what msgspec refused, and the value, short enough for a message; None if it is not there.
+
+    msgspec does not say in which item of a mapping (`[...]`), but of which type the value is.
+    """
+    if not steps:
+        return ("", ascii(value)[:80]) if got in (None, _TYPES.get(type(value))) else None
+    (key, index), *rest = steps
+    if index == "..." and got is None:
+        return None
+    for at in list(value) if index == "..." else [key or int(index)]:
+        try:
+            located = _located(value[at], rest, got)
+        except (IndexError, KeyError, TypeError):
+            continue
+        if located is not None:
+            return f".{key}{located[0]}" if key else f"[{at!r}]{located[0]}", located[1]
+    return None

@@ -48,16 +48,6 @@ def fenced(language: str, lines: Sequence[str]) -> str:
     return "\n".join([f"```{language}", *lines, "```"])
 
 
-def size(count: int) -> str:
-    """Return a number of bytes with its unit; GB is 10**9."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
-
-
 def number(value: float | None) -> str:
     """Return a measure with four significant digits; "-" for None."""
     return "-" if value is None else f"{value:.4g}"

@@ -1,15 +1,12 @@
-"""JSON as pqweights writes it, and JSON from outside: parsed strictly, then read field by field."""
+"""JSON as pqweights writes it, and JSON from outside, parsed strictly; documents.py has what it may hold."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from json.encoder import encode_basestring
-from typing import Any, TypeGuard, TypeVar
-
-from pqweights.errors import PqweightsError
+from typing import Any, TypeGuard
 
 MAX_DEPTH = 100
 # No measure is larger, and sums of such numbers stay finite.
@@ -20,10 +17,6 @@ MAX_ELEMENTS = 2**60
 LIST_ITEM = "\n    "
 # UTF-8 has no surrogates, so JSON can only hold half of a surrogate pair as an escape.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-Wrong = Callable[[str, str, Any], PqweightsError]  # which field, what was expected, what was found -> the error
-Item = TypeVar("Item")
-Default = TypeVar("Default")
 
 
 class JsonText(str):
@@ -101,7 +94,7 @@ def parse_json(data: bytes, *, strict: bool = False) -> Any:
     Raises ValueError, with what was expected and found, for anything else, for more than MAX_DEPTH levels of nesting,
     and for strings that UTF-8 cannot hold.
     """
-    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse} if strict else {}
+    hooks: dict[str, Any] = {"object_pairs_hook": unique_keys, "parse_constant": _refuse} if strict else {}
     try:
         value = json.loads(data.decode("utf-8"), **hooks)
     except RecursionError:
@@ -116,7 +109,7 @@ def parse_json(data: bytes, *, strict: bool = False) -> Any:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these pairs; raises ValueError for a key that is there twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -149,124 +142,6 @@ def _depth(value: object) -> int:
     return depth
 
 
-class Fields:
-    """The fields of a JSON or YAML object from outside, each read as the type that it must have.
-
-    Every method raises the error that `wrong` returns if the field has another type.
-    """
-
-    def __init__(self, value: Any, wrong: Wrong, name: str = "") -> None:
-        """Take an object; anything else raises an error for the key `name`.
-
-        wrong: returns the error for a key, what was expected, and what was found (None if the key is absent)
-        """
-        if not isinstance(value, dict):
-            raise wrong(name, "keys and values", value)
-        self._values: Mapping[str, Any] = value
-        self._wrong = wrong
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def raw(self, key: str) -> Any:
-        """Return a value of any type; None if the key is absent."""
-        return self._values.get(key)
-
-    def text(self, key: str) -> str:
-        """Return a string."""
-        found: str = self._checked(key, "a text", lambda value: isinstance(value, str))
-        return found
-
-    def flag(self, key: str) -> bool:
-        """Return a boolean."""
-        found: bool = self._checked(key, "true or false", lambda value: isinstance(value, bool))
-        return found
-
-    def whole(self, key: str) -> int:
-        """Return a whole number of any sign."""
-        found: int = self._checked(key, "a whole number", _is_whole)
-        return found
-
-    def count(self, key: str) -> int:
-        """Return a whole number from 0 on."""
-        found: int = self._checked(key, "a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
-        return found
-
-    def number(self, key: str) -> float:
-        """Return a finite number, whole or not."""
-        return float(self._checked(key, "a number", is_number))
-
-    def fields(self, key: str) -> Fields:
-        """Return the fields of a nested object."""
-        return Fields(self._values.get(key), self._wrong, key)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        """Return a nested object, whose values are not checked."""
-        found: dict[str, Any] = self._checked(key, "keys and values", lambda value: isinstance(value, dict))
-        return found
-
-    def texts_by_key(self, key: str) -> dict[str, str]:
-        """Return a nested object whose values are strings."""
-        found = self.mapping(key)
-        for value in found.values():
-            if not isinstance(value, str):
-                raise self._wrong(key, "texts", value)
-        return found
-
-    def items(self, key: str) -> list[Any]:
-        """Return a list, whose items are not checked."""
-        found: list[Any] = self._checked(key, "a list", lambda value: isinstance(value, list))
-        return found
-
-    def objects(self, key: str) -> list[Fields]:
-        """Return the fields of each object in a list."""
-        return [Fields(item, self._wrong, key) for item in self.items(key)]
-
-    def texts(self, key: str) -> list[str]:
-        """Return a list of strings."""
-        found: list[str] = self._checked(
-            key, "a list of texts", lambda value: _is_list_of(value, lambda item: isinstance(item, str))
-        )
-        return found
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor: a list of sizes from 0 on."""
-        return tuple(self._checked(key, "a list of sizes", _is_shape))
-
-    def optional(self, key: str, read: Callable[[str], Item], default: Default) -> Item | Default:
-        """Return what `read`, one of the methods above, returns for a key; the default if it is absent or null."""
-        return default if self._values.get(key) is None else read(key)
-
-    def defaulted(self, key: str, read: Callable[[str], Item], default: Default) -> Item | Default:
-        """Return what `read` returns for a key; the default only if it is absent, so that null is an error."""
-        return read(key) if key in self._values else default
-
-    def _checked(self, key: str, expected: str, holds: Callable[[Any], bool]) -> Any:
-        value = self._values.get(key)
-        if not holds(value):
-            raise self._wrong(key, expected, value)
-        return value
-
-
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite number below LARGEST_NUMBER; true and false are not numbers."""
     return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
-
-
-def _is_shape(value: Any) -> bool:
-    """Whether a value is a list of sizes from 0 on, of which neither one nor the product is above MAX_ELEMENTS."""
-    return (
-        _is_list_of(value, lambda item: _is_whole(item) and 0 <= item <= MAX_ELEMENTS)
-        and math.prod(value) <= MAX_ELEMENTS
-    )
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_list_of(value: Any, holds: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(holds, value))

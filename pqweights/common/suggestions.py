@@ -13,8 +13,8 @@ LEAST_RATIO = 0.6
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is nearest to another one, upper and lower case alike; None if none is near."""
     by_lower: dict[str, str] = {}
-    for each in known:
-        by_lower.setdefault(each.lower(), each)
+    for candidate in known:
+        by_lower.setdefault(candidate.lower(), candidate)
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=LEAST_RATIO)
     return by_lower[near[0]] if near else None
 

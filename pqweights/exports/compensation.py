@@ -23,8 +23,8 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.common.locks import ProcessLock
 from pqweights.common.strict_json import rounded
 from pqweights.exports.bf16 import role_of
-from pqweights.exports.integer_job import IntegerJob, RoundedChunk
-from pqweights.exports.integers import WeightedRule
+from pqweights.exports.formats import BlockRule
+from pqweights.exports.integers import IntegerJob, RoundedChunk
 from pqweights.kernels.compensation import (
     TILE,
     MomentsFactor,
@@ -38,7 +38,6 @@ from pqweights.kernels.compensation import (
 )
 from pqweights.kernels.groups import GroupRule, Groups
 from pqweights.planning.statistics_file import Statistics
-from pqweights.rewrite import jobs
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
@@ -108,7 +107,10 @@ class Compensation:
         return squares if columns is None else squares / (columns * columns)
 
     def of(self, tensor: LogicalTensor) -> list[tuple[Floats, int] | None]:
-        """See Importances."""
+        """Return for each matrix of a weight the mean square of each input, [K], and of how many tokens.
+
+        None for a matrix of which the inputs are not known; an empty list for a tensor that is not rounded.
+        """
         return [
             None
             if isinstance(vector, str)
@@ -170,7 +172,7 @@ def _made(moments: Statistics, vector: int, *, columns: Floats | None) -> ReadyF
 
 def sources_of(tensor: LogicalTensor, rule: object, moments: Statistics) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
-    if not isinstance(rule, GroupRule | WeightedRule):
+    if not isinstance(rule, GroupRule | BlockRule):
         return ("its format has no compensated rounding",) * int(np.prod(tensor.shape[:-2]))
     return inputs_of(tensor, moments)
 
@@ -238,32 +240,16 @@ class _OutputErrors:
     damping: float
 
 
-class _MatrixJob(IntegerJob, abc.ABC):
-    """The job of a weight of which each matrix has inputs of its own: a chunk lies in one matrix."""
+class _InformedJob(IntegerJob, abc.ABC):
+    """The job of a weight of which inputs are known: the manifest says what was rounded how, and what that gained."""
 
-    row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
-
-    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
-        """Take over the job of a weight. sources: see Compensation."""
-        self.__dict__.update(job.__dict__)
-        self._compensation, self._sources = compensation, sources
-        self._matrix_rows = self._planned.shape[-2]
-        rows = max(1, jobs.CHUNK_WEIGHTS // self._columns)
-        self._rows_per_chunk = max(self.row_multiple, rows // self.row_multiple * self.row_multiple)
-        self._per_matrix = -(-self._matrix_rows // self._rows_per_chunk)
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks: whole rows of one matrix each."""
-        return self._per_matrix * len(self._sources)
-
-    def _span(self, chunk: int) -> tuple[int, int]:
-        matrix, part = divmod(chunk, self._per_matrix)
-        first = part * self._rows_per_chunk
-        return matrix * self._matrix_rows + first, min(self._rows_per_chunk, self._matrix_rows - first)
+    def __init__(self, *arguments: Any, compensation: Compensation, **keywords: Any) -> None:
+        """Prepare the job of one weight; see IntegerJob."""
+        super().__init__(*arguments, **keywords)
+        self._compensation, self._sources = compensation, compensation.sources[self._tensor.name]
 
     def finish(self, sink: Sink) -> TensorRecord | Job:
-        """Return the record, which says what was rounded how, and what that gained."""
+        """Return the record, with how many matrices were rounded how."""
         record = super().finish(sink)
         assert isinstance(record, TensorRecord)
         reasons = Counter(source for source in self._sources if isinstance(source, str))
@@ -275,7 +261,7 @@ class _MatrixJob(IntegerJob, abc.ABC):
         """Return what the manifest says of the matrices that are not rounded plainly; may add reasons for others."""
 
 
-class WeightedJob(_MatrixJob):
+class WeightedJob(_InformedJob):
     """The job that rounds one weight with errors weighed by the importance of inputs, where they are known."""
 
     def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
@@ -283,22 +269,22 @@ class WeightedJob(_MatrixJob):
         vector = self._sources[matrix]
         if isinstance(vector, str):
             return super()._round(chunk, values)
-        assert isinstance(rule, WeightedRule)
+        assert isinstance(rule, BlockRule)
         return rule.quantize_weighted(values, self._compensation.importance(self._tensor, matrix, vector)), None
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         return {"weighed": len(self._sources) - reasons.total()}
 
 
-class CompensatedJob(_MatrixJob):
+class CompensatedJob(_InformedJob):
     """The job that rounds one weight with compensation, where it has inputs and gains from it."""
 
     row_multiple = TILE
 
-    def __init__(self, job: IntegerJob, compensation: Compensation, sources: tuple[int | str, ...]) -> None:
-        """Take over the job of a weight. sources: see Compensation."""
-        super().__init__(job, compensation, sources)
-        self._before, self._after = [0.0] * len(sources), [0.0] * len(sources)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """Prepare the job of one weight; see IntegerJob."""
+        super().__init__(*arguments, **keywords)
+        self._before, self._after = [0.0] * self._matrices, [0.0] * self._matrices
         self._plain_rows = 0
         self._dampings: dict[int, float] = {}
         self._not_factorized: set[int] = set()

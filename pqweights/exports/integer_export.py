@@ -18,11 +18,10 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.exports.bf16 import plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation, WeightedJob
-from pqweights.exports.integer_job import IntegerJob
-from pqweights.exports.integers import IntegerTarget, Outline, Rounding, WeightedRule
+from pqweights.exports.formats import BlockRule
+from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ, IMPORTANCE
-from pqweights.planning.containers import Safetensors
-from pqweights.planning.plan import INTEGER, TensorPlan, stored_bytes
+from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -66,8 +65,8 @@ class IntegerExport:
         rounding = {}
         if self.compensation is not None:
             rules = [decision.rule for decision in self.outline.decisions.values() if isinstance(decision, Rounding)]
-            kind = IMPORTANCE if any(isinstance(rule, WeightedRule) for rule in rules) else GPTQ
-            rounding = {"rounding": kind, "calibration": self.compensation.moments.sha256}
+            method = IMPORTANCE if any(isinstance(rule, BlockRule) for rule in rules) else GPTQ
+            rounding = {"rounding": method, "calibration": self.compensation.moments.sha256}
         fold = {"fold": self.fold.describe()} if self.fold else {}
         errors = {"master_errors": _digest(self.master_errors)}
         return Account(EXPORT, self.target.describe() | fingerprint | errors | rounding | fold)
@@ -142,19 +141,25 @@ class IntegerExport:
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             return CopyJob(planned, tensor)
-        job = IntegerJob(
+        if self.compensation is not None:
+            # The master's values are not rounded for comparison here: that would take as long again.
+            job = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
+            return job(
+                planned,
+                tensor,
+                decision,
+                master_error=self.master_errors.get(tensor.name),
+                is_original=self.original is not None,
+                compensation=self.compensation,
+            )
+        return IntegerJob(
             planned,
             tensor,
             decision,
-            # To round the master's values for comparison takes as long again.
-            master=None if self.compensation or not self.target.compares_master else self.master.get(tensor.name),
+            master=self.master.get(tensor.name) if self.target.compares_master else None,
             master_error=self.master_errors.get(tensor.name),
             is_original=self.original is not None,
         )
-        if self.compensation is None:
-            return job
-        kind = WeightedJob if isinstance(decision.rule, WeightedRule) else CompensatedJob
-        return kind(job, self.compensation, self.compensation.sources[tensor.name])
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
         """Return the record with the vectors through which the tensor was folded, or those that it is made of."""

@@ -1,109 +1,37 @@
-"""The terms in which an integer target says which weights become integers, how, and where each number goes.
+"""What an integer target says of each weight, and the job that does it: read rows, round, measure, write.
 
-integer_export.py carries out what the targets say.
-docs/exports.md has the rules.
+integer_export.py carries out what the targets say; how numbers are stored is in formats.py. docs/exports.md has the
+rules, and what the errors mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.kernels.groups import Groups
+from pqweights.codecs.weight import add_in_order
+from pqweights.common.dtypes import from_float32, to_float32
+from pqweights.common.strict_json import rounded
+from pqweights.errors import SourceError
+from pqweights.exports.formats import Layout, Rule, StoredPiece
+from pqweights.kernels.compensation import sums_of_squares
+from pqweights.kernels.groups import BEST, Groups
+from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
+from pqweights.rewrite import jobs
+from pqweights.rewrite.jobs import Job, Sink
+from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import SmallFiles
 
-
-class StoredPiece(NamedTuple):
-    """Bytes of a stored tensor.
-
-    stored_name: the stored tensor
-    offset: where the data goes, in bytes from the start of the tensor; None if its columns follow those that came with
-        earlier rows of weights
-    data: u8, contiguous; [rows of the stored tensor, bytes] for columns
-    """
-
-    stored_name: str
-    offset: int | None
-    data: npt.NDArray[np.uint8]
-
-
-class RoundingRule(Protocol):
-    """How groups of consecutive weights become codes, and how codes become weights again."""
-
-    @property
-    def bits(self) -> int:
-        """The width of a code, in bits."""
-        ...
-
-    @property
-    def group_size(self) -> int:
-        """The number of weights that share a scale."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The name of the rule: "best", or what the runtime calls its own rule."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """The kind of code: "affine", "symmetric", or the name of a floating mode."""
-        ...
-
-    def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Quantize whole groups of weights."""
-        ...
-
-    def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
-        """Return the weights that the runtime computes with: [groups, group size]."""
-        ...
-
-
-@runtime_checkable
-class WeightedRule(Protocol):
-    """A rule that can weigh errors by how large inputs are."""
-
-    def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
-        """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
-        ...
-
-
-class Importances(Protocol):
-    """What is known of how large the inputs of weights are."""
-
-    def of(self, tensor: LogicalTensor) -> list[tuple[npt.NDArray[np.float32], int] | None]:
-        """Return for each matrix of a weight the mean square of each input, [K], and of how many tokens.
-
-        None for a matrix of which the inputs are not known; an empty list for a tensor that is not rounded.
-        """
-        ...
-
-
-class Layout(Protocol):
-    """How a target stores a weight of integers."""
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows are handed to `pieces` in multiples of this number, except for the last ones."""
-        ...
-
-    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """Return the stored tensors of a weight [..., K]."""
-        ...
-
-    def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
-    ) -> list[StoredPiece]:
-        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
-        ...
+# Columns are put together to rows in strips of this size.
+STRIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -114,7 +42,7 @@ class Rounding:
     reason: why it is rounded so, if not by the name of the rule
     """
 
-    rule: RoundingRule
+    rule: Rule
     layout: Layout
     label: str | None = None
     reason: str | None = None
@@ -148,7 +76,8 @@ class Outline:
     plain_dtype: the `dtype` of plain_plan for tensors that are stored plainly
     warnings: what the user should know of the result before using it, a sentence each
     container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
-    small_files: returns files that are written beside the weights, by name; None if there are none
+    small_files: returns files that are written beside the weights, by name, given the shards and the Compensation, if
+        there is one; None if there are none
     companions: the files that are copied; None for all that the master has
     measured: tensors that are stored plainly, and whose inputs the small files tell of
     """
@@ -161,7 +90,7 @@ class Outline:
     plain_dtype: str | None = "BF16"
     warnings: tuple[str, ...] = ()
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
-    small_files: Callable[[Sequence[ShardPlan], Importances | None], SmallFiles] | None = None
+    small_files: Callable[[Sequence[ShardPlan], Any], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
     measured: tuple[LogicalTensor, ...] = ()
 
@@ -184,3 +113,155 @@ class IntegerTarget(Protocol):
         Raises ExportError if the target cannot store the model, MissingDependencyError if a package is missing.
         """
         ...
+
+
+class IntegerJob:
+    """The job that turns one weight into integers; a chunk is some whole rows of one matrix."""
+
+    row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
+
+    def __init__(
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        rounding: Rounding,
+        *,
+        master: LogicalTensor | None = None,
+        master_error: float | None = None,
+        is_original: bool,
+    ) -> None:
+        """Prepare the job of one weight.
+
+        is_original: whether the weight is the original's
+        master: with an original, what the master has for the weight, if it is to be rounded for comparison
+        master_error: without an original, the master's relative error of the weight, if it is known
+        """
+        self._planned, self._tensor, self._rounding = planned, tensor, rounding
+        self._master, self._master_error, self._is_original = master, master_error, is_original
+        self._columns = tensor.shape[-1]
+        self._matrices, self._rows = math.prod(tensor.shape[:-2]), tensor.shape[-2]
+        multiple = max(self.row_multiple, rounding.layout.row_multiple)
+        self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
+        self._per_matrix = -(-self._rows // self._rows_per_chunk)
+        self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
+        self._energy = self._error = self._error_by_master = 0.0
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return self._per_matrix * self._matrices
+
+    def run(self, chunk: int, sink: Sink) -> RoundedChunk:
+        """Round one chunk of rows, and write its pieces.
+
+        Raises SourceError if a weight or a scale is not finite.
+        """
+        first, count = self._span(chunk)
+        values = self._values(self._tensor, first, count, purpose="values")
+        groups, about = self._round(chunk, values)
+        numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
+        if not all(np.isfinite(array).all() for array in numbers):
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
+                f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
+                "damaged"
+            )
+        pieces = self._rounding.layout.pieces(
+            self._planned.name, self._planned.shape, self._rounding.rule, first_row=first, groups=groups
+        )
+        for piece in pieces:
+            if piece.offset is not None:
+                sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
+        by_master = np.empty(0)
+        if self._master is not None:
+            of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
+            by_master = _errors(values, of_master, self._rounding.rule)
+        return RoundedChunk(
+            columns=[piece for piece in pieces if piece.offset is None],
+            energies=groups.energies,
+            errors=groups.errors,
+            errors_by_master=by_master,
+            about=about,
+        )
+
+    def _span(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, and how many it has."""
+        matrix, part = divmod(chunk, self._per_matrix)
+        first = part * self._rows_per_chunk
+        return matrix * self._rows + first, min(self._rows_per_chunk, self._rows - first)
+
+    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+        """Round the rows of a chunk; also return what `collect` is to know of it besides the errors of weights."""
+        return self._quantized(values), None
+
+    def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
+        """Read whole rows as float32. purpose: of the thread's scratch memory."""
+        count = rows * self._columns
+        raw = scratch(purpose, count * 4)
+        tensor.read(row * self._columns, count, "F32", raw)
+        return raw.view(np.float32)
+
+    def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Round rows to codes, and measure their errors; a rule of the runtime's own gets BF16, as in the runtime."""
+        rule = self._rounding.rule
+        if rule.name == BEST:
+            return rule.quantize(values)
+        groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
+        energies = sums_of_squares(values.reshape(groups.codes.shape))
+        return replace(groups, energies=energies, errors=_errors(values, groups, rule))
+
+    def collect(self, result: RoundedChunk) -> None:
+        """Keep the columns of a chunk, and add up its errors."""
+        for piece in result.columns:
+            self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
+        self._energy = add_in_order(self._energy, result.energies)
+        self._error = add_in_order(self._error, result.errors)
+        self._error_by_master = add_in_order(self._error_by_master, result.errors_by_master)
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Write what came by columns, and return the record with the errors as far as they are known."""
+        while self._by_columns:
+            stored_name, columns = self._by_columns.popitem()
+            row_bytes = sum(part.shape[1] for part in columns)
+            step = max(1, STRIP_BYTES // row_bytes)
+            for row in range(0, len(columns[0]), step):
+                strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
+                sink.write(stored_name, row * row_bytes, strip.reshape(-1))
+        own = self._error / self._energy if self._energy else 0.0
+        total: float | None = None
+        by_master: float | None = None
+        if self._master is not None:
+            total, by_master = own, self._error_by_master / self._energy if self._energy else 0.0
+        elif self._is_original:
+            total = own
+        elif self._master_error is not None:
+            # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
+            # of rounding: the squares add up.
+            total = by_master = self._master_error + own * (1 - self._master_error)
+        return TensorRecord(
+            name=self._planned.name,
+            relative_mse=rounded(own),
+            energy=rounded(self._energy),
+            total_mse=None if total is None else rounded(total),
+            master_mse=None if by_master is None else rounded(by_master),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoundedChunk:
+    """What is still to be written of a chunk, and what was measured: sums of squares by group.
+
+    about: what else the job is to know of it
+    """
+
+    columns: list[StoredPiece]
+    energies: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]
+    errors_by_master: npt.NDArray[np.float64]
+    about: Any = None
+
+
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:
+    """Return the squared errors of codes against other values than they were made from, summed by group."""
+    decoded = rule.decode(groups)
+    return sums_of_squares(values.reshape(decoded.shape) - decoded)

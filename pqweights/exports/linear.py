@@ -22,9 +22,9 @@ from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.options import GroupSize
 from pqweights.planning.decisions import is_smaller
-from pqweights.planning.groups import group_of
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
+from pqweights.planning.sensitivity_file import group_of
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20

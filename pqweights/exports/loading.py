@@ -24,7 +24,7 @@ NO_TOKENIZER = "tokenizer_config.json"  # matches a pattern of TOKENIZER_FILES, 
 class LoadableModel:
     """A model, as far as the commands that load it depend on it.
 
-    place: a repository's id or a folder
+    location: a repository's id or a folder
     branch: the branch of a repository; None for main, or for a folder
     auto_class: the class of transformers that loads the model; None if it is not known
     tokenizer: whether a tokenizer lies beside the weights
@@ -33,7 +33,7 @@ class LoadableModel:
     weights: the names of the files that hold tensors
     """
 
-    place: str
+    location: str
     branch: str | None
     auto_class: str | None
     tokenizer: bool
@@ -43,13 +43,13 @@ class LoadableModel:
 
     @property
     def quoted(self) -> str:
-        """The place, quoted for a shell."""
-        return shlex.quote(self.place)
+        """The location, quoted for a shell."""
+        return shlex.quote(self.location)
 
     @property
     def literal(self) -> str:
-        """The place, as a string literal of Python."""
-        return json.dumps(self.place)
+        """The location, as a string literal of Python."""
+        return json.dumps(self.location)
 
     @property
     def revision(self) -> str:
@@ -68,12 +68,12 @@ class LoadableModel:
 
 
 def read_model(
-    place: str, *, branch: str | None, config: Mapping[str, Any], files: Iterable[str], weights: Iterable[str] = ()
+    location: str, *, branch: str | None, config: Mapping[str, Any], files: Iterable[str], weights: Iterable[str] = ()
 ) -> LoadableModel:
     """Describe the model of a folder from its config.json, the names of its files of weights, and of the others."""
     here = [name for name in files if "/" not in name and name != NO_TOKENIZER]
     return LoadableModel(
-        place=place,
+        location=location,
         branch=branch,
         auto_class=auto_class(config),
         tokenizer=any(fnmatch.filter(here, pattern) for pattern in TOKENIZER_FILES),
@@ -93,8 +93,8 @@ def auto_class(config: Mapping[str, Any]) -> str | None:
         if architecture.endswith(end):
             # Text-to-text models have this ending, too.
             return None if name == IMAGES and not isinstance(config.get("vision_config"), dict) else name
-    kind = str(config.get("model_type")).replace("-", "").replace("_", "")
-    return "AutoModel" if architecture.lower() == f"{kind}model" else None
+    model_type = str(config.get("model_type")).replace("-", "").replace("_", "")
+    return "AutoModel" if architecture.lower() == f"{model_type}model" else None
 
 
 def by_transformers(model: LoadableModel, packages: str = "torch transformers", options: str = "") -> list[str]:

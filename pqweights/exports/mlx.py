@@ -6,22 +6,25 @@ tensors are those of mlx_lm.convert, byte for byte. mlx is imported when an expo
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
-from pqweights.checkpoint.header import StoredTensor, TensorSpec
+from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
-from pqweights.common.dtypes import DTYPE_BITS, convert, from_float32, item_bytes
+from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.installing import pip_install
 from pqweights.common.locks import ProcessLock
 from pqweights.common.markdown import fenced
@@ -29,14 +32,14 @@ from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
 from pqweights.exports.bf16 import is_encoded, plain_plan
-from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.formats import MLX_AFFINE, MLX_FLOATS, Rule
+from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.exports.mlx_types import check_model_type
 from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import MLX, ExportTarget, PlannedMaster
-from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits
+from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
 
 if TYPE_CHECKING:
@@ -86,9 +89,9 @@ class MlxFormat:
         outputs = _outputs(model, tensors, specs)
         fused_with = _fused_with_kept(model, tensors)
         decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names})
-        used = {source for found in model.outputs.values() for source in found.sources}
-        kind = (checkpoint.config or {}).get("model_type")
-        reason = f"mlx-lm's model of type {kind!r} does not hold them"
+        used = {source for output in model.outputs.values() for source in output.sources}
+        model_type = (checkpoint.config or {}).get("model_type")
+        reason = f"mlx-lm's model of type {model_type!r} does not hold them"
         return Outline(
             tensors=outputs,
             decisions=decisions,
@@ -134,11 +137,11 @@ class MlxFormat:
         """
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
-            rule: RoundingRule = FloatRule(how.mode, how.bits, how.group_size)
+            rule: Rule = FloatRule(how.mode, how.bits, how.group_size)
             if how.mode == "affine":
                 name = "best" if self.qparams == BEST else "mlx"
                 rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
-            decisions[f"{module}.weight"] = Rounding(rule, MlxLayout(how.mode == "affine"))
+            decisions[f"{module}.weight"] = Rounding(rule, MLX_AFFINE if how.mode == "affine" else MLX_FLOATS)
         for tensor in outputs:
             if tensor.name in fused:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
@@ -176,10 +179,10 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
         )
     config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
     config.pop("quantization", None)
-    for place in (config, config.get("text_config")):
+    for settings in (config, config.get("text_config")):
         for key in ("dtype", "torch_dtype"):
-            if isinstance(place, dict) and key in place:
-                place[key] = "bfloat16"  # mlx-lm would cast everything to another dtype, scales included
+            if isinstance(settings, dict) and key in settings:
+                settings[key] = "bfloat16"  # mlx-lm would cast everything to another dtype, scales included
     return config
 
 
@@ -189,26 +192,26 @@ def _outputs(
     """Return the tensors that mlx-lm holds: moved from those of the checkpoint, or computed from them."""
     from pqweights.exports.mlx_trace import Evaluated
 
-    evaluated = {name: found for name, found in model.outputs.items() if isinstance(found, Evaluated)}
+    evaluated = {name: output for name, output in model.outputs.items() if isinstance(output, Evaluated)}
     _check_size(evaluated, model)
     values = _Values(model, evaluated, lambda name: _load(tensors[name], specs[name].dtype))
     cache = MatrixCache()
     outputs: list[LogicalTensor] = []
-    for name, found in model.outputs.items():
+    for name, output in model.outputs.items():
         dtype = model.dtypes[name]
-        if isinstance(found, Evaluated):
-            parts = tuple(part for source in sorted(found.sources) for part in tensors[source].parts)
-            outputs.append(EvaluatedTensor(name=name, shape=found.shape, dtype=dtype, parts=parts, values=values))
+        if isinstance(output, Evaluated):
+            parts = tuple(part for source in sorted(output.sources) for part in tensors[source].parts)
+            outputs.append(EvaluatedTensor(name=name, shape=output.shape, dtype=dtype, parts=parts, values=values))
             continue
-        segments = (Segment(tensor=tensors[r.source], first=r.first, step=r.step, count=r.count) for r in found.runs)
+        segments = (Segment(tensor=tensors[r.source], first=r.first, step=r.step, count=r.count) for r in output.runs)
         outputs.append(
             MovedTensor(
                 name=name,
-                shape=found.shape,
+                shape=output.shape,
                 dtype=dtype,
                 segments=tuple(segments),
-                columns=found.columns,
-                transposed=found.transposed,
+                columns=output.columns,
+                transposed=output.transposed,
                 cache=cache,
             )
         )
@@ -227,7 +230,7 @@ def _fused_with_kept(model: MlxModel, tensors: Mapping[str, LogicalTensor]) -> d
 
 def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:
     """Raise ExportError if the tensors that mlx computes do not fit into the memory set aside for them."""
-    sizes = {name: math.prod(found.shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, found in evaluated.items()}
+    sizes = {name: math.prod(output.shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, output in evaluated.items()}
     if sum(sizes.values()) > MOST_EVALUATED_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ExportError(
@@ -250,40 +253,33 @@ def _load(tensor: LogicalTensor, dtype: str) -> Any:
 
 
 class _Values:
-    """The outputs that mlx computes, all of them when the first is asked for."""
+    """The outputs that mlx computes, all of them when the first is asked for; another process gets them computed."""
 
     def __init__(self, model: MlxModel, wanted: Mapping[str, Any], load: Callable[[str], Any]) -> None:
-        self._model, self._wanted, self._load = model, wanted, load
+        self._compute = functools.partial(model.evaluate, wanted, load)
+        self._dtypes = model.dtypes
         self._lock = ProcessLock()
         self._raw: dict[str, npt.NDArray[np.uint8]] | None = None
 
-    def __reduce__(self) -> tuple[type[_ComputedValues], tuple[dict[str, npt.NDArray[np.uint8]]]]:
-        return _ComputedValues, ({name: self.raw(name) for name in self._wanted},)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_raw": self._values(), "_lock": self._lock}
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of an output, in the dtype in which it is kept."""
-        import mlx.core as mx
-
-        from pqweights.exports.mlx_trace import MLX_DTYPES
-
         with self._lock:
-            if self._raw is None:
-                found = self._model.evaluate(self._wanted, self._load)
-                self._raw = {
-                    key: np.array(array.astype(MLX_DTYPES[self._model.dtypes[key]]).reshape(-1).view(mx.uint8))
-                    for key, array in found.items()
-                }
-            return self._raw[name]
+            return self._values()[name]
 
+    def _values(self) -> dict[str, npt.NDArray[np.uint8]]:
+        if self._raw is None:
+            import mlx.core as mx
 
-class _ComputedValues(NamedTuple):
-    """The same values in another process, which need not compute them again."""
+            from pqweights.exports.mlx_trace import MLX_DTYPES
 
-    values: dict[str, npt.NDArray[np.uint8]]
-
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of an output, in the dtype in which it is kept."""
-        return self.values[name]
+            self._raw = {
+                name: np.array(array.astype(MLX_DTYPES[self._dtypes[name]]).reshape(-1).view(mx.uint8))
+                for name, array in self._compute().items()
+            }
+        return self._raw
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -294,7 +290,7 @@ class EvaluatedTensor:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...]
-    values: _Values | _ComputedValues
+    values: _Values
 
     @property
     def plain_dtype(self) -> str:
@@ -306,47 +302,6 @@ class EvaluatedTensor:
         size = item_bytes(self.dtype)
         raw = self.values.raw(self.name)[start * size : (start + count) * size]
         out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
-
-
-@dataclass(frozen=True)
-class MlxLayout:
-    """The layout of mlx's quantized weights.
-
-    weight: [..., K * bits / 32] u32
-    scales, biases: [..., K / g] bf16 for affine integers; for small floats only scales, as u8
-    """
-
-    affine: bool
-    row_multiple: int = 1
-
-    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """Return weight, scales and biases of a weight [..., K]."""
-        *rows, columns = shape
-        module, groups = name.removesuffix(".weight"), (*rows, columns // rule.group_size)
-        weight = TensorSpec(name, "U32", (*rows, columns * rule.bits // 32))
-        if not self.affine:
-            return weight, TensorSpec(f"{module}.scales", "U8", groups)
-        return weight, *(TensorSpec(f"{module}.{part}", "BF16", groups) for part in ("scales", "biases"))
-
-    def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
-    ) -> list[StoredPiece]:
-        """Return the bytes of some rows, in order."""
-        columns, module = shape[-1], name.removesuffix(".weight")
-        first_group = first_row * (columns // rule.group_size)
-        data = pack_bits(groups.codes, rule.bits)
-        codes = StoredPiece(stored_name=name, offset=first_row * columns * rule.bits // 8, data=data)
-        if not self.affine:
-            scales = groups.scales.astype(np.uint8)
-            return [codes, StoredPiece(stored_name=f"{module}.scales", offset=first_group, data=scales)]
-        numbers = (("scales", groups.scales), ("biases", groups.offsets))
-        return [
-            codes,
-            *(
-                StoredPiece(stored_name=f"{module}.{part}", offset=first_group * 2, data=from_float32(values, "BF16"))
-                for part, values in numbers
-            ),
-        ]
 
 
 def read_options(options: ExportOptions) -> MlxFormat:
@@ -371,17 +326,17 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     parts = ["For mlx-lm, on Apple Silicon."]
     if not model.tokenizer:
         return [*parts, "mlx-lm needs a tokenizer beside the weights, and there is none here."]
-    fetch, place = [], model.quoted
+    fetch, folder = [], model.quoted
     if model.branch is not None:  # mlx_lm.generate only loads main
-        place = shlex.quote(f"{model.place.rpartition('/')[2]}-{model.branch.replace('/', '-')}")
-        fetch = [f"hf download {model.quoted}{model.revision_option} --local-dir {place}"]
+        folder = shlex.quote(f"{model.location.rpartition('/')[2]}-{model.branch.replace('/', '-')}")
+        fetch = [f"hf download {model.quoted}{model.revision_option} --local-dir {folder}"]
     python = [
         "from mlx_lm import generate, load",
         "",
         f"model, tokenizer = load({model.literal}{model.revision})",
         'print(generate(model, tokenizer, prompt="Once upon a time", max_tokens=20))',
     ]
-    command = f'mlx_lm.generate --model {place} --prompt "Once upon a time"'
+    command = f'mlx_lm.generate --model {folder} --prompt "Once upon a time"'
     return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
 
 
@@ -389,7 +344,25 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     """See ExportTarget; mlx is not imported."""
     source = master.source
     config = _config(source, model_dtype(source.config, source.tensors))
-    check_model_type(config["model_type"], other_targets(MLX_TARGET, config))
+    _check_model_type(config["model_type"], other_targets(MLX_TARGET, config))
+
+
+def _check_model_type(model_type: str, advice: str) -> None:
+    """Raise ExportError if mlx-lm has no models of a type, by its files: to import it takes a second.
+
+    advice: the end of the message
+
+    Raises MissingDependencyError if mlx or mlx-lm is not installed.
+    """
+    package = importlib.util.find_spec("mlx_lm")
+    if importlib.util.find_spec("mlx") is None or package is None or not package.submodule_search_locations:
+        raise MissingDependencyError(f"it needs mlx and mlx-lm: {pip_install('mlx')}")
+    folder = Path(package.submodule_search_locations[0])
+    if (folder / "models" / f"{model_type}.py").is_file():
+        return
+    # Some types are those of another module, by tables of literals that only an import would give.
+    if f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
+        raise ExportError(f"mlx-lm does not support this model ({model_type!r}); {advice}")
 
 
 TARGET = ExportTarget(

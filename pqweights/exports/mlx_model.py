@@ -13,8 +13,10 @@ import io
 import json
 import re
 import tempfile
+import textwrap
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
+from pqweights.errors import ExportError
 from pqweights.exports.architectures import MLX, other_targets
-from pqweights.exports.mlx_refusals import refused
 from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
@@ -46,6 +48,16 @@ GEMMA3_VOCABULARY = 262208
 # Models with images whose text_config must say whether the head is tied. For the first two, tied is the default.
 TEXT_HEAD = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
+# What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MOST_QUOTED = 240
+# What mlx-lm says of it, and the same in words of ours.
+IN_WORDS = (
+    (r"Model type (\S+) not supported", r"it has no model of type '\1'"),
+    (r".* missing \d+ required .* arguments?: (.*)", r"it needs settings that config.json does not have: \1"),
+    (r"Received (\d+) parameters? not in model: (.*)", r"its model has no place for \1 tensors: \2"),
+    (r"Missing (\d+) parameters?: (.*)", r"its model needs \1 tensors that the checkpoint does not have: \2"),
+)
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 
 
@@ -98,8 +110,7 @@ def read_model(
 
     Raises ExportError if mlx-lm does not support the model.
     """
-    what = f"mlx-lm does not support this model ({config.get('model_type')!r})"
-    checked = functools.partial(refused, what, other_targets(MLX, config))
+    checked = functools.partial(_checked, config.get("model_type"), other_targets(MLX, config))
     with checked():
         config = _loaded(config, generation_config)
     _add_old_names(config)
@@ -128,6 +139,31 @@ def read_model(
         return evaluate(_sanitize(build(), model_type), specs, wanted=wanted, load=load)
 
     return MlxModel(outputs=outputs, dtypes=dtypes, quantized=quantized, config=config, evaluate=values)
+
+
+@contextlib.contextmanager
+def _checked(model_type: object, advice: str) -> Iterator[None]:
+    """Turn an error of mlx-lm into an ExportError that ends with `advice`; what mlx-lm prints is dropped.
+
+    Where mlx-lm does not say itself what it lacks, the line of its code tells about which setting it stumbled.
+    """
+    what = f"mlx-lm does not support this model ({model_type!r})"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except SystemExit as error:  # mlx-lm's OLMo
+        raise ExportError(f"{what}: a package that it needs is not installed; {advice}") from error
+    except REFUSALS as error:
+        text = str(error).rstrip(". ")
+        lines = traceback.extract_tb(error.__traceback__)
+        line = next(
+            (f" in {Path(f.filename).name}, line {f.lineno}" for f in lines[::-1] if "mlx_lm" in f.filename), ""
+        )
+        said = f"its code fails ({type(error).__name__}{line}): {text}"
+        for pattern, words in IN_WORDS:
+            if match := re.fullmatch(pattern, text, re.DOTALL):
+                said = match.expand(words)
+        raise ExportError(f"{what}: {textwrap.shorten(said, MOST_QUOTED, placeholder=' ...')}; {advice}") from error
 
 
 def _quantize(

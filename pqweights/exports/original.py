@@ -11,6 +11,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import target_name
+from pqweights.exports.architectures import check_names
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, inputs_of, sources_of
 from pqweights.exports.integer_export import IntegerExport
@@ -18,7 +19,6 @@ from pqweights.exports.integers import IntegerTarget, Outline, Rounding
 from pqweights.exports.options import GPTQ
 from pqweights.exports.remarks import remarks
 from pqweights.exports.target import ExportSource
-from pqweights.exports.unexamined import check_names
 from pqweights.planning.plan import coder_of
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.rewrite.folding.fold import EQUALIZE, Fold
@@ -240,10 +240,10 @@ def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, man
             f"{where}: is not the checkpoint that the master was made from: its fingerprint differs from the one in "
             "pqweights.json; give that one, or quantize this one"
         )
-    kind = EQUALIZE if manifest is None else manifest.fold.get("kind", EQUALIZE)
-    if kind != EQUALIZE:
+    fold = EQUALIZE if manifest is None else manifest.fold.get("kind", EQUALIZE)
+    if fold != EQUALIZE:
         raise SourceError(
-            f"{where}: the master was folded with --fold {kind}, which this version of pqweights does not have; leave "
+            f"{where}: the master was folded with --fold {fold}, which this version of pqweights does not have; leave "
             "out --source, or quantize again"
         )
     shapes = {tensor.name: tensor.shape for tensor in original.tensors}

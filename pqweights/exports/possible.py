@@ -14,11 +14,11 @@ from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.exports import EXPORTS, get_target
+from pqweights.exports.architectures import UNEXAMINED, is_examined
 from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, PlannedMaster
-from pqweights.exports.unexamined import UNEXAMINED, is_examined
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.planning.possible import PossibleExport
+from pqweights.planning.totals import PossibleExport
 
 # A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")

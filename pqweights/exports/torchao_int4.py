@@ -13,28 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pqweights.checkpoint.config import edited_config, model_dtype
-from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.common.dtypes import DTYPE_BITS, from_float32
+from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.exports.architectures import names_in_memory
-from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.formats import INT4_PLAIN, INT4_TILES, PADDED_COLUMNS, TILE_ROWS, tile_shape
+from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.linear import LinearRules, linear_weights, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import TORCHAO, ExportTarget
-from pqweights.kernels.groups import GroupRule, Groups, pack_bits, pack_tiles
+from pqweights.kernels.groups import GroupRule
 from pqweights.options import ExportOptions
+from pqweights.planning.plan import stored_bytes
 
 NAME = "torchao-int4"
 TILE, UNTILED = "tile_packed_to_4d", "plain"
 GROUP_SIZES = (128, 64, 32, 256)
-TILE_ROWS, PADDED_COLUMNS = 8, 1024
 # A layer that would take this many bits a weight, as many as in BF16, stays plain.
 TOO_MANY_BITS = 16
 # The share of the result that the other packing must save before a user is told of it.
@@ -83,7 +80,7 @@ class TorchaoInt4:
         """How weights are rounded in groups of a size."""
         name = "best" if self.qparams == BEST else "torchao"
         rule = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=name)
-        return Rounding(rule, TileLayout() if self.packing == TILE else PlainLayout())
+        return Rounding(rule, INT4_TILES if self.packing == TILE else INT4_PLAIN)
 
     def _metadata(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
         """The metadata from which torchao rebuilds its tensors. sizes: of the weights that are rounded."""
@@ -95,12 +92,12 @@ class TorchaoInt4:
                 continue
             data: dict[str, Any] = {"block_size": [1, sizes[tensor.name]], "shape": list(tensor.shape)}
             if self.packing == TILE:
-                kind, parts = "Int4TilePackedTo4dTensor", ["qdata", "scale_and_zero"]
+                tensor_class, parts = "Int4TilePackedTo4dTensor", ["qdata", "scale_and_zero"]
             else:
-                kind, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
+                tensor_class, parts = "Int4Tensor", ["qdata", "scale", "zero_point"]
                 data["activation_dtype"] = {"_type": "torch.dtype", "_data": "bfloat16"}
             for name in names_in_memory(tensor.name, has_vision):
-                result[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
+                result[name] = json.dumps({"_type": tensor_class, "_data": data, "_tensor_data_names": parts})
                 names.append(name)
         return result | {"tensor_names": json.dumps(names)}
 
@@ -152,7 +149,7 @@ class TorchaoInt4:
         if bits < TOO_MANY_BITS:
             return None
         return (
-            f"rows of {shape[1]} weights, padded to {_padded(shape)[1]}, would take {bits:.4g} bits a weight; "
+            f"rows of {shape[1]} weights, padded to {tile_shape(shape)[1]}, would take {bits:.4g} bits a weight; "
             "--packing plain pads nothing"
         )
 
@@ -169,7 +166,7 @@ class TorchaoInt4:
             decision = decisions.get(tensor.name)
             stored += _stored_bytes(decision, tensor.shape) if isinstance(decision, Rounding) else plain
             size = unpadded.get(tensor.name)
-            rounding = None if size is None else replace(self._rounding(size), layout=PlainLayout())
+            rounding = None if size is None else replace(self._rounding(size), layout=INT4_PLAIN)
             least += plain if rounding is None else _stored_bytes(rounding, tensor.shape)
         share = 1 - least / stored
         if share < WORTH_A_WARNING:
@@ -181,97 +178,7 @@ class TorchaoInt4:
 
 
 def _stored_bytes(rounding: Rounding, shape: tuple[int, ...]) -> int:
-    return sum(spec.byte_count for spec in rounding.layout.specs("weight", shape, rounding.rule))
-
-
-def _stored(weight: str, part: str) -> str:
-    """Return torchao's name for a part of a parameter: q_proj.weight -> q_proj._weight_qdata."""
-    module, _, parameter = weight.rpartition(".")
-    return f"{module}._{parameter}_{part}"
-
-
-@dataclass(frozen=True)
-class PlainLayout:
-    """The layout of torchao's Int4Tensor.
-
-    qdata: [N, K / 2] i8, codes minus 8 as nibbles, the even column low
-    scale, zero_point: [K / g, N] bf16
-    """
-
-    row_multiple: int = 1
-
-    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """Return qdata, scale and zero_point of a weight [N, K]."""
-        rows, columns = shape
-        groups = (columns // rule.group_size, rows)
-        return (
-            TensorSpec(_stored(name, "qdata"), "I8", (rows, columns // 2)),
-            TensorSpec(_stored(name, "scale"), "BF16", groups),
-            TensorSpec(_stored(name, "zero_point"), "BF16", groups),
-        )
-
-    def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
-    ) -> list[StoredPiece]:
-        """Return the bytes of some rows: codes in order, scales and zero points as columns of their tensors."""
-        columns = shape[1]
-        codes = pack_bits(groups.codes, 4) ^ np.uint8(0x88)
-        per_row = columns // rule.group_size
-        result = [
-            StoredPiece(_stored(name, "qdata"), first_row * columns // 2, codes),
-        ]
-        for part, numbers in (("scale", groups.scales), ("zero_point", groups.offsets)):
-            by_group = np.ascontiguousarray(numbers.reshape(-1, per_row).T)
-            data = from_float32(by_group.reshape(-1), "BF16").reshape(per_row, -1)
-            result.append(StoredPiece(_stored(name, part), None, data))
-        return result
-
-
-@dataclass(frozen=True)
-class TileLayout:
-    """The layout of torchao's Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns.
-
-    qdata: [N / 8, K / 128, 32, 4] i32
-    scale_and_zero: [K / g, N, 2] bf16
-
-    N is padded to a multiple of 8, and K to a multiple of 1024; the padding is read back as 0.
-    """
-
-    row_multiple: int = TILE_ROWS
-
-    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """Return qdata and scale_and_zero of a weight [N, K]."""
-        rows, columns = _padded(shape)
-        return (
-            TensorSpec(_stored(name, "qdata"), "I32", (rows // TILE_ROWS, columns // 128, 32, 4)),
-            TensorSpec(_stored(name, "scale_and_zero"), "BF16", (columns // rule.group_size, rows, 2)),
-        )
-
-    def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
-    ) -> list[StoredPiece]:
-        """Return the bytes of some rows: tiles in order, scales and zero points as columns of their tensor."""
-        columns = _padded(shape)[1]
-        size = rule.group_size
-        count = groups.codes.size // shape[1]
-        padded_count = -(-count // TILE_ROWS) * TILE_ROWS
-        codes: npt.NDArray[np.uint8] = np.full((padded_count, columns), 8, dtype=np.uint8)
-        codes[:count, : shape[1]] = groups.codes.reshape(count, -1)
-        pairs = np.empty((columns // size, padded_count, 2), dtype=np.float32)
-        pairs[..., 0], pairs[..., 1] = 1, 0
-        pairs[: shape[1] // size, :count, 0] = groups.scales.reshape(count, -1).T
-        pairs[: shape[1] // size, :count, 1] = groups.offsets.reshape(count, -1).T
-        data = from_float32(pairs.reshape(-1), "BF16").reshape(len(pairs), -1)
-        tiles = pack_tiles(codes)
-        return [
-            StoredPiece(_stored(name, "qdata"), first_row * columns // 2, tiles),
-            StoredPiece(_stored(name, "scale_and_zero"), None, data),
-        ]
-
-
-def _padded(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, columns = shape
-    return math.ceil(rows / TILE_ROWS) * TILE_ROWS, math.ceil(columns / PADDED_COLUMNS) * PADDED_COLUMNS
+    return stored_bytes(rounding.layout.specs("weight", shape, rounding.rule))
 
 
 def read_options(options: ExportOptions) -> TorchaoInt4:

@@ -1,7 +1,6 @@
 """The vllm target: symmetric integers, `pack-quantized` by compressed-tensors, for vLLM and transformers.
 
-Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized). A weight q is stored as the
-    code q + 2**(bits - 1) in 32-bit words, the first code in the lowest bits.
+Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized).
 """
 
 from __future__ import annotations
@@ -11,23 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from pqweights.checkpoint.config import edited_config, model_dtype
-from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.common.dtypes import from_float32
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
-from pqweights.exports.integers import Outline, Rounding, RoundingRule, Stays, StoredPiece
+from pqweights.exports.formats import PACK_QUANTIZED
+from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
-from pqweights.kernels.groups import GroupRule, Groups, pack_bits
+from pqweights.kernels.groups import GroupRule
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
@@ -73,7 +69,7 @@ class VllmFormat:
         linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
         decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
         for name, size in linear.sizes.items():
-            decisions[name] = Rounding(self._rule(size), PackedLayout())
+            decisions[name] = Rounding(self._rule(size), PACK_QUANTIZED)
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
@@ -206,42 +202,6 @@ def _may_be_layer(tensor: LogicalTensor) -> bool:
     """Whether compressed-tensors may take a tensor's module for a linear layer, or vLLM for fused experts."""
     role = classify(tensor.name, tensor.dtype, tensor.shape).name
     return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """The layout `pack-quantized` of compressed-tensors.
-
-    weight_packed: [N, K * bits / 32] i32
-    weight_scale: [N, K / g] bf16
-    weight_shape: [2] i64, N and K
-    """
-
-    row_multiple: int = 1
-
-    def specs(self, name: str, shape: tuple[int, ...], rule: RoundingRule) -> tuple[TensorSpec, ...]:
-        """Return the packed codes, scales and shape of a weight [N, K]."""
-        rows, columns = shape
-        return (
-            TensorSpec(f"{name}_packed", "I32", (rows, columns * rule.bits // 32)),
-            TensorSpec(f"{name}_scale", "BF16", (rows, columns // rule.group_size)),
-            TensorSpec(f"{name}_shape", "I64", (2,)),
-        )
-
-    def pieces(
-        self, name: str, shape: tuple[int, ...], rule: RoundingRule, *, first_row: int, groups: Groups
-    ) -> list[StoredPiece]:
-        """Return the bytes of some rows; those of the shape come with the first row."""
-        columns = shape[1]
-        codes, scales = pack_bits(groups.codes, rule.bits), from_float32(groups.scales, "BF16")
-        result = [
-            StoredPiece(f"{name}_packed", first_row * columns * rule.bits // 8, codes),
-            StoredPiece(f"{name}_scale", first_row * (columns // rule.group_size) * 2, scales),
-        ]
-        if first_row == 0:
-            shape_bytes = np.array(shape, dtype="<i8").view(np.uint8)
-            result.append(StoredPiece(f"{name}_shape", 0, shape_bytes))
-        return result
 
 
 def read_options(options: ExportOptions) -> VllmFormat:

@@ -20,12 +20,12 @@ ITEMS_KEPT = 1024
 class MetadataList(NamedTuple):
     """A list in the metadata.
 
-    kind: the type of its items: uint32, string, ...
+    item_type: the type of its items: uint32, string, ...
     length: how many there are
     first: the first of them, at most ITEMS_KEPT
     """
 
-    kind: str
+    item_type: str
     length: int
     first: tuple[str | int | float | bool, ...]
 

@@ -20,9 +20,9 @@ PLAIN_TYPES = ("F32", "F16", "BF16")
 FALLBACKS = {"IQ4_XS": "IQ4_NL", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 LAST_FALLBACK = "F16"
 
-# Kinds of tensors, told by their names.
+# Roles of tensors, told by their names.
 OUTPUT, EMBEDDING, VALUES, KEYS, ATTENTION_OUTPUT, DOWN = "output", "embedding", "values", "keys", "attn_output", "down"
-_KINDS = (
+_ROLES = (
     (OUTPUT, re.compile(r"output\.weight")),
     (EMBEDDING, re.compile(r"(per_layer_)?token_embd\.weight")),
     (VALUES, re.compile(r".*attn_(v|qkv|kv_b)\.weight")),
@@ -74,9 +74,9 @@ LAYERS: Mapping[str, Callable[[int, Shape], bool]] = {
 
 
 class WiderType(NamedTuple):
-    """A kind of tensor that gets another type than most, in some layers: a key of LAYERS."""
+    """Tensors of a role that gets another type than most, in some layers: a key of LAYERS."""
 
-    kind: str
+    role: str
     layers: str
     type: str
 
@@ -107,23 +107,23 @@ class Mix:
             return "F32"
         if self.pure or self.type in PLAIN_TYPES:
             return self.type
-        kind = kind_of(name)
-        if kind == OUTPUT or (kind == EMBEDDING and model.tied):
+        role = role_of(name)
+        if role == OUTPUT or (role == EMBEDDING and model.tied):
             whole = shape[-1] % BLOCK_TYPES[self.type].block_size == 0
             return "Q6_K" if whole and self.type != "Q8_0" else "Q8_0"
-        return self._in_layer(kind, name, model)
+        return self._in_layer(role, name, model)
 
-    def _in_layer(self, kind: str | None, name: str, model: Shape) -> str:
+    def _in_layer(self, role: str | None, name: str, model: Shape) -> str:
         block = _LAYER.match(name)
         layer = int(block[1]) if block else 0
         eight = model.experts == 8
-        if eight and kind in (VALUES, KEYS):
+        if eight and role in (VALUES, KEYS):
             return "Q8_0"
-        if eight and kind == ATTENTION_OUTPUT:
+        if eight and role == ATTENTION_OUTPUT:
             return "Q5_K" if self.name in _WIDE_OUTPUT_OF_EIGHT else self.type
-        wider = (type_ for of, layers, type_ in self.wider if of == kind and LAYERS[layers](layer, model))
+        wider = (type_ for of, layers, type_ in self.wider if of == role and LAYERS[layers](layer, model))
         chosen = next(wider, self.type)
-        return "Q5_K" if model.large and kind == VALUES and chosen in ("Q3_K", "Q4_K") else chosen
+        return "Q5_K" if model.large and role == VALUES and chosen in ("Q3_K", "Q4_K") else chosen
 
 
 _WIDE_OUTPUT_OF_EIGHT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
@@ -149,7 +149,7 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "Q4_0": ("Q4_0", ((DOWN, "first eighth, with imatrix", "Q4_1"),)),
     "IQ4_NL": ("IQ4_NL", _IQ4),
     "IQ4_XS": ("IQ4_XS", _IQ4),
-    "Q3_K_L": ("Q3_K", tuple((kind, "all", "Q5_K") for kind in (VALUES, DOWN, ATTENTION_OUTPUT))),
+    "Q3_K_L": ("Q3_K", tuple((role, "all", "Q5_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT))),
     "Q3_K_M": (
         "Q3_K",
         (
@@ -165,14 +165,14 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
         "Q2_K",
         (
             (VALUES, "all, if heads share values", "Q4_K"),
-            *((kind, "all", "Q3_K") for kind in (VALUES, DOWN, ATTENTION_OUTPUT)),
+            *((role, "all", "Q3_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT)),
         ),
     ),
     "Q2_K_S": ("Q2_K", ((VALUES, "all, if heads share values", "Q4_K"), (DOWN, "first eighth", "Q4_K"))),
 }
 MIXES = {
-    name: Mix(name=name, type=kind, wider=tuple(WiderType(*rule) for rule in wider))
-    for name, (kind, wider) in _MIXES.items()
+    name: Mix(name=name, type=role, wider=tuple(WiderType(*rule) for rule in wider))
+    for name, (role, wider) in _MIXES.items()
 }
 # Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -200,9 +200,9 @@ def find_type(where: str, asked: str) -> str:
     return name
 
 
-def kind_of(name: str) -> str | None:
+def role_of(name: str) -> str | None:
     """Return the kind of a tensor, by its name in the file; None for one that the mixes do not tell apart."""
-    return next((kind for kind, pattern in _KINDS if pattern.fullmatch(name)), None)
+    return next((role for role, pattern in _ROLES if pattern.fullmatch(name)), None)
 
 
 def may_be_quantized(name: str, shape: tuple[int, ...]) -> bool:

@@ -17,10 +17,9 @@ from pqweights.gguf.architectures import SETTINGS
 from pqweights.gguf.package import MetadataEntry, gguf_package
 from pqweights.gguf.rope import add_rope, rope_parameters
 from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
-from pqweights.gguf.special import ENDS
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
-from pqweights.gguf.vocabulary import add_vocabulary, model_name, read_vocabulary
+from pqweights.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 
 TEMPLATES = "tokenizer.chat_template"
 

@@ -51,22 +51,22 @@ class MetadataEntry(NamedTuple):
 
     key: its name
     value: a number, a text, a truth value, or a list of those
-    kind: its type, a number of gguf.GGUFValueType
-    item_kind: for a list, the type of its items
+    value_type: its type, a number of gguf.GGUFValueType
+    item_type: for a list, the type of its items
     """
 
     key: str
     value: Any
-    kind: int
-    item_kind: int | None = None
+    value_type: int
+    item_type: int | None = None
 
 
 class GgufTensor(NamedTuple):
-    """What a header says of a tensor. kind: the name of its type. byte_count: the size of its data."""
+    """What a header says of a tensor. type: the name of its type. byte_count: the size of its data."""
 
     name: str
     shape: tuple[int, ...]
-    kind: str
+    type: str
     byte_count: int
 
 
@@ -89,16 +89,16 @@ def encode_header(metadata: Sequence[MetadataEntry], tensors: Sequence[GgufTenso
         writer = gguf.GGUFWriter(path, "")
         writer.kv_data[0].clear()
         for entry in metadata if part.number == 0 else ():
-            items = None if entry.item_kind is None else gguf.GGUFValueType(entry.item_kind)
-            writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.kind), items)
+            items = None if entry.item_type is None else gguf.GGUFValueType(entry.item_type)
+            writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.value_type), items)
         if part.parts > 1:
-            split, kinds = gguf.Keys.Split, gguf.GGUFValueType
-            writer.add_key_value(split.LLM_KV_SPLIT_NO, part.number, kinds.UINT16)
-            writer.add_key_value(split.LLM_KV_SPLIT_COUNT, part.parts, kinds.UINT16)
-            writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, part.tensors, kinds.INT32)
+            split, types = gguf.Keys.Split, gguf.GGUFValueType
+            writer.add_key_value(split.LLM_KV_SPLIT_NO, part.number, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_COUNT, part.parts, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, part.tensors, types.INT32)
         for tensor in tensors:
-            kind = gguf.GGMLQuantizationType[tensor.kind]
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, kind)
+            type_number = gguf.GGMLQuantizationType[tensor.type]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, type_number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -34,8 +34,8 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
     if not isinstance(stated, dict):
         raise settings.refusal(f"expected an object as its rope parameters, found {stated!r}")
     parameters = dict(stated)
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
-    parameters["rope_type"] = OLD_KINDS.get(kind, kind)
+    rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
+    parameters["rope_type"] = OLD_KINDS.get(rope_type, rope_type)
     for key, default in (("rope_theta", DEFAULT_BASE), ("partial_rotary_factor", 1.0)):
         if parameters.get(key) is None:
             value = settings.get(key)
@@ -54,10 +54,10 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     Raises ExportError for a kind that llama.cpp does not compute for this model.
     """
     parameters = rope_parameters(settings)
-    kind = parameters["rope_type"]
-    if kind not in settings.architecture.rope:
+    rope_type = parameters["rope_type"]
+    if rope_type not in settings.architecture.rope:
         taken = ", ".join(sorted(settings.architecture.rope))
-        raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {kind!r}")
+        raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
     rotated = int(settings.number("head_dim") * _number(settings, parameters, "partial_rotary_factor"))
     if rotated != settings.number("head_dim") and not settings.architecture.partial_rope:
         raise settings.refusal(
@@ -67,14 +67,14 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     writer.add_rope_freq_base(_number(settings, parameters, "rope_theta"))
     if any(windowed_layers(settings)):
         _add_windowed(settings, writer)
-    if kind == "linear":
+    if rope_type == "linear":
         writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
-    elif kind == "yarn":
+    elif rope_type == "yarn":
         _add_yarn(settings, parameters, writer)
-    elif kind == "longrope":
+    elif rope_type == "longrope":
         return _add_longrope(settings, parameters, writer, rotated=rotated)
-    elif kind == "llama3":
+    elif rope_type == "llama3":
         return {"rope_freqs.weight": _llama3_factors(settings, parameters, rotated)}
     return {}
 

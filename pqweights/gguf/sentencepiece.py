@@ -84,16 +84,16 @@ def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
     prefix = escapes = splits = False
     differs = ""
     for step in (*normalizer.get("normalizers", [normalizer]), *splitter.get("pretokenizers", [splitter])):
-        kind, pattern = step.get("type"), (step.get("pattern") or {})
-        if kind == "Prepend" and step.get("prepend") == SPACE:
+        step_type, pattern = step.get("type"), (step.get("pattern") or {})
+        if step_type == "Prepend" and step.get("prepend") == SPACE:
             prefix = True
-        elif kind == "Replace" and pattern.get("String") == " " and step.get("content") == SPACE:
+        elif step_type == "Replace" and pattern.get("String") == " " and step.get("content") == SPACE:
             escapes = True
-        elif kind == "Metaspace" and step.get("replacement") == SPACE:
+        elif step_type == "Metaspace" and step.get("replacement") == SPACE:
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             prefix, escapes, splits = scheme != "never", True, bool(step.get("split", True))
             differs = DIFFERS[scheme]
-        elif kind != "Split" or pattern.get("String") != " " or not escapes:
+        elif step_type != "Split" or pattern.get("String") != " " or not escapes:
             raise unmapped(f"it changes or splits text by {step}")
     if not escapes:
         raise unmapped("it has tokens of bytes, and no character that stands for spaces")
@@ -136,11 +136,13 @@ def from_model(raw: bytes, added: Sequence[Mapping[str, Any]], rows: int) -> Voc
     tokens, types = placed_tokens(vocab, added, rows)
     scores = [NO_SCORE] * rows
     fixed = {entry["id"] for entry in added}
-    for token_id, (text, score, kind) in enumerate(pieces):
+    for token_id, (text, score, piece_type) in enumerate(pieces):
         if token_id not in fixed:
             # The types of gguf.TokenType are those of SentencePiece.
-            types[token_id], scores[token_id] = kind, score
-            tokens[token_id] = text.replace(SPACE, " ") if kind == int(gguf_package().TokenType.USER_DEFINED) else text
+            types[token_id], scores[token_id] = piece_type, score
+            tokens[token_id] = (
+                text.replace(SPACE, " ") if piece_type == int(gguf_package().TokenType.USER_DEFINED) else text
+            )
     _place_bytes(vocab, tokens, types)
     return Vocabulary(
         model="llama",

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from pqweights.errors import ExportError
-from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture
-from pqweights.gguf.defaults import stated_or_default
+from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture, stated_or_default
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.

@@ -17,7 +17,7 @@ from pqweights.errors import ExportError
 from pqweights.gguf.package import gguf_package
 from pqweights.gguf.rope import Factors
 from pqweights.gguf.settings import Settings
-from pqweights.gguf.views import ConstantTensor, FlatTensor, InterleavedTensor, OffsetTensor, RenamedTensor
+from pqweights.gguf.views import ConstantTensor, flat, interleaved, renamed, with_offset
 
 SUFFIXES = (".weight", ".bias")
 # Where the text model lies in models of images and text: as transformers 5 and as earlier versions wrote them.
@@ -54,19 +54,19 @@ def gguf_tensors(
         gguf_package().MODEL_ARCH[settings.architecture.name], settings.number("num_hidden_layers")
     )
     held: dict[str, LogicalTensor] = {
-        name: ConstantTensor(name=name, values=values) for name, values in factors.items()
+        name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
     }
     for tensor in _with_experts_stacked(kept, settings):
-        kind, name = names.get_type_and_name(tensor.name, try_suffixes=SUFFIXES) or (None, "")
-        if kind is None or (name.endswith(".bias") and kind.name not in settings.architecture.biases):
+        tensor_type, name = names.get_type_and_name(tensor.name, try_suffixes=SUFFIXES) or (None, "")
+        if tensor_type is None or (name.endswith(".bias") and tensor_type.name not in settings.architecture.biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
             )
-        held[name] = _view(tensor.reads, kind.name, name, settings)
+        held[name] = _view(tensor.reads, tensor_type.name, name, settings)
     if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
         embeddings = held["token_embd.weight"]
-        held["output.weight"] = RenamedTensor(name="output.weight", source=embeddings)
+        held["output.weight"] = renamed("output.weight", embeddings)
     _check_complete(held, settings)
     return tuple(held.values()), left_out
 
@@ -157,19 +157,19 @@ def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cac
     )
 
 
-def _view(tensor: LogicalTensor, kind: str, name: str, settings: Settings) -> LogicalTensor:
-    """The tensor as the file holds it. kind: its name in gguf.MODEL_TENSOR."""
+def _view(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
+    """The tensor as the file holds it. tensor_type: its name in gguf.MODEL_TENSOR."""
     architecture = settings.architecture
-    _check_shape(tensor, kind, settings)
-    if architecture.interleaved and kind in ("ATTN_Q", "ATTN_K"):
-        return InterleavedTensor(name=name, source=tensor, head_rows=settings.number("head_dim"))
-    if architecture.gain_offset and kind.endswith("_NORM"):
-        return OffsetTensor(name=name, source=tensor, offset=architecture.gain_offset)
-    if kind == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
-        return FlatTensor(name=name, source=tensor)
+    _check_shape(tensor, tensor_type, settings)
+    if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
+        return interleaved(name, tensor, head_rows=settings.number("head_dim"))
+    if architecture.gain_offset and tensor_type.endswith("_NORM"):
+        return with_offset(name, tensor, architecture.gain_offset)
+    if tensor_type == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
+        return flat(name, tensor)
     if isinstance(tensor, MovedTensor):
         return replace(tensor, name=name)
-    return RenamedTensor(name=name, source=tensor)
+    return renamed(name, tensor)
 
 
 def _check_complete(held: dict[str, Any], settings: Settings) -> None:
@@ -191,12 +191,12 @@ def _check_complete(held: dict[str, Any], settings: Settings) -> None:
         )
 
 
-def _check_shape(tensor: LogicalTensor, kind: str, settings: Settings) -> None:
+def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) -> None:
     """Raise ExportError if a tensor has other rows or columns than the configuration says; llama.cpp does not load it.
 
-    kind: its name in gguf.MODEL_TENSOR; those of experts are checked where they are stacked
+    tensor_type: its name in gguf.MODEL_TENSOR; those of experts are checked where they are stacked
     """
-    rows, columns = _expected_shape(kind, settings)
+    rows, columns = _expected_shape(tensor_type, settings)
     stored = (tensor.shape[0], tensor.shape[-1] if len(tensor.shape) > 1 else columns)
     if (rows or stored[0], columns or stored[1]) != stored:
         asked = " and ".join(f"{size} {name}" for size, name in ((rows, "rows"), (columns, "columns")) if size)
@@ -205,13 +205,13 @@ def _check_shape(tensor: LogicalTensor, kind: str, settings: Settings) -> None:
         )
 
 
-def _expected_shape(kind: str, settings: Settings) -> tuple[int | None, int | None]:
-    """The rows and the columns of a kind of tensor; None where nothing is expected."""
+def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, int | None]:
+    """The rows and the columns of a tensor_type of tensor; None where nothing is expected."""
     size, hidden = settings.number("head_dim"), settings.number("hidden_size")
     queries = settings.number("num_attention_heads") * size
     keys = settings.number("num_key_value_heads") * size
     inner = settings.number("intermediate_size")
-    if kind == "FFN_UP" and settings.architecture.name == "PHI3":
+    if tensor_type == "FFN_UP" and settings.architecture.name == "PHI3":
         return 2 * inner, hidden  # gate and up in one
     shapes: dict[str, tuple[int | None, int | None]] = {
         "ATTN_Q": (queries, hidden),
@@ -228,4 +228,4 @@ def _expected_shape(kind: str, settings: Settings) -> tuple[int | None, int | No
         "TOKEN_EMBD": (None, hidden),
         "OUTPUT": (None, hidden),
     }
-    return shapes.get(kind, (None, None))
+    return shapes.get(tensor_type, (None, None))

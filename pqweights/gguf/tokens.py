@@ -31,7 +31,7 @@ class Vocabulary:
     tokens, types: by id; the types are those of gguf.TokenType
     scores: by id, for the kinds that have some
     space_prefix: whether text gets a space before it; None for kinds to which this means nothing
-    around: the ids of the tokens before and after a text; None if tokenizer_config.json says whether there are some
+    surrounding_ids: the ids of the tokens before and after a text; None to leave it to tokenizer_config.json
     starts: whether there is one before it if that file does not say so
     strips: whether special tokens take the spaces that follow them
     differs: on which texts llama.cpp makes other tokens, as far as is known
@@ -43,7 +43,7 @@ class Vocabulary:
     types: list[int]
     scores: list[float] | None = None
     space_prefix: bool | None = None
-    around: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    surrounding_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     starts: bool = False
     strips: bool = False
     differs: tuple[str, ...] = ()

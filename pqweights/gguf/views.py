@@ -5,7 +5,7 @@ They are read in ranges from the checkpoint, like those in checkpoint/views.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,25 +19,15 @@ from pqweights.kernels.workers import scratch
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RenamedTensor:
-    """A tensor of the checkpoint under another name."""
+    """A tensor of the checkpoint under another name; its fields are those of LogicalTensor and View."""
 
     name: str
+    shape: tuple[int, ...]
+    dtype: str
+    plain_dtype: str
     source: LogicalTensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the source."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the source."""
-        return self.source.dtype
-
-    @property
-    def plain_dtype(self) -> str:
-        """The plain dtype of the source."""
-        return self.source.plain_dtype
+    transposed = False
 
     @property
     def sources(self) -> tuple[LogicalTensor, ...]:
@@ -49,8 +39,6 @@ class RenamedTensor:
         """The stored tensors of the source."""
         return self.source.parts
 
-    transposed = False
-
     def runs_of_matrix(self, number: int) -> list[Segment] | None:
         """Return the rows of the source that one of its matrices is made of, in whatever order; see View."""
         height = self.shape[-2]
@@ -61,14 +49,27 @@ class RenamedTensor:
         self.source.read(start, count, dtype, out)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FlatTensor(RenamedTensor):
-    """A matrix of one row as a vector."""
+def renamed(name: str, source: LogicalTensor) -> RenamedTensor:
+    """Return a tensor under another name."""
+    return RenamedTensor(
+        name=name, shape=source.shape, dtype=source.dtype, plain_dtype=source.plain_dtype, source=source
+    )
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The last dimension of the source."""
-        return self.source.shape[-1:]
+
+def flat(name: str, source: LogicalTensor) -> RenamedTensor:
+    """Return a matrix of one row as a vector."""
+    return replace(renamed(name, source), shape=source.shape[-1:])
+
+
+def interleaved(name: str, source: LogicalTensor, *, head_rows: int) -> InterleavedTensor:
+    """Return the rotated rows of heads in llama.cpp's order. head_rows: the rows of a head"""
+    return InterleavedTensor(**vars(renamed(name, source)), head_rows=head_rows)
+
+
+def with_offset(name: str, source: LogicalTensor, offset: float) -> OffsetTensor:
+    """Return a tensor with a number added to all its values, as float32: as exact as the model's own sum."""
+    fields = {**vars(renamed(name, source)), "dtype": "F32", "plain_dtype": "F32"}
+    return OffsetTensor(**fields, offset=offset)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,22 +124,9 @@ class InterleavedTensor(RenamedTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OffsetTensor(RenamedTensor):
-    """A tensor with a number added to all its values, in float32.
-
-    offset: the number
-    """
+    """A tensor with a number added to all its values, in float32."""
 
     offset: float
-
-    @property
-    def dtype(self) -> str:
-        """F32, so that the sum is as exact as the model's own."""
-        return "F32"
-
-    @property
-    def plain_dtype(self) -> str:
-        """F32."""
-        return "F32"
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source, and add the number."""
@@ -153,38 +141,16 @@ class OffsetTensor(RenamedTensor):
 class ConstantTensor:
     """A small tensor that is computed from the configuration: no part of it is stored in the checkpoint.
 
-    name: the name in the file
     values: [...] f32
     """
 
     name: str
+    shape: tuple[int, ...]
     values: npt.NDArray[np.float32]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
-        return self.values.shape
-
-    @property
-    def dtype(self) -> str:
-        """F32."""
-        return "F32"
-
-    @property
-    def plain_dtype(self) -> str:
-        """F32."""
-        return "F32"
-
-    @property
-    def sources(self) -> tuple[LogicalTensor, ...]:
-        """None."""
-        return ()
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """None."""
-        return ()
-
+    dtype = plain_dtype = "F32"
+    sources: tuple[LogicalTensor, ...] = ()
+    parts: tuple[StoredTensor, ...] = ()
     transposed = False
 
     def runs_of_matrix(self, number: int) -> None:

@@ -147,8 +147,8 @@ class Master:
     def can_stay_packed(self, parameter: str) -> bool:
         """Whether a name is that of a matrix, or of a stack of matrices, among the parameters of the model."""
         path, _, name = parameter.rpartition(".")
-        found = self._model.get_submodule(path)._parameters.get(name)
-        return found is not None and found.ndim in (2, 3)
+        value = self._model.get_submodule(path)._parameters.get(name)
+        return value is not None and value.ndim in (2, 3)
 
     def packed_bytes_per_weight(self, parameter: str) -> float | None:
         """Return the memory of a packed weight per element; None if it is decoded.

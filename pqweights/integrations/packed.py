@@ -1,12 +1,11 @@
 """Weights that stay packed in memory: torch tensors of the model's shape and dtype that are decoded when they are used.
 
-F.linear is that of packed_linear.py. F.embedding decodes the rows that it looks up. An index selects one expert of a
+F.linear is that of packed_products.py. F.embedding decodes the rows that it looks up. An index selects one expert of a
 stack. Every other operation gets an ordinary, decoded tensor. For inference only.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +18,11 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.codecs.protocol import Bytes, DamagedBlock
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.errors import PqweightsError
-from pqweights.integrations.packed_linear import linear
+from pqweights.integrations.packed_products import linear
 from pqweights.integrations.packed_rows import (
     Factor,
     Matrix,
     PackedRows,
-    decode_into,
     decode_rows,
     look_up,
     share,
@@ -68,8 +66,8 @@ def _checked_parts(tensor: EncodedTensor) -> list[Bytes]:
     parts = tensor.mapped_parts()
     try:
         tensor.coder.check(parts, tensor.state)
-    except DamagedBlock as found:
-        raise damaged_error(tensor.place, found, first=0) from None
+    except DamagedBlock as damage:
+        raise damaged_error(tensor.place, damage, first=0) from None
     return parts
 
 
@@ -92,7 +90,7 @@ class PackedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, matrices: tuple[Matrix, ...], stacked: bool, dtype: torch.dtype) -> PackedTensor:  # noqa: D102
         first = matrices[0]
-        shape = (sum(each.rows for each in first), first[0].columns)
+        shape = (sum(rows.rows for rows in first), first[0].columns)
         result: PackedTensor = torch.Tensor._make_wrapper_subclass(
             cls, (len(matrices), *shape) if stacked else shape, dtype=dtype, device=first[0].parts[0].device
         )
@@ -105,7 +103,7 @@ class PackedTensor(torch.Tensor):
     @property
     def stored_bytes(self) -> int:
         """The size in memory, in bytes."""
-        return sum(each.byte_count for matrix in self.matrices for each in matrix)
+        return sum(rows.byte_count for matrix in self.matrices for rows in matrix)
 
     def element_size(self) -> float:  # type: ignore[override]
         """Return the bytes per element in memory, a fraction, from which transformers computes the footprint."""
@@ -121,7 +119,11 @@ class PackedTensor(torch.Tensor):
         with torch.inference_mode(False):  # torch refuses to make views of a parameter out of inference tensors
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for matrix, part in zip(self.matrices, out if self.stacked else [out], strict=True):
-            share(functools.partial(decode_into, matrix, part), matrix, device=self.device)
+
+            def decode(start: int, stop: int, matrix: Matrix = matrix, part: Tensor = part) -> None:
+                decode_rows(matrix, start, stop, out=part[start:stop])
+
+            share(decode, matrix, device=self.device)
         return out
 
     def like(self, dtype: torch.dtype | None = None) -> PackedTensor:
@@ -130,7 +132,7 @@ class PackedTensor(torch.Tensor):
 
     def copied(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PackedTensor:
         """Return a weight of its own: a change in place of one of the two does not change the other."""
-        matrices = tuple(tuple(each.copied(device or self.device) for each in matrix) for matrix in self.matrices)
+        matrices = tuple(tuple(rows.copied(device or self.device) for rows in matrix) for matrix in self.matrices)
         return PackedTensor(matrices, self.stacked, dtype or self.dtype)
 
     @classmethod
@@ -227,8 +229,8 @@ def _multiply_in_place(tensor: Tensor, other: Any) -> Any:
     if not isinstance(tensor, PackedTensor) or not _is_power_of_two(other):
         return NotImplemented
     for matrix in tensor.matrices:
-        for each in matrix:
-            each.factor.value *= other
+        for rows in matrix:
+            rows.factor.value *= other
     return tensor
 
 

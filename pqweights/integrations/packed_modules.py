@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pqweights.integrations.packed import PackedTensor
-from pqweights.integrations.packed_linear import linear
+from pqweights.integrations.packed_products import linear
 from pqweights.integrations.packed_products_gpu import forget_inputs
 
 
@@ -31,18 +31,18 @@ def name_packed_modules(model: Any) -> None:
 
 
 @functools.cache
-def _packed_class(kind: Any) -> Any:
+def _packed_class(module_class: Any) -> Any:
     def extra_repr(module: Any) -> str:
-        own = kind.extra_repr(module)
-        if kind.__repr__ is not nn.Module.__repr__ and not own:  # Conv1D prints its sizes without extra_repr
-            own = kind.__repr__(module).partition("(")[2].removesuffix(")")
+        own = module_class.extra_repr(module)
+        if module_class.__repr__ is not nn.Module.__repr__ and not own:  # Conv1D prints its sizes without extra_repr
+            own = module_class.__repr__(module).partition("(")[2].removesuffix(")")
         return _describe(own, _packed(module))
 
     def reduced(module: Any, protocol: int) -> tuple[Any, ...]:
-        return (_new, (kind,), *kind.__reduce_ex__(module, protocol)[2:])
+        return (_new, (module_class,), *module_class.__reduce_ex__(module, protocol)[2:])
 
     def set_state(module: Any, state: Any) -> None:
-        kind.__setstate__(module, state)
+        module_class.__setstate__(module, state)
         _number(module)
 
     # A class that prints itself in its own way, as Conv1D does, would leave extra_repr out. Nothing finds this class by
@@ -53,13 +53,13 @@ def _packed_class(kind: Any) -> Any:
         "__reduce_ex__": reduced,
         "__setstate__": set_state,
     }
-    members["forward"] = _FORWARDS.get(kind.forward) or _uncompiled(kind.forward)
-    return type(f"Packed{kind.__name__}", (kind,), members)
+    members["forward"] = _FORWARDS.get(module_class.forward) or _uncompiled(module_class.forward)
+    return type(f"Packed{module_class.__name__}", (module_class,), members)
 
 
-def _new(kind: Any) -> Any:
+def _new(module_class: Any) -> Any:
     """Return a module without its state, for pickle."""
-    packed = _packed_class(kind)
+    packed = _packed_class(module_class)
     return packed.__new__(packed)
 
 
@@ -145,8 +145,8 @@ def _describe(own: str, packed: dict[str, PackedTensor]) -> str:
 
 def _stored(weight: PackedTensor) -> str:
     """Return the codec, the bit width and the bytes of a packed weight; merged experts may have several of each."""
-    rows = [each for matrix in weight.matrices for each in matrix]
-    codecs, widths = sorted({each.coder.codec for each in rows}), sorted({each.coder.bits for each in rows})
+    rows = [piece for matrix in weight.matrices for piece in matrix]
+    codecs, widths = sorted({piece.coder.codec for piece in rows}), sorted({piece.coder.bits for piece in rows})
     bits = "/".join(f"{width:g}" for width in widths)
     return f"codec={'/'.join(codecs)}, bits={bits}, bytes={weight.stored_bytes}"
 

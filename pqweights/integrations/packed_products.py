@@ -1,6 +1,6 @@
-"""Products of packed rows: a few rows of inputs are multiplied with the codes, without decoding them.
+"""Products of packed rows: few rows of inputs meet the codes, many meet rows that were decoded for them.
 
-Here is what belongs to the CPU; packed_products_gpu.py has the same two functions for tensors on a GPU.
+Here is what belongs to the CPU beside that choice; packed_products_gpu.py has the two functions for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,47 @@ import torch
 from torch import Tensor
 
 from pqweights.integrations import packed_products_gpu
-from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows
+from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows, buffer, decode_rows, share
 from pqweights.kernels.products import MOST_ROWS, InputBasis, PreparedInputs, Product
+
+# How many weights are decoded before they are multiplied. Products are fastest if they are large and shared by all
+# threads; and this much memory (32 MB in BF16) is no burden.
+DECODED_WEIGHTS = 1 << 24
+
+
+def linear(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias.
+
+    matrix: W [outputs, columns]
+    x: [..., columns], of the dtype and on the device of the result
+    bias: [outputs], if there is one
+    """
+    columns, outputs = matrix[0].columns, sum(rows.rows for rows in matrix)
+    flat = x.reshape(-1, columns)
+    if not len(flat):
+        return x.new_empty(*x.shape[:-1], outputs)
+    if bias is not None and (bias.shape != (outputs,) or bias.device != x.device):
+        bias = bias.to(x.device).expand(outputs)
+    product = multiply if multiplies(matrix, flat) else _multiply_decoded
+    return product(matrix, flat, bias).view(*x.shape[:-1], outputs)
+
+
+def _multiply_decoded(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + bias, for x [rows, columns]: decode some rows of W at a time, which torch then multiplies."""
+    columns, outputs = x.shape[1], sum(rows.rows for rows in matrix)
+    step, products = max(1, DECODED_WEIGHTS // columns), []
+    decoded = buffer(x.dtype, x.device, min(step, outputs) * columns).view(-1, columns)
+    for first in range(0, outputs, step):
+        some = decoded[: outputs - first]
+
+        def decode(start: int, stop: int, first: int = first, some: Tensor = some) -> None:
+            decode_rows(matrix, first + start, first + stop, out=some[start:stop])
+
+        share(decode, matrix, rows=len(some), device=x.device)
+        part = None if bias is None else bias[first : first + len(some)]
+        with torch.autocast(x.device.type, enabled=False):
+            products.append(torch.nn.functional.linear(x, some, part))
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
 
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
@@ -27,7 +66,7 @@ def multiplies(matrix: Matrix, x: Tensor) -> bool:
     if x.device.type == "cuda":
         return packed_products_gpu.multiplies(matrix, x)
     few = len(x) <= MOST_ROWS and x.device.type == "cpu"
-    return few and all(_product(each, x.dtype) is not None for each in matrix)
+    return few and all(_product(rows, x.dtype) is not None for rows in matrix)
 
 
 def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,22 +78,22 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.device.type == "cuda":
         return packed_products_gpu.multiply(matrix, x, bias)
-    x, outputs = x.contiguous(), sum(each.rows for each in matrix)
+    x, outputs = x.contiguous(), sum(rows.rows for rows in matrix)
     out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     floats = None if bias is None else bias.to(torch.float32).contiguous()
     threads, above = torch.get_num_threads(), 0
-    for each in matrix:
-        product = _product(each, x.dtype)
+    for rows in matrix:
+        product = _product(rows, x.dtype)
         assert product is not None
         product.multiply(
             _inputs(x, product.basis),
             out=out,
             column=above,
             bias=floats,
-            factor=each.factor.value,
+            factor=rows.factor.value,
             threads=threads,
         )
-        above += each.rows
+        above += rows.rows
     return out
 
 

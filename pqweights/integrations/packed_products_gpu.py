@@ -25,7 +25,7 @@ MOST_ROWS = 64
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
     """Whether the product of a matrix with rows of inputs is computed from its codes; without triton it is not."""
     few = len(x) <= MOST_ROWS and x.dtype in NAMES and _runs_triton(x.device)
-    return few and all(each.parts[0].device == x.device and _product(each) is not None for each in matrix)
+    return few and all(rows.parts[0].device == x.device and _product(rows) is not None for rows in matrix)
 
 
 def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -36,14 +36,14 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     bias: [outputs], if there is one
     """
     x, above = x.contiguous(), 0
-    out = torch.empty(len(x), sum(each.rows for each in matrix), dtype=x.dtype, device=x.device)
-    for each in matrix:
-        product = _product(each)
+    out = torch.empty(len(x), sum(rows.rows for rows in matrix), dtype=x.dtype, device=x.device)
+    for rows in matrix:
+        product = _product(rows)
         assert product is not None
-        here = slice(above, above + each.rows)
+        here = slice(above, above + rows.rows)
         part = None if bias is None else bias[here].contiguous()
-        product.multiply(_inputs(x, product), out=out[:, here], bias=part, factor=each.factor.value)
-        above += each.rows
+        product.multiply(_inputs(x, product), out=out[:, here], bias=part, factor=rows.factor.value)
+        above += rows.rows
     return out
 
 
@@ -135,6 +135,6 @@ def _is_unchanged(x: Tensor, last: _Prepared) -> bool:
 
     Views of one tensor count changes together.
     """
-    whole, before = (each if each._base is None else each._base for each in (x, last.x))
+    whole, before = (tensor if tensor._base is None else tensor._base for tensor in (x, last.x))
     same = whole is before and x.data_ptr() == last.x.data_ptr() and x.shape == last.x.shape
     return same and x.dtype == last.x.dtype and x._version == last.version

@@ -72,9 +72,9 @@ class PackedRows:
                 self._decode_numpy(start, range(first, last), here=here, out=out.view(-1))
             else:
                 self._decode_torch(range(first, last), here=here, out=out.view(-1))
-        except DamagedBlock as found:
+        except DamagedBlock as damage:
             before = None if self.first_block is None else self.first_block + first
-            raise damaged_error(self.place, found, first=before) from None
+            raise damaged_error(self.place, damage, first=before) from None
         if self.factor.value != 1:
             out.mul_(self.factor.value)
 
@@ -150,21 +150,16 @@ Matrix = tuple[PackedRows, ...]  # the rows of a matrix, from the top
 def decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
     """Decode rows [start, stop) of a matrix into [stop - start, columns]."""
     above = 0
-    for each in matrix:
-        first, last = max(start - above, 0), min(stop - above, each.rows)
+    for piece in matrix:
+        first, last = max(start - above, 0), min(stop - above, piece.rows)
         if first < last:
-            each.decode(first, last, out[first + above - start : last + above - start])
-        above += each.rows
-
-
-def decode_into(matrix: Matrix, whole: Tensor, start: int, stop: int) -> None:
-    """Decode rows [start, stop) of a matrix into their places in the whole matrix."""
-    decode_rows(matrix, start, stop, out=whole[start:stop])
+            piece.decode(first, last, out[first + above - start : last + above - start])
+        above += piece.rows
 
 
 def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
     """Decode the rows with these numbers into [rows, columns], those whose blocks they share together."""
-    distinct, places = torch.unique(rows, sorted=True, return_inverse=True)
+    distinct, inverse = torch.unique(rows, sorted=True, return_inverse=True)
     numbers, columns, block_size = distinct.tolist(), out.shape[1], matrix[0].coder.block_size
     decoded, begin = out.new_empty(len(numbers), columns), 0
     while begin < len(numbers):
@@ -177,7 +172,7 @@ def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
         decode_rows(matrix, first, numbers[end - 1] + 1, out=chunk)
         decoded[begin:end] = chunk[distinct[begin:end] - first]
         begin = end
-    out.copy_(decoded[places])
+    out.copy_(decoded[inverse])
 
 
 def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.device, rows: int | None = None) -> None:
@@ -187,7 +182,7 @@ def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.dev
 
     Where whole blocks fit in a run, no block lies in two of them.
     """
-    rows, first = sum(each.rows for each in matrix) if rows is None else rows, matrix[0]
+    rows, first = sum(piece.rows for piece in matrix) if rows is None else rows, matrix[0]
     step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // first.columns)
     step -= step % first.rows_of_whole_blocks if step > first.rows_of_whole_blocks else 0
     starts = range(0, rows, step)

@@ -38,7 +38,7 @@ class _PackedOption:
     attribute of this name for something else.
     """
 
-    def __get__(self, config: Any, kind: type) -> Any:
+    def __get__(self, config: Any, owner: type) -> Any:
         if config is None or PACKED in vars(config):
             return False if config is None else vars(config)[PACKED]
         settings = getattr(config, "quantization_config", None)

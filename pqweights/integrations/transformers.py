@@ -5,25 +5,30 @@ The quantizer that reads the weights of a master is in quantizer.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pqweights import autoload
 from pqweights.checkpoint.config import AUTO_CLASSES
-from pqweights.checkpoint.master import is_master
+from pqweights.checkpoint.master import QUANT_METHOD, is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError
-from pqweights.integrations.foreign import loading
 from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.storage.hub.sources import Access, local_folder, repository_id
 
+# The module that each method of quantization needs, and the extra that has it.
+NEEDED = {"torchao": ("torchao", "torchao"), "compressed-tensors": ("compressed_tensors", "vllm")}
+# What transformers and these libraries raise for a checkpoint that they do not take.
+REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, ValueError)
 # What becomes of weights that the folder cannot give.
 AT_RANDOM = "initialized at random"
 
@@ -103,7 +108,7 @@ def load(
         options["config"].packed = True
     elif packed:
         options["packed"] = True
-    with loading(folder, config):
+    with _loading(folder, config):
         model, info = loader.from_pretrained(
             folder, dtype=dtype, device_map=device_map, output_loading_info=True, **options
         )
@@ -132,10 +137,41 @@ def _folder(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
 
 def _class_for(transformers: Any, architecture: str) -> Any:
     """Return the class of transformers with this name; for custom code, the auto class that finds it."""
-    found = getattr(transformers, architecture, None) if architecture else None
-    if found is not None:
-        return found
+    own = getattr(transformers, architecture, None) if architecture else None
+    if own is not None:
+        return own
     for end, name in AUTO_CLASSES.items():
         if architecture.endswith(end):
             return getattr(transformers, name)
     return transformers.AutoModel
+
+
+@contextlib.contextmanager
+def _loading(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
+    """Check that transformers can load a folder, and turn its errors for quantized ones into one line.
+
+    Raises MissingDependencyError, or SourceError with what to do instead. Errors of models that nobody quantized, and
+    of masters, stay as they are.
+    """
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method is None and config.get("quantization"):
+        raise SourceError(
+            f"{folder}: transformers cannot load a checkpoint for MLX; load it with mlx_lm.load, or load the master"
+        )
+    if method in (None, QUANT_METHOD):
+        yield
+        return
+    module, extra = NEEDED.get(str(method), ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise MissingDependencyError(f"{folder}: loading a {method} checkpoint needs {module}: {pip_install(extra)}")
+    try:
+        yield
+    except REFUSALS as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which says nothing about the checkpoint
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise SourceError(
+            f"{folder}: transformers cannot load this {method} checkpoint: {type(error).__name__}: {said}; load the "
+            "master, or export it to another target"
+        ) from error

@@ -1,8 +1,8 @@
 """Fitting: a bit width for every weight, so that the result has a given size and the loss is predicted to rise least.
 
 The predicted rise is the sum of alpha * t^2 over groups of weights (sensitivity_file.py), where t^2 is the relative
-error that a codec promises at a bit width. Groups are weights that runtimes fuse (groups.py), sizes are counted to the
-byte, and the choice is the optimum (knapsack.py). docs/fit.md describes the method.
+error that a codec promises at a bit width. Groups are weights that runtimes fuse, sizes are counted to the byte, and
+the choice is the optimum (knapsack.py). docs/fit.md describes the method.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
+from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.fit_problem import FitProblem, FreeGroup, free_groups
 from pqweights.planning.plan import TensorPlan
-from pqweights.planning.rates import RatePlanner, Rates
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity
 from pqweights.planning.target import SizeTarget
 

@@ -13,9 +13,9 @@ from pqweights.checkpoint.header import entry_bytes
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec
 from pqweights.errors import RecipeError
+from pqweights.planning.decisions import RatePlanner
 from pqweights.planning.knapsack import Choice, Solution, cheapest, curve, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
-from pqweights.planning.rates import RatePlanner
 from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of
 from pqweights.planning.target import SizeTarget
 from pqweights.planning.totals import count
@@ -91,7 +91,7 @@ def free_groups(
     alphas, unknown = alphas_for(groups, roles=roles, known=sensitivity)
     codecs = {by_name[name].codec or "" for name in planner.free}
     rates = sorted({bits for codec in codecs for bits in get_codec(codec).rates})
-    found = []
+    result = []
     for name, names in groups.items():
         members = _members(names, planner)
         options = tuple(_rate_option(bits, members, planner, target.bounds_files) for bits in [*rates, None])
@@ -104,8 +104,8 @@ def free_groups(
             counts_entries=target.bounds_files,
             options=options,
         )
-        found.append(group)
-    return tuple(found), tuple(unknown)
+        result.append(group)
+    return tuple(result), tuple(unknown)
 
 
 def _members(names: Sequence[str], planner: RatePlanner) -> tuple[_Members, ...]:
@@ -122,18 +122,18 @@ def _rate_option(
     asked: float | None, members: Sequence[_Members], planner: RatePlanner, counts_entries: bool
 ) -> RateOption:
     """Return what the weights of a group come to when the free ones are planned with this rate, or kept if None."""
-    plans = [planner.of_kind(each.kind, (asked,)) for each in members]
-    deciding = [p for p, each in zip(plans, members, strict=True) if planner.is_free(each.kind)] or plans
+    plans = [planner.of_kind(member.kind, (asked,)) for member in members]
+    deciding = [p for p, member in zip(plans, members, strict=True) if planner.is_free(member.kind)] or plans
     byte_count = entries = weights = 0
     errors = []
-    for plan, each in zip(plans, members, strict=True):
-        byte_count += each.tensors * plan.bytes
-        weights += each.tensors * plan.weights
-        errors.append(each.tensors * plan.weights * _error(plan))
+    for plan, member in zip(plans, members, strict=True):
+        byte_count += member.tensors * plan.bytes
+        weights += member.tensors * plan.weights
+        errors.append(member.tensors * plan.weights * _error(plan))
         # A file's header has an entry for every stored tensor, which counts if the target is the size of files.
         if counts_entries:
             of_one = sum(entry_bytes(spec.dtype, spec.shape) + len(spec.name) for spec in plan.stored)
-            entries += each.tensors * of_one + len(plan.stored) * each.name_bytes
+            entries += member.tensors * of_one + len(plan.stored) * member.name_bytes
     # Codecs that lack a rate take their nearest.
     given = {plan.bits for plan in deciding if plan.bits is not None}
     return RateOption(
@@ -175,9 +175,9 @@ class FitProblem:
     @cached_property
     def smallest(self) -> Solution:
         """The cheapest solution."""
-        found = solve(self.choices, cheapest(self.choices))
-        assert found is not None
-        return found
+        solution = solve(self.choices, cheapest(self.choices))
+        assert solution is not None
+        return solution
 
     @cached_property
     def cost_of_all_kept(self) -> int:
@@ -187,9 +187,9 @@ class FitProblem:
     @cached_property
     def largest(self) -> Solution:
         """The best solution that quantizes a free weight: more bytes gain nothing but keeping them all."""
-        found = solve(self.choices, self.cost_of_all_kept - 1)
-        assert found is not None
-        return found
+        solution = solve(self.choices, self.cost_of_all_kept - 1)
+        assert solution is not None
+        return solution
 
     @cached_property
     def smallest_bytes(self) -> int:
@@ -240,7 +240,7 @@ class FitProblem:
 
     def _has_any_rate(self, group: FreeGroup) -> bool:
         codecs = {
-            self.planner.of_kind(each.kind, ()).codec for each in group.members if self.planner.is_free(each.kind)
+            self.planner.of_kind(member.kind, ()).codec for member in group.members if self.planner.is_free(member.kind)
         }
         return any(get_codec(codec).any_rate for codec in codecs if codec is not None)
 
@@ -307,10 +307,10 @@ class FitProblem:
             solution = solve(self.choices, budget)
             if solution is None:
                 break
-            found = self.size(solution)
-            if found <= output_bytes and solution.loss <= best.loss:
-                best, best_bytes = solution, found
-            budget = (solution.cost if found > output_bytes else budget) + output_bytes - found
+            size = self.size(solution)
+            if size <= output_bytes and solution.loss <= best.loss:
+                best, best_bytes = solution, size
+            budget = (solution.cost if size > output_bytes else budget) + output_bytes - size
         return best, best_bytes
 
     def curve(self, chosen: Solution, chosen_bytes: int) -> list[tuple[int, float]]:

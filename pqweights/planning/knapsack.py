@@ -89,17 +89,17 @@ def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
     while True:
         limit = best_loss * (1 - tolerance)
         kept = [_near(group, slope, limit - bound) for group in reduced]
-        found = _search(reduced, kept, budget=budget, limit=limit)
-        if found is not None:
+        searched = _search(reduced, kept, budget=budget, limit=limit)
+        if searched is not None:
             break
         tolerance *= 10
         if tolerance > MOST_TOLERANCE:  # never observed; the bound of the relaxed problem then tells the gap
-            found, tolerance = [], 1.0
+            searched, tolerance = [], 1.0
             break
     # What the search finds is the optimum; if it finds nothing, nothing is better by more than the tolerance.
     bound = max(bound, best_loss * (1 - tolerance))
-    if found:
-        best, bound = found, _loss(reduced, found)
+    if searched:
+        best, bound = searched, _loss(reduced, searched)
     loss = _loss(reduced, best)
     return Solution(
         choices=tuple(int(group.numbers[at]) for group, at in zip(reduced, best, strict=True)),

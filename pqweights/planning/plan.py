@@ -1,6 +1,7 @@
 """The plan: every output name, shape, dtype and byte, decided from headers before a weight is read.
 
-A dry run prints the plan, a run fulfils it, a resumed run compares its journal with it, and verify rebuilds it.
+A dry run prints the plan, a run fulfils it, a resumed run compares its journal with it, and verify rebuilds it. The
+files of a result are safetensors or GGUF, and a manifest says enough of them to find every byte again.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, stored_tensors
-from pqweights.checkpoint.names import awq_name
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
+from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Coder
 from pqweights.planning.totals import Totals, total
@@ -152,28 +153,6 @@ class ShardPlan:
                 yield end, gap
 
 
-class Container(Protocol):
-    """The format of a result's files: how they are named, how they begin, and where tensors lie in them."""
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The `__metadata__` of safetensors files."""
-        ...
-
-    @property
-    def index_file(self) -> str | None:
-        """The name of the file that tells which tensor lies where; None if the format has none."""
-        ...
-
-    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
-        """Return the files that hold the tensors, in their order."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a manifest says of the format; nothing of safetensors."""
-        ...
-
-
 def cuts(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> list[range]:
     """Divide tensors, in their order, into runs of at most max_shard_bytes of data, or of one larger tensor."""
     first, size, runs = 0, 0, []
@@ -232,3 +211,81 @@ def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:
     placed = {stored.name: shard.file for shard in shards for stored in shard.stored}
     total = sum(stored.byte_count for shard in shards for stored in shard.stored)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+
+
+GGUF = "gguf"
+
+
+@dataclass(frozen=True)
+class Safetensors:
+    """Files of safetensors with an index. metadata: their `__metadata__`."""
+
+    metadata: dict[str, str]
+
+    @property
+    def index_file(self) -> str:
+        """The name of the index."""
+        return INDEX_FILE
+
+    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
+        """Return the files; the header of each follows from its tensors."""
+        runs, result = cuts(tensors, max_shard_bytes), []
+        for number, run in enumerate(runs):
+            specs = in_file_order([spec for place in run for spec in tensors[place].stored])
+            header = FileHeader.of(encode_header(specs, self.metadata))
+            file = shard_name(number, len(runs))
+            result.append(ShardPlan(file=file, header=header, specs=tuple(specs), tensors=run))
+        return tuple(result)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return nothing: a manifest says nothing of the usual format but its metadata."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFiles:
+    """One file of GGUF, or several that llama.cpp reads as one.
+
+    name: the file name without number and ending
+    alignment: each tensor fills a multiple of this number of bytes
+    headers: the header of each file
+    """
+
+    name: str
+    alignment: int
+    headers: tuple[FileHeader, ...]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What safetensors files would have by default."""
+        return DEFAULT_METADATA
+
+    @property
+    def index_file(self) -> None:
+        """There is none: each file lists its tensors."""
+        return
+
+    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
+        """Return the files.
+
+        Raises ValueError if there are not as many as headers.
+        """
+        runs = cuts(tensors, max_shard_bytes)
+        return tuple(
+            ShardPlan(
+                file=gguf_name(self.name, number, len(runs)),
+                header=header,
+                specs=tuple(spec for place in run for spec in tensors[place].stored),
+                tensors=run,
+                alignment=self.alignment,
+            )
+            for number, (run, header) in enumerate(zip(runs, self.headers, strict=True))
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a manifest says of the files."""
+        headers = [{"bytes": header.byte_count, "sha256": header.sha256} for header in self.headers]
+        return {"format": GGUF, "name": self.name, "alignment": self.alignment, "headers": headers}
+
+
+Container = Safetensors | GgufFiles  # the format of a result's files: how they are named, begin and hold tensors

@@ -20,30 +20,46 @@ import yaml
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
-from pqweights.common.strict_json import Fields
+from pqweights.common.documents import ClosedDocument, Number, as_document
 from pqweights.common.suggestions import instead, nearest
-from pqweights.errors import OptionError, PqweightsError, RecipeError
+from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target
 
 Item = TypeVar("Item")
 
 DEFAULT_BITS = 5
-RECIPE_KEYS = (
-    "name",
-    "description",
-    "codec",
-    "bits",
-    "effort",
-    "target_size",
-    "target_bpw",
-    "bpw_of",
-    "sensitivity",
-    "rules",
-)
 # How the names of recipe files end.
 SUFFIXES = (".yaml", ".yml")
-RULE_KEYS = ("name", "role", "min_weights", "max_weights", "dims", "keep", "codec", "bits", "reason")
+
+
+class RuleFile(ClosedDocument, frozen=True, kw_only=True):
+    """A rule as YAML has it: the fields of Rule, with other names for the lists."""
+
+    name: str | tuple[str, ...] | None = None
+    role: str | tuple[str, ...] | None = None
+    min_weights: int | None = None
+    max_weights: int | None = None
+    dims: int | None = None
+    keep: bool | None = None
+    codec: str | None = None
+    bits: Number | None = None
+    reason: str | None = None
+
+
+class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
+    """A recipe as YAML has it: the fields of Recipe, with a target in three parts (target.py)."""
+
+    name: str | None = None
+    description: str | None = None
+    codec: str | None = None
+    bits: Number | None = None
+    effort: int | None = None
+    target_size: str | int | None = None
+    target_bpw: int | float | None = None
+    bpw_of: str | None = None
+    sensitivity: str | None = None
+    rules: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +189,7 @@ class Recipe:
         rules = []
         for rule in (*self.overrides, *self.rules):
             entry: dict[str, Any] = {"name": list(rule.names), "role": list(rule.roles)}
-            entry |= {key: getattr(rule, key) for key in RULE_KEYS[2:]}
+            entry |= {key: getattr(rule, key) for key in RuleFile.__struct_fields__[2:]}
             rules.append({key: value for key, value in entry.items() if value not in ([], None, False)})
         stated = {
             "name": self.name,
@@ -247,40 +263,44 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    fields = checked_fields(where, read_yaml(text, where), RECIPE_KEYS)
-    codec = _checked_codec(where, fields.optional("codec", fields.text, DEFAULT_CODEC))
-    bits = fields.optional("bits", fields.number, nearest_rate(codec, DEFAULT_BITS))
-    bits = _checked(f"{where}: bits", lambda: checked_rate(codec, bits))
-    entries = fields.optional("rules", fields.items, [])
-    rules = tuple(_parse_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(entries, start=1))
-    target = _parse_target(where, fields)
-    sensitivity = fields.optional("sensitivity", fields.text, None)
-    if sensitivity is not None and target is None:
+    file = read_yaml(text, where, RecipeFile)
+    codec = _checked_codec(where, file.codec or DEFAULT_CODEC)
+    bits = nearest_rate(codec, DEFAULT_BITS) if file.bits is None else file.bits
+    target = make_target(file.target_size, file.target_bpw, bpw_of=file.bpw_of, file=where)
+    if file.sensitivity is not None and target is None:
         raise RecipeError(f"{where}: sensitivity needs target_size or target_bpw")
     recipe = Recipe(
-        name=fields.optional("name", fields.text, Path(where).stem),
-        description=fields.optional("description", fields.text, "").strip(),
+        name=file.name or Path(where).stem,
+        description=(file.description or "").strip(),
         codec=codec,
-        bits=bits,
-        rules=rules,
+        bits=_checked(f"{where}: bits", lambda: checked_rate(codec, bits)),
+        rules=tuple(_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(file.rules or (), start=1)),
         target=target,
-        sensitivity=sensitivity,
+        sensitivity=file.sensitivity,
     )
-    effort = fields.optional("effort", fields.whole, None)
+    effort = file.effort
     if effort is None:
         return recipe
     return replace(recipe, effort=_checked(f"{where}: effort", lambda: checked_effort(recipe.codecs, effort)))
 
 
-def read_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML text; raises RecipeError if it is not YAML, or empty. where: what messages call it."""
+def read_yaml(text: str, where: str, document: type[Item]) -> Item:
+    """Return a YAML text as a document. where: what messages call it.
+
+    Raises RecipeError if it is not YAML, empty, or another document.
+    """
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
     if data is None:
         raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
-    return data
+    return in_recipe(data, where, document)
+
+
+def in_recipe(value: Any, where: str, document: type[Item]) -> Item:
+    """Return a part of a recipe as a document; see read_yaml."""
+    return as_document(value, document, lambda problem: RecipeError(f"{where}: {problem}"))
 
 
 def _yaml_problem(text: str, error: Exception) -> str:
@@ -303,60 +323,36 @@ def _yaml_problem(text: str, error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _parse_target(where: str, fields: Fields) -> SizeTarget | None:
-    size, per_weight = fields.raw("target_size"), fields.raw("target_bpw")
-    bpw_of = fields.optional("bpw_of", fields.text, None)
-    if size is not None and (not isinstance(size, str | int) or isinstance(size, bool)):
-        raise RecipeError(f"{where}: target_size: expected a size such as 9GB, found {size!r}")
-    if per_weight is not None and (not isinstance(per_weight, float | int) or isinstance(per_weight, bool)):
-        raise RecipeError(f"{where}: target_bpw: expected a number, found {per_weight!r}")
-    return make_target(size, per_weight, bpw_of=bpw_of, file=where)
-
-
-def _parse_rule(where: str, data: Any, default_codec: str) -> Rule:
-    fields = checked_fields(where, data, RULE_KEYS)
-    names, roles = _texts(fields, "name"), _texts(fields, "role")
+def _rule(where: str, data: Any, default_codec: str) -> Rule:
+    file = in_recipe(data, where, RuleFile)
+    names, roles, bits = texts(file.name), texts(file.role), file.bits
     for role in roles:
         if role not in ROLES:
             raise RecipeError(f"{where}: no role is called {role!r}; {instead(role, ROLES)}")
-    keep = fields.optional("keep", fields.flag, False)
-    codec, bits = fields.optional("codec", fields.text, None), fields.optional("bits", fields.number, None)
-    if keep and (codec is not None or bits is not None):
+    if file.keep and (file.codec is not None or bits is not None):
         raise RecipeError(f"{where}: expected keep or a codec and bits, found both")
-    if not keep and codec is None and bits is None:
+    if not file.keep and file.codec is None and bits is None:
         raise RecipeError(f"{where}: expected keep: true, bits or codec, found none of them")
-    if codec is not None:
-        _checked_codec(where, codec)
-    if bits is not None:
-        asked = bits
-        bits = _checked(f"{where}: bits", lambda: checked_rate(codec or default_codec, asked))
-    counts = {key: fields.optional(key, fields.whole, None) for key in ("min_weights", "max_weights", "dims")}
-    if not names and not roles and all(value is None for value in counts.values()):
+    if file.codec is not None:
+        _checked_codec(where, file.codec)
+    conditions = {"min_weights": file.min_weights, "max_weights": file.max_weights, "dims": file.dims}
+    if not names and not roles and all(value is None for value in conditions.values()):
         raise RecipeError(f"{where}: expected a condition (name, role, min_weights, max_weights or dims), found none")
-    reason = fields.optional("reason", fields.text, None)
-    return Rule(names=names, roles=roles, **counts, keep=keep, codec=codec, bits=bits, reason=reason)
+    codec = file.codec or default_codec
+    return Rule(
+        names=names,
+        roles=roles,
+        **conditions,
+        keep=bool(file.keep),
+        codec=file.codec,
+        bits=None if bits is None else _checked(f"{where}: bits", lambda: checked_rate(codec, bits)),
+        reason=file.reason,
+    )
 
 
-def checked_fields(where: str, data: Any, known: tuple[str, ...]) -> Fields:
-    """Return the fields of a recipe or a rule.
-
-    Raises RecipeError for an unknown key.
-    """
-
-    def wrong(key: str, expected: str, found: Any) -> PqweightsError:
-        return RecipeError(f"{where}{key and f': {key}'}: expected {expected}, found {found!r}")
-
-    fields = Fields(data, wrong)
-    for key in data:
-        if key not in known:
-            raise RecipeError(f"{where}: unknown key {key!r}; {instead(str(key), known)}")
-    return fields
-
-
-def _texts(fields: Fields, key: str) -> tuple[str, ...]:
-    """Read a text or a list of texts."""
-    value = fields.raw(key)
-    return (value,) if isinstance(value, str) else tuple(fields.optional(key, fields.texts, []))
+def texts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return a text, or a list of texts, as a tuple."""
+    return (value,) if isinstance(value, str) else value or ()
 
 
 def _checked_codec(where: str, name: str) -> str:

@@ -2,15 +2,21 @@
 
 The linearity theorem (Malinovskii et al., HIGGS, arXiv:2411.17525, section 3): for small errors the expected rise of
 the loss is a sum over layers of alpha * t^2, where t^2 is the relative squared error of the layer's weights. alpha
-comes from a file that `pqweights sensitivity` wrote, or from a rule of thumb (sensitivity_rule.py). docs/fit.md has the
-method and the format.
+comes from a file that `pqweights sensitivity` wrote, or from a rule of thumb, without a forward pass: from role,
+module, layer and the number of layers. The rule was derived from measurements of small models, and predicts less well
+than measuring. docs/fit.md has the method, a comparison and the format.
+
+A group of weights shares one bit width: those that runtimes fuse into one matrix, or compute with in one kernel. These
+are q, k and v of a layer; gate and up; the down-projections into the latents of MLA (DeepSeek-V2, arXiv:2405.04434);
+the inputs of linear attention; all experts of a layer; and tied embeddings.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,8 +28,95 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import Count, Document, Number, as_document
 from pqweights.common.strict_json import json_bytes, parse_json, rounded
 from pqweights.errors import SourceError
-from pqweights.planning.groups import grouped
-from pqweights.planning.sensitivity_rule import heuristic_alphas
+
+# The alpha of a group in a model with one layer; groups in layers get it divided by the number of layers.
+EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5
+# The alpha of a group by its module, in this order: the output of attention, its inputs, what follows an activation,
+# and what precedes it.
+_MODULES = (
+    (re.compile(r".*\.(o_proj|out_proj|wo|dense|attn\.c_proj)$"), 0.15),
+    (re.compile(r".*\.(qkv|qkv_a|qkv_proj|c_attn|query_key_value|in_proj\w*|\w*_b_proj)$"), 0.3),
+    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h|c_proj)$"), 0.35),
+    (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), 0.5),
+)
+EXPERTS, OTHER = 0.8, 0.4
+# Factors for the first layer, which feeds all others, and for the last, which feeds the head: less corrects their
+# errors.
+FIRST, LAST = 3.0, 1.5
+_LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks|layer)\.)(\d{1,9})\.")
+
+
+def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, str]) -> dict[str, float]:
+    """Return the alpha of each group.
+
+    groups: the names of the weights in each group
+    roles: the role of each weight
+    """
+    places = {name: found for name in groups if (found := _LAYER.match(name))}
+    layers_of: dict[str, set[int]] = {}
+    for layer in places.values():
+        layers_of.setdefault(layer[1], set()).add(int(layer[2]))
+    result = {}
+    for name, names in groups.items():
+        alpha = _alpha_of_one_layer(name, {roles[weight] for weight in names})
+        if name in places:
+            stack, number = places[name][1], int(places[name][2])
+            layers = layers_of[stack]
+            alpha *= (FIRST if number == min(layers) else LAST if number == max(layers) else 1.0) / len(layers)
+        result[name] = alpha
+    return result
+
+
+def _alpha_of_one_layer(group: str, roles: set[str]) -> float:
+    """Return the alpha of a group in a model with one layer, by the group's name and the roles of its weights."""
+    if group == TIED_EMBEDDINGS:
+        return TIED
+    if roles == {"embedding"}:
+        return EMBEDDING
+    if roles == {"lm_head"}:
+        return HEAD
+    if "expert" in roles:
+        return EXPERTS
+    return next((value for pattern, value in _MODULES if pattern.match(group)), OTHER)
+
+
+# The last component of the name of a module that is fused with its neighbours, and the name of the fused layer.
+_FUSED = (
+    (re.compile(r"([qkv]_proj|[qkv]_lin|query|key|value|w[qkv]|[qkv])"), "qkv"),
+    (re.compile(r"(q_a_proj|kv_a_proj_with_mqa)"), "qkv_a"),
+    (re.compile(r"(gate_proj|up_proj|w1|w3)"), "gate_up"),
+    (re.compile(r"in_proj_(qkv|z)"), "in_proj_qkvz"),
+)
+_EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
+# Embeddings of tokens; embeddings of positions and the like are never tied.
+_INPUT_EMBEDDING = re.compile(r"embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|shared|embeddings?|embedding")
+TIED_EMBEDDINGS = "embeddings"
+
+
+def group_of(name: str, role: str, tied: bool) -> str:
+    """Return the name of the group that a weight belongs to. tied: whether the embeddings of the model are tied."""
+    module = name.removesuffix(".weight")
+    if tied and (role == "lm_head" or (role == "embedding" and _INPUT_EMBEDDING.fullmatch(module.rpartition(".")[2]))):
+        return TIED_EMBEDDINGS
+    if role == "expert" and (experts := _EXPERTS.fullmatch(module)):
+        return experts[1]
+    path, _, last = module.rpartition(".")
+    whole = fused_name(last)
+    return f"{path}.{whole}" if path else whole
+
+
+def fused_name(module: str) -> str:
+    """Return the name of the fused layer for the last component of a module's name; else that component itself."""
+    return next((whole for pattern, whole in _FUSED if pattern.fullmatch(module)), module)
+
+
+def grouped(weights: Iterable[tuple[str, str]], tied: bool) -> dict[str, list[str]]:
+    """Group weights, given as (name, role); return the names in each group, groups and names in the given order."""
+    groups: dict[str, list[str]] = {}
+    for name, role in weights:
+        groups.setdefault(group_of(name, role, tied), []).append(name)
+    return groups
+
 
 VERSION_KEY, VERSION = "pqweights_sensitivity", 1
 HEURISTIC = "heuristic"
@@ -87,7 +180,7 @@ class _Method(Document, frozen=True):
     tokens: Count
 
 
-class _File(Document, frozen=True, kw_only=True):
+class _SensitivityFile(Document, frozen=True, kw_only=True):
     checkpoint: str
     method: _Method
     groups: Annotated[tuple[Measured, ...], Meta(min_length=1)]
@@ -115,10 +208,10 @@ def alphas_for(
     by_weight = {name: group for group in known.groups for name in group.weights}
     alphas: dict[str, float] = {}
     for name, names in groups.items():
-        found = {by_weight[weight].name: by_weight[weight] for weight in names if weight in by_weight}
-        if found:
+        known_groups = {by_weight[weight].name: by_weight[weight] for weight in names if weight in by_weight}
+        if known_groups:
             # The groups may have been others when they were measured: errors of different weights add up.
-            alphas[name] = math.fsum(group.alpha for group in found.values())
+            alphas[name] = math.fsum(group.alpha for group in known_groups.values())
     ratios = sorted(alphas[name] / rule[name] for name in alphas if rule[name] > 0)
     scale = ratios[len(ratios) // 2] if ratios else 1.0
     missing = [name for name in groups if name not in alphas]
@@ -144,12 +237,12 @@ def is_tied(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> bool:
     return all(role != "lm_head" for _, role in weights) if stated is None else bool(stated)
 
 
-def write_sensitivity(path: Path, found: Sensitivity) -> None:
+def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:
     """Write the file, whole or not at all.
 
     Raises OutputError.
     """
-    write_whole(path.absolute().parent, path, [json_bytes(found.to_json())])
+    write_whole(path.absolute().parent, path, [json_bytes(sensitivity.to_json())])
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
@@ -170,7 +263,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
         raise SourceError(f"{path}: {error}; expected a file that pqweights sensitivity wrote") from None
     if not isinstance(value, dict) or value.get(VERSION_KEY) != VERSION:
         raise SourceError(f"{path}: expected a file that pqweights sensitivity wrote, with {VERSION_KEY} {VERSION}")
-    file = as_document(value, _File, lambda problem: SourceError(f"{path}: {problem}; measure it again"))
+    file = as_document(value, _SensitivityFile, lambda problem: SourceError(f"{path}: {problem}; measure it again"))
     names = [name for group in file.groups for name in group.weights]
     if len(set(names)) != len(names) or len({group.name for group in file.groups}) != len(file.groups):
         raise SourceError(f"{path}: a weight or a group is there twice; measure it again")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -59,15 +60,14 @@ class InputVector:
     windows: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightInputs:
-    """Which vectors a weight reads.
+class WeightInputs(Document, frozen=True, kw_only=True):
+    """Which vectors a weight reads; in the description, the key of `vectors` is `inputs`.
 
     vectors: for each of its matrices the number of the vector; None for a matrix that had no inputs
     transposed: whether input channels run along its columns, [..., K, N], not along its rows, [..., N, K]
     """
 
-    vectors: tuple[int | None, ...]
+    vectors: tuple[Count | None, ...] = msgspec.field(name="inputs")
     transposed: bool
 
 
@@ -78,11 +78,6 @@ class _Version(Document, frozen=True):
 class _Vector(Document, frozen=True):
     tokens: Count
     windows: Count
-
-
-class _ReadWeight(Document, frozen=True):
-    inputs: tuple[Count | None, ...]
-    transposed: bool
 
 
 class _SearchedWeight(Document, frozen=True):
@@ -137,7 +132,7 @@ class Statistics:
         """
         if self.checkpoint in fingerprints.values():
             return
-        wanted = " or ".join(f"{name} (fingerprint {found[:12]})" for name, found in fingerprints.items())
+        wanted = " or ".join(f"{name} (fingerprint {fingerprint[:12]})" for name, fingerprint in fingerprints.items())
         raise SourceError(
             f"{self.path}: expected {kind} of {wanted}, found those of another checkpoint "
             f"({self.checkpoint[:12]}); run {COMMANDS[kind]} on this one"
@@ -211,8 +206,8 @@ def open_statistics(path: Path, kind: Kind | None = None) -> Statistics:
         _check_version(path, told)
         holds = read_document(told, _Description, _damaged(path, ())).holds
     if kind is not None and kind not in holds:
-        found = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in holds) or "nothing"
-        raise SourceError(f"{path}: expected {what} that {command} wrote, found {found}")
+        held = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in holds) or "nothing"
+        raise SourceError(f"{path}: expected {what} that {command} wrote, found {held}")
     return _opened(path, file, holds=holds, told=told, stored={part.name: part for part in stored})
 
 
@@ -231,10 +226,9 @@ def _opened(
             return damaged(f"{name!r}: {problem}")
 
         if MOMENTS in holds and (len(holds) == 1 or "inputs" in entry):
-            weight = as_document(entry, _ReadWeight, wrong)
-            if any(number is not None and number >= len(vectors) for number in weight.inputs):
+            weights[name] = as_document(entry, WeightInputs, wrong)
+            if any(number is not None and number >= len(vectors) for number in weights[name].vectors):
                 raise wrong("expected numbers of its inputs")
-            weights[name] = WeightInputs(vectors=weight.inputs, transposed=weight.transposed)
         if SCALES in holds and (len(holds) == 1 or "scaled" in entry):
             search = as_document(entry, _SearchedWeight, wrong)
             if search.scaled:

@@ -1,9 +1,9 @@
-"""Sums over the tensors of a plan or a result: counts, sizes, and bits per weight."""
+"""What reports say of a whole plan or result: counts, sizes, bits per weight, and what it can be exported to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 
@@ -113,3 +113,21 @@ def count(tensors: Sequence[_Counted]) -> Counts:
 def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
     """Return counts over tensors with the sizes of files."""
     return Totals(**vars(count(tensors)), source_bytes=source_bytes, output_bytes=output_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PossibleExport:
+    """What is known of the export of a master to one target, with the target's defaults.
+
+    target: the name of the target
+    possible: whether it can be made; None if that is not known
+    reason: why not, or what is still to be found out; None if there is nothing
+    """
+
+    target: str
+    possible: bool | None
+    reason: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the target in the JSON of plan and quantize."""
+        return asdict(self)

@@ -13,10 +13,10 @@ from pqweights.rewrite.task import RewriteTask
 
 # What the keys of a transform's account mean for the user; other keys are options, which are named with their values.
 ACCOUNTS = {
-    "awq": "other scales (--awq)",
-    "fit": "another --sensitivity",
-    "fold": "another --fold",
-    "original_fingerprint": "another --source",
+    "awq": "other scales (`awq`)",
+    "fit": "another `sensitivity`",
+    "fold": "another `fold`",
+    "original_fingerprint": "another `source`",
     "master_errors": "another master",
 }
 
@@ -65,7 +65,7 @@ def _other_options(found: RunIdentity, asked: RunIdentity) -> str:
         else:
             other.append(ACCOUNTS.get(key, f"{key.replace('_', ' ')} {_short(theirs.get(key))}"))
     if found.max_shard_bytes != asked.max_shard_bytes:
-        other.append(f"--max-shard-size {found.max_shard_bytes}")
+        other.append(f"`max_shard_size` {found.max_shard_bytes}")
     return ", ".join(sorted(other)) or "other settings"
 
 
@@ -77,8 +77,8 @@ def _other_recipe(found: Any, asked: Mapping[str, Any]) -> str:
     if found.get("codec") != asked.get("codec"):
         return f"another codec ({_short(found.get('codec'))})"
     if found.get("effort") != asked.get("effort"):
-        return "the default effort" if found.get("effort") is None else f"--effort {_short(found['effort'])}"
-    return "other rules or another target (--keep, --set, --target-size, --target-bpw)"
+        return "the default effort" if found.get("effort") is None else f"`effort` {_short(found['effort'])}"
+    return "other rules or another target (`keep`, `set_bits`, `target_size`, `target_bpw`)"
 
 
 def _what_is_wrong(task: RewriteTask, found: Manifest) -> str:
@@ -88,7 +88,7 @@ def _what_is_wrong(task: RewriteTask, found: Manifest) -> str:
         return problems[0]
     expected = {*task.plan.companions, *task.small_files}
     if expected | {INDEX_FILE, CONFIG_FILE} != found.files.keys() | {INDEX_FILE, CONFIG_FILE}:
-        return "other files were copied to it (--include-files)"
+        return "other files were copied to it (`include_files`)"
     return "files of its source were changed or copied since"
 
 

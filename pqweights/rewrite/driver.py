@@ -176,7 +176,7 @@ def _leaving_what_is_finished(run: Run) -> Iterator[None]:
         if not is_under_way(run.store):
             raise
         raise SourceChangedError(
-            f"{error}, with --overwrite for the files as they are now: what is finished was made of the former ones, "
+            f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former ones, "
             "and stays for them"
         ) from None
 

@@ -116,7 +116,7 @@ class EncodeJob:
         if at < 0:
             raise SourceError(
                 f"tensor {self._tensor.name!r}: multiplied by the scales of its input channels, it leaves the range of "
-                "float32; quantize it without --awq, or keep it with a rule"
+                "float32; quantize it without `awq`, or keep it with a rule"
             )
         place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
         raise SourceError(

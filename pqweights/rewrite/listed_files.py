@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pqweights.checkpoint.companions import REASONS, is_needed
-from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
-from pqweights.checkpoint.links import outside
+from pqweights.checkpoint.companions import REASONS, is_needed, outside
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.source import Checkpoint, open_folder
-from pqweights.checkpoint.storage import Storage, local_work_folder
+from pqweights.checkpoint.storage import Storage, describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError
 from pqweights.rewrite.checked_tensors import with_checks
 from pqweights.rewrite.manifest import Manifest, find_manifest, shards_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from pqweights.checkpoint.disk_room import check_room
+from pqweights.checkpoint.writer import check_room
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.needs import result_need

@@ -6,35 +6,39 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, field
+
+from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
-from pqweights.checkpoint.interrupted import describe_interrupted
-from pqweights.checkpoint.links import leads_outside, outside, top_level_files
-from pqweights.checkpoint.model_card import checked_facts
+from pqweights.checkpoint.model_card import known_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, read_file
+from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
 from pqweights.codecs.protocol import State, exceeds_promise
-from pqweights.common.strict_json import Fields, json_pieces, parse_json
+from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
+from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
 from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
-from pqweights.planning.containers import GGUF, GgufFiles, Safetensors
 from pqweights.planning.plan import (
     DEFAULT_METADATA,
     INTEGER,
     QUANTIZE,
     FileHeader,
+    GgufFiles,
+    Safetensors,
     ShardPlan,
     TensorPlan,
     coder_of,
 )
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
-from pqweights.rewrite.manifest_entries import damaged, parse_tensor
+from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor
 from pqweights.rewrite.records import TensorRecord, error_totals
 from pqweights.storage.protocol import FileRecord
 
@@ -50,33 +54,47 @@ TENSOR_HASHES: dict[int, TensorHash] = {
 }
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
-# The longest name of a GGUF file without its numbers.
-MOST_NAME = 200
-# The key of a transform's account of itself (Transform.describe) that tells which kind of result it makes.
+# The key of a transform's account of itself (Transform.account) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 # The key of the digest of factors in what a manifest says of a fold.
 FACTORS_KEY = "factors_sha256"
-# The manifest's own keys. Every other key belongs to the account.
-OWN_KEYS = frozenset(
-    {
-        "manifest_version",
-        "kind",
-        "source",
-        "model",
-        "master",
-        "max_shard_bytes",
-        "same_bytes_since",
-        "relative_mse",
-        "total_mse",
-        "master_mse",
-        "metadata",
-        "container",
-        "left_out",
-        "exceeding",
-        "tensors",
-        "files",
-    }
-)
+
+
+class _Source(Document, frozen=True, kw_only=True):
+    id: str | None
+    revision: str | None = None
+    bytes: Count
+    fingerprint: str
+
+
+class _Container(Document, frozen=True, kw_only=True):
+    """The format of files that are not safetensors."""
+
+    format: Literal["gguf"]
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    alignment: Annotated[int, Meta(ge=1)]
+    headers: tuple[FileRecord, ...]
+
+
+class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
+    """The keys of the file, but for those of the account, which stand between `kind` and `source`."""
+
+    manifest_version: int
+    kind: Literal["master", "export"]
+    source: _Source
+    model: dict[str, Any] = {}
+    master: dict[str, Any] = {}
+    max_shard_bytes: Annotated[int, Meta(ge=1)]
+    same_bytes_since: str = UNSTATED_VERSION
+    relative_mse: Number | None = None
+    total_mse: Number | None = None
+    master_mse: Number | None = None
+    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
+    container: _Container | None = None
+    left_out: dict[str, str] = {}
+    exceeding: tuple[str, ...] = ()
+    tensors: tuple[TensorEntry, ...]
+    files: dict[str, FileRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +132,10 @@ class Manifest:
 
         Raises MasterError if that is damaged.
         """
-        found = self.made_by.get("fold", {})
-        if not isinstance(found, dict) or (found and not isinstance(found.get("kind"), str)):
-            raise damaged("fold", "the kind of a fold", found)
-        return found
+        stated = self.made_by.get("fold", {})
+        if not isinstance(stated, dict) or (stated and not isinstance(stated.get("kind"), str)):
+            raise damaged(f"fold: expected the kind of a fold, found {str(stated)[:80]!r}")
+        return stated
 
     @property
     def made_by(self) -> dict[str, Any]:
@@ -179,7 +197,7 @@ class Manifest:
 
 def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
     """Return the state in which a quantized tensor was encoded."""
-    return coder_of(tensor).parse_state(Fields(record.state or {}, damaged))
+    return coder_of(tensor).parse_state(record.state or {})
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
@@ -190,11 +208,11 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
     identity = manifest.identity
     if not identity.container:
         return Safetensors(identity.metadata).shards(identity.tensors, identity.max_shard_bytes)
-    container = _parse_container(Fields({"container": identity.container}, damaged).fields("container"))
+    container = _container(as_document(identity.container, _Container, damaged))
     try:
         return container.shards(identity.tensors, identity.max_shard_bytes)
     except ValueError:
-        raise damaged("container", "as many headers as files", len(container.headers)) from None
+        raise damaged(f"container: expected as many headers as files, found {len(container.headers)}") from None
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
@@ -265,8 +283,8 @@ def _top_level(folder: Path) -> LocalStorage:
         )
         raise MasterError(f"{folder}: no such folder{hint}")
     if not folder.is_dir():
-        found = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
-        raise MasterError(f"{folder}: expected a folder, found {found}")
+        what = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
+        raise MasterError(f"{folder}: expected a folder, found {what}")
     return LocalStorage(folder, only=top_level_files(folder))
 
 
@@ -304,95 +322,71 @@ def parse_manifest(data: bytes) -> Manifest:
     Raises MasterError for anything that this version would not have written.
     """
     try:
-        found = parse_json(data)
+        document = parse_json(data, strict=True)
     except ValueError as error:
         raise MasterError(f"{MANIFEST_FILE}: {error}; restore it, or delete the folder") from None
-    version = found.get("manifest_version") if isinstance(found, dict) else type(found).__name__
+    version = document.get("manifest_version") if isinstance(document, dict) else type(document).__name__
     if type(version) is not int or version not in TENSOR_HASHES:
         raise MasterError(
             f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {max(TENSOR_HASHES)}, found "
             f"{version!r}; a newer pqweights may read it"
         )
-    return _parse(Fields(found, damaged), version)
+    return _parsed(document, version)
 
 
-def _parse(fields: Fields, version: int) -> Manifest:
-    hash_key = TENSOR_HASHES[version].key
-    entries = [parse_tensor(entry, hash_key) for entry in fields.objects("tensors")]
-    files = fields.fields("files")
-    source = fields.fields("source")
-    made_by, factors = _parse_account(fields)
+def _parsed(document: dict[str, Any], version: int) -> Manifest:
+    account = _account(document)
+    file = as_document({key: value for key, value in document.items() if key not in account}, ManifestFile, damaged)
+    expected = next((KINDS[key] for key in KINDS if key in account), None)
+    if file.kind != expected:
+        raise damaged(f"kind: expected {expected}, found {file.kind!r}")
+    factors, fold = None, account.get("fold")
+    if isinstance(fold, dict) and FACTORS_KEY in fold:
+        factors = as_document(fold[FACTORS_KEY], str, lambda problem: damaged(f"fold: {FACTORS_KEY}: {problem}"))
+        account["fold"] = {key: value for key, value in fold.items() if key != FACTORS_KEY}
+    if file.model != (facts := known_facts(file.model)):
+        raise damaged(f"model: expected what a model card may say, {facts}, found {str(file.model)[:80]}")
+    entries = list(map(parse_tensor, file.tensors, document["tensors"], itertools.repeat(TENSOR_HASHES[version].key)))
+    origin = file.source
+    if (origin.id is None) != (origin.revision is None):
+        raise damaged("source: expected id and revision, found one of them")
     identity = RunIdentity(
-        kind=_parse_kind(fields),
-        made_by=made_by,
-        source_bytes=source.count("bytes"),
-        max_shard_bytes=_parse_shard_bytes(fields),
+        kind=file.kind,
+        made_by=account,
+        source_bytes=file.source.bytes,
+        max_shard_bytes=file.max_shard_bytes,
         tensors=tuple(tensor for tensor, _ in entries),
-        origin=None if source.raw("id") is None else Origin(source.text("id"), source.text("revision")),
-        metadata=fields.texts_by_key("metadata") if "metadata" in fields else DEFAULT_METADATA,
-        container=_parse_container(fields.fields("container")).to_json() if "container" in fields else {},
-        left_out=fields.texts_by_key("left_out") if "left_out" in fields else {},
-        model=_parse_model(fields),
-        master=fields.mapping("master") if "master" in fields else {},
-        same_bytes_since=fields.text("same_bytes_since") if "same_bytes_since" in fields else UNSTATED_VERSION,
+        origin=None if origin.id is None else Origin(origin.id, origin.revision or ""),
+        metadata=file.metadata,
+        container={} if file.container is None else _container(file.container).to_json(),
+        left_out=file.left_out,
+        model=file.model,
+        master=file.master,
+        same_bytes_since=file.same_bytes_since,
     )
     if max(version, MANIFEST_VERSION) != version_of(identity):
-        raise damaged("manifest_version", "one for the files that it lists", version)
+        raise damaged(f"manifest_version: expected one for the files that it lists, found {version}")
     return Manifest(
         identity=identity,
-        source_fingerprint=source.text("fingerprint"),
+        source_fingerprint=file.source.fingerprint,
         records=tuple(record for _, record in entries),
-        files={
-            name: FileRecord(record.count("bytes"), record.text("sha256"))
-            for name in fields.mapping("files")
-            for record in [files.fields(name)]
-        },
+        files=file.files,
         factors=factors,
         version=version,
     )
 
 
-def _parse_account(fields: Fields) -> tuple[dict[str, Any], str | None]:
-    """Return the transform's account of itself, and the digest of factors that stands in what it says of a fold."""
-    made_by = {key: fields.raw(key) for key in fields if key not in OWN_KEYS}
-    fold = made_by.get("fold")
-    if not isinstance(fold, dict) or FACTORS_KEY not in fold:
-        return made_by, None
-    made_by["fold"] = {key: value for key, value in fold.items() if key != FACTORS_KEY}
-    return made_by, fields.fields("fold").text(FACTORS_KEY)
-
-
-def _parse_kind(fields: Fields) -> str:
-    kind = fields.text("kind")
-    expected = next((KINDS[key] for key in KINDS if key in fields), None)
-    if kind != expected:
-        raise damaged("kind", str(expected), kind)
-    return kind
-
-
-def _parse_shard_bytes(fields: Fields) -> int:
-    found = fields.count("max_shard_bytes")
-    if found == 0:
-        raise damaged("max_shard_bytes", "a size", found)
-    return found
-
-
-def _parse_container(fields: Fields) -> GgufFiles:
-    """Return the format of files that are not safetensors."""
-    if fields.text("format") != GGUF:
-        raise damaged("container", GGUF, fields.text("format"))
-    name, alignment = fields.text("name"), fields.count("alignment")
-    if not 0 < len(name) <= MOST_NAME or "/" in name or not is_inside(name) or not alignment:
-        raise damaged("container", "a file name and an alignment", (name, alignment))
-    headers = [FileHeader(each.count("bytes"), None, each.text("sha256")) for each in fields.objects("headers")]
-    return GgufFiles(name=name, alignment=alignment, headers=tuple(headers))
-
-
-def _parse_model(fields: Fields) -> dict[str, Any]:
-    if "model" not in fields:
+def _account(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the transform's account of itself: what stands between `kind` and `source`."""
+    keys = list(document)
+    if not {"kind", "source"} <= document.keys():
         return {}
-    model, inner = fields.mapping("model"), fields.fields("model")
-    expected = {key: inner.text(key) for key in ("id", "revision") if key in inner} | checked_facts(model)
-    if model != expected:
-        raise damaged("model", "what a model card may say", model)
-    return expected
+    return {key: document[key] for key in keys[keys.index("kind") + 1 : keys.index("source")]}
+
+
+def _container(stated: _Container) -> GgufFiles:
+    """Return the format of files that are not safetensors."""
+    if "/" in stated.name or not is_inside(stated.name):
+        raise damaged(f"container: expected a file name, found {stated.name!r}")
+    headers = tuple(FileHeader(header.bytes, None, header.sha256) for header in stated.headers)
+    return GgufFiles(name=stated.name, alignment=stated.alignment, headers=headers)

@@ -2,91 +2,114 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs import CODECS, WITHDRAWN, withdrawn
+from pqweights.codecs.protocol import exact_rate
+from pqweights.common.documents import Damaged, Document, Number, Size, as_document
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.common.strict_json import Fields
+from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coder_of, stored_bytes
 from pqweights.rewrite.records import TensorRecord
 
 
-def parse_tensor(entry: Fields, hash_key: str) -> tuple[TensorPlan, TensorRecord]:
+class _StoredTensor(Document, frozen=True, kw_only=True):
+    """A stored tensor, with the hash of its version (TENSOR_HASHES)."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    sha256: str | None = None
+    blake3_of_pieces: str | None = None
+
+
+class TensorEntry(Document, frozen=True, kw_only=True):
+    """What became of a tensor. Its entry also has the fields of TensorRecord, and the state of a quantized one."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    role: str
+    action: Literal["quantize", "keep", "decode", "integer"]
+    codec: str | None
+    bits: Number | None
+    reason: str
+    stored: tuple[_StoredTensor, ...]
+
+
+def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any], hash_key: str) -> tuple[TensorPlan, TensorRecord]:
     """Return what became of a tensor, and what was measured of it.
 
+    stated: the entry as it stands in the file, with the state of a quantized weight
     hash_key: the key of the hash of its stored tensors
 
     Raises MasterError for an entry that no version would have written.
     """
-    name, stored = entry.text("name"), entry.objects("stored")
-    specs = tuple(TensorSpec(spec.text("name"), spec.text("dtype"), spec.shape("shape")) for spec in stored)
-    for spec in specs:
-        if spec.dtype not in DTYPE_BITS:
-            raise damaged(f"dtype of {spec.name!r}", "one of safetensors", spec.dtype)
-    plan = TensorPlan(
-        name=name,
-        shape=entry.shape("shape"),
-        dtype=entry.text("dtype"),
-        role=entry.text("role"),
-        action=entry.text("action"),
-        codec=entry.raw("codec"),
-        bits=entry.raw("bits"),
-        reason=entry.text("reason"),
-        bytes=stored_bytes(specs),
-        stored=specs,
-    )
-    digests = {spec.text("name"): spec.text(hash_key) for spec in stored}
-    folded = tuple(entry.defaulted("folded", entry.texts, []))
-    return plan, TensorRecord(name=name, digests=digests, folded=folded, **_parse_measures(plan, entry))
 
+    def wrong(problem: str) -> MasterError:
+        return damaged(f"tensor {entry.name!r}: {problem}")
 
-def _parse_measures(plan: TensorPlan, entry: Fields) -> Mapping[str, Any]:
-    """Return what an entry holds beside its plan, as fields of TensorRecord.
-
-    Raises MasterError if the plan's action, codec and bits do not go together, or for a codec of WITHDRAWN.
-    """
-    wrong = damaged(
-        f"action, codec and bits of {plan.name!r}", "those of a codec", (plan.action, plan.codec, plan.bits)
-    )
-    if plan.action == QUANTIZE:
-        if plan.codec in WITHDRAWN and plan.codec not in CODECS:
-            raise MasterError(
-                f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again"
+    specs, digests = [], {}
+    for part in entry.stored:
+        digest = getattr(part, hash_key)
+        if part.dtype not in DTYPE_BITS or digest is None:
+            raise wrong(
+                f"{part.name!r}: expected a dtype of safetensors and {hash_key}, found {part.dtype!r}, {digest}"
             )
-        return _parse_state(plan, entry, wrong) | {key: entry.number(key) for key in ("relative_mse", "energy")}
-    if plan.action == INTEGER:
-        if not isinstance(plan.codec, str) or type(plan.bits) is not int or not 1 <= plan.bits <= 8:
-            raise wrong
-        measures: dict[str, Any] = {key: entry.number(key) for key in ("relative_mse", "energy")}
-        measures |= {key: entry.optional(key, entry.number, None) for key in ("total_mse", "master_mse")}
-        return measures | {"rounding": entry.optional("rounding", entry.mapping, None)}
-    if plan.action not in (KEEP, DECODE) or plan.codec is not None or plan.bits is not None:
-        raise wrong
-    return {}
+        specs.append(TensorSpec(part.name, part.dtype, part.shape))
+        digests[part.name] = digest
+    if max(math.prod(shape) for shape in (entry.shape, *(spec.shape for spec in specs))) > MAX_ELEMENTS:
+        raise wrong(f"shape: expected at most {MAX_ELEMENTS} elements")
+    plan = TensorPlan(
+        name=entry.name,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        role=entry.role,
+        action=entry.action,
+        codec=entry.codec,
+        bits=None if entry.bits is None else exact_rate(entry.bits),
+        reason=entry.reason,
+        bytes=stored_bytes(specs),
+        stored=tuple(specs),
+    )
+    record = as_document(stated, TensorRecord, wrong)
+    if plan.action in (QUANTIZE, INTEGER) and (record.relative_mse is None or record.energy is None):
+        raise wrong("expected relative_mse and energy, found none")
+    return plan, replace(record, digests=digests, state=_checked_state(plan, stated, wrong))
 
 
-def _parse_state(plan: TensorPlan, entry: Fields, wrong: MasterError) -> dict[str, Any]:
-    if not isinstance(plan.codec, str) or type(plan.bits) not in (int, float):
-        raise wrong
+def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) -> dict[str, Any] | None:
+    """Return the state of a quantized weight; None for another tensor.
+
+    Raises MasterError if action, codec and bits do not go together, or for a codec of WITHDRAWN.
+    """
+    mismatch = f"action, codec and bits: expected those of a codec, found {(plan.action, plan.codec, plan.bits)}"
+    if plan.action == INTEGER and plan.codec is not None and plan.bits in range(1, 9):
+        return None
+    if plan.action in (KEEP, DECODE) and plan.codec is None and plan.bits is None:
+        return None
+    if plan.action != QUANTIZE or plan.codec is None or plan.bits is None:
+        raise wrong(mismatch)
+    if plan.codec in WITHDRAWN and plan.codec not in CODECS:
+        raise MasterError(f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again")
     try:
         coder = coder_of(plan)
-        state = coder.parse_state(entry)
+        state = coder.parse_state({key: stated[key] for key in CODECS[plan.codec].state_defaults}).to_json()
     except RecipeError:
-        raise wrong from None
+        raise wrong(mismatch) from None
+    except KeyError as error:
+        raise wrong(f"missing key {error}") from None
     except ValueError as error:
-        raise damaged(f"{plan.name!r}", "a state of its codec", error) from None
-    if any(key not in entry for key in state.to_json()):
-        raise damaged(f"{plan.name!r}", "the state of its codec", None)
-    return {"state": state.to_json()}
+        raise wrong(str(error)) from None
+    return state
 
 
-def damaged(what: str, expected: str, found: Any) -> MasterError:
+def damaged(problem: str) -> MasterError:
     """Return the error for a manifest in which something is not as any version writes it."""
-    return MasterError(
-        f"{MANIFEST_FILE}: damaged: {what}: expected {expected}, found {str(found)[:80]!r}; restore it, or delete the "
-        "folder"
-    )
+    return MasterError(f"{MANIFEST_FILE}: damaged: {problem}; restore it, or delete the folder")

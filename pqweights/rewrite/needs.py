@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqweights.checkpoint.disk_room import DiskNeed
-from pqweights.checkpoint.file_uses import file_uses, most_fetched
+from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.storage.remote.s3 import upload_bytes_held

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
 from pqweights.planning.plan import INTEGER, TensorPlan
 
@@ -30,10 +31,10 @@ class TensorRecord:
     name: str
     digests: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] | None = None
-    relative_mse: float | None = None
-    energy: float | None = None
-    total_mse: float | None = None
-    master_mse: float | None = None
+    relative_mse: Number | None = None
+    energy: Number | None = None
+    total_mse: Number | None = None
+    master_mse: Number | None = None
     folded: tuple[str, ...] = ()
     rounding: dict[str, Any] | None = None
 

@@ -166,7 +166,7 @@ def check_output(
         return
     if MANIFEST_FILE in names:
         if not overwrite:
-            raise OutputError(f"{store}: {difference()}; pass --overwrite to replace it, or choose another folder")
+            raise OutputError(f"{store}: {difference()}; pass `overwrite` to replace it, or choose another folder")
         return
     others = sorted(names - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
     if others:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.digests import PieceHasher
-from pqweights.checkpoint.file_uses import FileUse, file_uses
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.readers import FileUse, file_uses
 from pqweights.checkpoint.shard_file import ShardFile, memory_for
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.finished_shards import ShardMark

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.interrupted import command_of
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
-from pqweights.checkpoint.storage import Origin, Storage
+from pqweights.checkpoint.storage import Origin, Storage, command_of
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.storage import Store
@@ -117,7 +116,7 @@ class Journal:
             return False
         if self.stated is None:
             raise OutputError(
-                f"{store}: {JOURNAL} is damaged, so the interrupted run cannot be continued; pass --overwrite to "
+                f"{store}: {JOURNAL} is damaged, so the interrupted run cannot be continued; pass `overwrite` to "
                 "start again"
             )
         raise _different_run(self.stated, run, store)
@@ -167,7 +166,7 @@ def _different_run(stated: dict[str, Any], run: RunStatement, store: Store) -> O
     command = command_of(stated)
     if command and command != command_of(run.command):
         return OutputError(
-            f"{store}: holds an interrupted run of {command}; repeat that command to continue it, or pass --overwrite "
+            f"{store}: holds an interrupted run of {command}; repeat that command to continue it, or pass `overwrite` "
             "to start again"
         )
     if run.origin is not None and stated.get("origin") not in (None, list(run.origin)):
@@ -179,22 +178,22 @@ def _different_run(stated: dict[str, Any], run: RunStatement, store: Store) -> O
         if source.get(name) != list(state) and (name in source or not name.startswith("--")):
             return SourceChangedError(
                 f"{name}: the source changed since the interrupted run in {store} (size and time were "
-                f"{source.get(name)}, are {list(state)}); pass --overwrite to start again"
+                f"{source.get(name)}, are {list(state)}); pass `overwrite` to start again"
             )
     return OutputError(
         f"{store}: holds an interrupted run with another recipe or other options, or of a version that makes other "
-        "bytes; repeat that command to continue it, or pass --overwrite to start again"
+        "bytes; repeat that command to continue it, or pass `overwrite` to start again"
     )
 
 
 def _other_commit(store: Store, stated: Any, origin: Origin) -> SourceChangedError:
     was = "@".join(str(part) for part in stated) if isinstance(stated, list) else "another source"
     again = (
-        f"pass --revision {stated[1]} to continue it, or "
+        f"pass `revision` {stated[1]} to continue it, or "
         if isinstance(stated, list) and stated[0] == origin.id
         else ""
     )
     return SourceChangedError(
         f"{origin.id}: expected {was}, which the interrupted run in {store} was reading, found commit "
-        f"{origin.revision}: {again}pass --overwrite to start again"
+        f"{origin.revision}: {again}pass `overwrite` to start again"
     )

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pqweights.checkpoint.disk_room import DiskNeed
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
-from pqweights.planning.possible import PossibleExport
-from pqweights.planning.totals import Totals
+from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.listed_files import UNCHECKED

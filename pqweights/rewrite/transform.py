@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.planning.containers import Safetensors
-from pqweights.planning.plan import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
+from pqweights.planning.plan import DEFAULT_METADATA, Container, Safetensors, ShardPlan, TensorPlan
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord

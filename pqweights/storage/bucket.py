@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import disk_errors, write_whole
-from pqweights.common.user_cache import users_cache
 from pqweights.errors import OutputError
 from pqweights.storage.local import LOCK_FILE, clear, locked
 from pqweights.storage.protocol import CheckLock, FileRecord, Stop
@@ -166,3 +165,12 @@ def make_scratch(scratch: Path) -> None:
             f"{scratch}: cannot be made ({error.strerror}), and shards are made there: set {SCRATCH_VARIABLE} to "
             "another folder"
         ) from None
+
+
+def users_cache() -> Path | None:
+    """Return the folder: PQWEIGHTS_CACHE if set, else one below XDG_CACHE_HOME or ~/.cache; None without a home."""
+    chosen = os.environ.get("PQWEIGHTS_CACHE")
+    if chosen:
+        return Path(chosen)
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(users) / "pqweights" if os.path.isabs(users) else None  # without a home, ~ stays ~

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from building import IDS, build, check_packed, computed, distance, load, open_master
+from export_decoders import export_weight
 from helpers import Array, as_float32, bf16, f32, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, from_tiles, integer_names, quantization
 from known_architectures import ARCHITECTURES, BEGIN, END, LOADS, Architecture, markdown, with_table
 
 from pqweights.errors import ExportError
-from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.inference.runtimes.models import open_model
 
 torch = pytest.importorskip("torch")

@@ -11,10 +11,10 @@ from folding_models import columns_of, folded_values, measured, rewritten, uneve
 from helpers import f32, read_all, run_command
 from known_architectures import ARCHITECTURES, VOCABULARY
 
-from pqweights.gguf.defaults import stated_or_default
+from pqweights.gguf.architectures import stated_or_default
 from pqweights.inference.runtimes.models import open_model
 from pqweights.rewrite.folding import fold as folds
-from pqweights.rewrite.folding.families import FAMILIES
+from pqweights.rewrite.folding.links import FAMILIES
 
 ATTENTION = ("input_layernorm", "self_attn.v_proj")
 DENSE = (*ATTENTION, "post_attention_layernorm", "mlp.up_proj")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,12 @@ from commands import done, invoke, refused
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
-from pqweights_cli.report import totals_lines
 
 from pqweights.checkpoint.source import open_local
 from pqweights.common.markdown import words
 from pqweights.errors import MasterError
-from pqweights.planning.containers import Safetensors
+from pqweights.planning.plan import Safetensors
 from pqweights.planning.recipe import load_recipe
-from pqweights.planning.totals import Totals, total
-from pqweights.publish.card.provenance import _sizes
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error
 from pqweights.rewrite.results import evaluation_record
@@ -66,17 +62,6 @@ def test_unknown_facts_are_left_out(master: Path) -> None:
         "The author of this card names [org/base](https://huggingface.co/org/base) as the base model; the manifest "
         "names" in named
     )
-
-
-def test_larger_result_has_a_multiple_of_the_size() -> None:
-    def totals(before: int, after: int) -> Totals:
-        return total((), source_bytes=before, output_bytes=after)
-
-    manifest = SimpleNamespace(kind="export")
-    for after, text in ((250, "are 4.00 times smaller than those"), (1040, "are 1.04 times the size of those")):
-        assert text in _sizes(manifest, totals(1000, after))  # type: ignore[arg-type]
-    assert "(4.00x smaller)" in totals_lines(totals(1000, 250))[0]
-    assert "(1.04x the size)" in totals_lines(totals(1000, 1040))[0]
 
 
 def test_figures_match_the_manifest(master: Path) -> None:
@@ -224,18 +209,6 @@ def test_master_on_the_hub_is_named_with_its_commit(base: Path, tmp_path: Path) 
     assert f"- master that it was made from: `o/m` at commit `{revision}`" in text
 
 
-def test_master_on_the_hub_is_named_if_the_base_model_is_unknown(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
-    revision = "fe" * 20
-    change_manifest(folder, lambda data: (data.pop("model", None), data["source"].update(id="o/m", revision=revision)))
-    text = make_card(folder).text
-    assert (
-        f"It was made from the master [o/m](https://huggingface.co/o/m) at commit `{revision}` (fingerprint `" in text
-        and "local" not in text
-    )
-
-
 @pytest.mark.parametrize("by_source", [False, True])
 def test_export_names_the_awq_scales_of_its_master(by_source: bool, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -347,7 +320,7 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
 def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
     pytest.importorskip("transformers")
-    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.quality.evaluate.report import make_record
     from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
@@ -393,7 +366,7 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
 ) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 10)
     pytest.importorskip("transformers")
-    from pqweights.quality.evaluate.recording import make_record
+    from pqweights.quality.evaluate.report import make_record
     from pqweights.rewrite.results.evaluation_record import find_place, write_record
 
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))

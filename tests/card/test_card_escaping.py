@@ -12,7 +12,7 @@ from calls import make_card, write_card
 from cards import change_manifest, facts, sections
 
 from pqweights.common.markdown import code, words
-from pqweights.errors import OutputError
+from pqweights.errors import OptionError, OutputError
 from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
 from pqweights.storage.hub.ids import is_repository_id
 
@@ -26,7 +26,7 @@ def test_invalid_branch_is_refused(name: str, master: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b/c", "x\ny", "\u202e", "a/" + "b" * 5000])
 def test_invalid_base_model_is_refused(name: str, master: Path) -> None:
-    with pytest.raises(OutputError, match=r"^base model '.*': expected ORG/NAME") as caught:
+    with pytest.raises(OptionError, match=r"^`base_model`: expected ORG/NAME") as caught:
         make_card(master, base_model=name)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 

@@ -34,13 +34,6 @@ def test_load_commands_run(kind: str, base: Path, tmp_path: Path) -> None:
         )
 
 
-def test_load_commands_of_another_architecture_run(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = master_of(base, "gpt2")
-    for block in blocks(make_card(folder, str(folder)).text, "python"):
-        run(block + "\nassert type(model).__name__ == 'GPT2Model'", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("kind", "commands"),
     [

@@ -11,7 +11,6 @@ from calls import make_card, write_card
 from cards import BASE, change_manifest, edit_card, facts
 
 from pqweights.errors import OutputError
-from pqweights.publish.card import read_card, save_card
 from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
 
 
@@ -91,18 +90,11 @@ def test_licence_of_the_user_is_kept_if_the_manifest_has_none(master: Path) -> N
     assert found["license"] == "apache-2.0" and "license_link" not in found
 
 
-def test_repository_is_kept_on_refresh(master: Path) -> None:
-    write_card(master, "a/b")
-    assert make_card(master, None, None, read_card(master)).repository == "a/b"
-    assert 'load_model("a/b")' in write_card(master).text
-    assert 'load_model("c/d")' in write_card(master, "c/d").text
-
-
 def test_card_written_by_someone_else_needs_adopt(master: Path) -> None:
     foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n# Mine\r\n\nText"
     (master / "README.md").write_bytes(foreign.encode())
     with pytest.raises(
-        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass --adopt to keep"
+        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass `adopt` to keep"
     ):
         write_card(master)
     assert (master / "README.md").read_bytes() == foreign.encode()
@@ -142,10 +134,3 @@ def test_card_that_is_not_utf8_is_refused(master: Path) -> None:
     (master / "README.md").write_bytes(b"\xff\xfe")
     with pytest.raises(OutputError, match="UTF-8"):
         write_card(master)
-
-
-def test_unchanged_card_is_not_written_again(master: Path) -> None:
-    card = make_card(master, "a/b")
-    assert save_card(master, card) and not save_card(master, card)
-    again = make_card(master, old=card.text)
-    assert not again.changed and again.text == card.text

@@ -86,7 +86,7 @@ def test_included_files_are_copied(pattern: str, copied: set[str]) -> None:
 @pytest.mark.parametrize("pattern", ["nothing*", "pytorch_model.bin", "README.md", "config.json", "*.safetensors"])
 def test_pattern_that_can_match_nothing_is_refused(pattern: str) -> None:
     files = ["README.md", "config.json", "model.safetensors", "other.safetensors", "pytorch_model.bin", "x.csv"]
-    with pytest.raises(SourceError, match="--include-files"):
+    with pytest.raises(SourceError, match="`include_files`"):
         companions(files, ["model.safetensors"], ["x.csv", pattern])
 
 

@@ -7,7 +7,6 @@ import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from pqweights.checkpoint.digests import (
     READ_BYTES,
     SHA256,
     PieceHasher,
-    digest_of,
 )
 
 SIZES = (
@@ -92,18 +90,14 @@ def test_missing_bytes_have_no_hash() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tensor_in_a_file(size: int, tmp_path: Path) -> None:
-    data = content(size).tobytes()
-    (tmp_path / "file").write_bytes(b"x" * 13 + data + b"y" * 99)
-    with open(tmp_path / "file", "rb") as file, ThreadPoolExecutor(3) as pool:
-        assert digest_of(HASH_OF_PIECES, file.fileno(), 13, size, pool) == by_the_page(data)
-        assert digest_of(SHA256, file.fileno(), 13, size, pool) == hashlib.sha256(data).hexdigest()
-
-
-@pytest.mark.parametrize("size", [1, PIECE_BYTES, PART_BYTES + 9])
-def test_file_that_ends_early_has_another_hash(size: int, tmp_path: Path) -> None:
-    data = content(size).tobytes()
-    (tmp_path / "file").write_bytes(data[:-1])
-    with open(tmp_path / "file", "rb") as file, ThreadPoolExecutor(1) as pool:
-        assert digest_of(HASH_OF_PIECES, file.fileno(), 0, size, pool) != by_the_page(data)
-        assert digest_of(SHA256, file.fileno(), 0, size, pool) != hashlib.sha256(data).hexdigest()
+def test_parts_together_are_the_whole(size: int) -> None:
+    data = content(size)
+    for tensor_hash, expected in (
+        (HASH_OF_PIECES, by_the_page(data.tobytes())),
+        (SHA256, hashlib.sha256(data).hexdigest()),
+    ):
+        parts = [
+            tensor_hash.of_part(data[at : min(at + READ_BYTES, end)] for at in range(begin, end, READ_BYTES))
+            for begin, end in tensor_hash.parts(size)
+        ]
+        assert tensor_hash.combined(parts) == expected

@@ -13,7 +13,7 @@ from cards import change_manifest
 from commands import done, invoke, refused
 from helpers import folder_bytes, small_checkpoint
 
-from pqweights.checkpoint.links import leads_outside
+from pqweights.checkpoint.companions import leads_outside
 from pqweights.checkpoint.names import is_inside
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.storage.local import LocalStore

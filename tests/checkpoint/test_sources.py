@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 import torch
 from calls import export, quantize
+from families import Family
 from helpers import Tensor, bf16, f32, gaussian, read_all, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -464,175 +465,43 @@ def logical_names(stored: Mapping[str, Any]) -> set[str]:
     return weights | {name for name in stored if not name.endswith(("_codes", "_norms"))}
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+MAMBA = {"vocab_size": 160, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 2}
+BERT = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+T5 = {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+FAMILIES = families.FAMILIES | {
+    "mamba": Family("MambaForCausalLM", "MambaConfig", MAMBA | {"time_step_rank": 4}, ()),
+    "mamba2": Family("Mamba2ForCausalLM", "Mamba2Config", MAMBA | MAMBA2, ()),
+    "bert": Family("BertForMaskedLM", "BertConfig", BERT, ()),
+    "t5": Family("T5ForConditionalGeneration", "T5Config", T5, ()),
 }
-MOE: dict[str, Any] = {**SIZES, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-HYBRID: dict[str, Any] = {
-    **SIZES,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-HYBRID_MOE = {
-    **HYBRID,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_heads": 4,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-}
-# family: class of the model, class of its configuration, configuration, a weight that must be quantized, one kept
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES, "lm_head.weight", "model.norm.weight"),
-    "llama-tied": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**SIZES, "tie_word_embeddings": True},
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        MOE,
-        "model.layers.1.mlp.experts.3.down_proj.weight",
-        "model.layers.1.mlp.gate.weight",
-    ),
-    "mixtral": (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**SIZES, "num_local_experts": 4},
-        "model.layers.1.block_sparse_moe.experts.3.w2.weight",
-        "model.layers.1.block_sparse_moe.gate.weight",
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**SIZES, "head_dim": 16, "num_local_experts": 4, "rope_scaling": None},
-        "model.layers.1.mlp.experts.gate_up_proj",
-        "model.layers.1.mlp.experts.gate_up_proj_bias",
-    ),
-    "qwen3_5": (
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
-        HYBRID,
-        "model.layers.0.linear_attn.in_proj_qkv.weight",
-        "model.layers.0.linear_attn.A_log",
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeTextConfig",
-        HYBRID_MOE,
-        "model.layers.3.self_attn.q_proj.weight",
-        "model.layers.3.mlp.shared_expert_gate.weight",
-    ),
-    "qwen3_5_vision": (
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5Config",
-        {"text_config": HYBRID, "vision_config": VISION},
-        "model.language_model.layers.3.self_attn.q_proj.weight",
-        "model.visual.blocks.0.attn.qkv.weight",
-    ),
-    "mamba2": (
-        "Mamba2ForCausalLM",
-        "Mamba2Config",
-        {
-            "vocab_size": 160,
-            "hidden_size": 64,
-            "state_size": 16,
-            "num_hidden_layers": 2,
-            "num_heads": 8,
-            "head_dim": 16,
-            "expand": 2,
-            "n_groups": 2,
-        },
-        "backbone.layers.0.mixer.in_proj.weight",
-        "backbone.layers.0.mixer.conv1d.weight",
-    ),
-    "mamba": (
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": 160, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2, "time_step_rank": 4},
-        "backbone.layers.0.mixer.in_proj.weight",
-        "backbone.layers.0.mixer.A_log",
-    ),
-    "bert": (
-        "BertForMaskedLM",
-        "BertConfig",
-        SIZES,
-        "bert.encoder.layer.0.attention.self.query.weight",
-        "bert.embeddings.LayerNorm.weight",
-    ),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
-        "encoder.block.0.layer.0.SelfAttention.q.weight",
-        "encoder.block.0.layer.0.layer_norm.weight",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of third parties at import
-        import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_model_survives_quantizing_and_export_and_loads_again(family: str, tmp_path: Path, transformers: Any) -> None:
-    model_class, config_class, options, quantized, kept = FAMILIES[family]
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options)).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "src")
+def test_model_survives_quantizing_and_export_and_loads_again(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    families.build(FAMILIES[family], tmp_path / "src")
     source = load_file(tmp_path / "src/model.safetensors")
-
     stored = master_of(tmp_path / "src", tmp_path / "master")
     assert logical_names(stored) == set(source)
-    assert quantized + "_codes" in stored
-    assert kept in stored
-    for tensor in open_local(tmp_path / "master").tensors:
-        assert tensor.shape == tuple(source[tensor.name].shape)
-        assert tensor.dtype == "BF16"
-    for name in set(stored) & set(source):
-        assert stored[name][1].tobytes() == raw_bytes(source[name])
+    assert {t.name: (t.shape, t.dtype) for t in open_local(tmp_path / "master").tensors} == {
+        name: (tuple(values.shape), "F32" if values.dtype == torch.float32 else "BF16")
+        for name, values in source.items()
+    }
+    kept = set(stored) & set(source)
+    assert kept and len(kept) < len(source)
+    assert all(stored[name][1].tobytes() == raw_bytes(source[name]) for name in kept)
 
     export(tmp_path / "master", tmp_path / "bf16", "bf16", threads=2)
     exported = load_file(tmp_path / "bf16/model-00001-of-00001.safetensors")
     assert {n: (t.shape, t.dtype) for n, t in exported.items()} == {n: (t.shape, t.dtype) for n, t in source.items()}
     for name, values in source.items():
-        if name in stored:
+        if name in kept:
             assert torch.equal(exported[name], values)
         else:
             error = (exported[name].float() - values.float()).square().sum() / values.float().square().sum()
             assert 0 < error < 1.25 * 0.002505
-    again, info = getattr(transformers, model_class).from_pretrained(tmp_path / "bf16", output_loading_info=True)
+    model_class = getattr(transformers, FAMILIES[family].model)
+    again, info = model_class.from_pretrained(tmp_path / "bf16", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert again.dtype == torch.bfloat16
-    assert set(again.state_dict()) == set(model.state_dict())

@@ -50,7 +50,7 @@ def test_single_pickle_may_have_any_name(pickles: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "weights.bin"])
 def test_pickles_are_refused_unless_allowed(name: str, pickles: Path) -> None:
-    with pytest.raises(SourceError, match=r"weights\.bin: .*--allow-pickle"):
+    with pytest.raises(SourceError, match=r"weights\.bin: .*`allow_pickle`"):
         open_local(pickles / name)
 
 

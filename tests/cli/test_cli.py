@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import answer, invoke
-from helpers import bf16, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
+from helpers import bf16, gaussian, read_all, small_checkpoint, write_checkpoint
 from pqweights_cli import output
-from pqweights_cli.main import app
+from pqweights_cli.main import COMMANDS, app
 from typer.testing import CliRunner
 
 import pqweights
-from pqweights import parameters as kinds
-from pqweights.errors import OptionError
 
 PLAN_TOTALS = {"weights", "quantized_weights", "source_bytes", "output_bytes", "bits_per_weight"}
 PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "reason"}
@@ -70,7 +68,7 @@ def test_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
     recipe.write_text('rules: [{role: mlp, bits: 8, reason: "two\\nlines  "}, {name: "*.k_proj.*", bits: 2}]')
     tensors = answer("plan", source, "--recipe", recipe)["tensors"]
     titles = ("tensor", "shape", "dtype", "action", "codec", "bits", "bytes", "reason")
-    columns = [(title, title in ("bits", "bytes")) for title in titles]
+    columns = [f"#{title}" if title in ("bits", "bytes") else title for title in titles]
     cells = [
         t | {"tensor": t["name"], "shape": "x".join(map(str, t["shape"])), "bytes": str(t["bytes"])} for t in tensors
     ]
@@ -121,19 +119,9 @@ def test_inspect_json(source: Path, master: Path) -> None:
         assert {key: tensor[key] for key in plan} == plan
         assert (tensor["relative_mse"] is None) == (tensor["action"] == "keep")
     assert 0.002 < found["totals"]["relative_mse"] < 0.003
-
-
-def test_inspect_totals_are_those_of_the_plan(source: Path, master: Path) -> None:
-    """Including the bytes of the source."""
-    found, planned = answer("inspect", master)["totals"], answer("plan", source)["totals"]
-    assert {key: found.get(key) for key in PLAN_TOTALS} == {key: planned[key] for key in PLAN_TOTALS}
-
-
-def test_verify_json(master: Path, tmp_path: Path) -> None:
-    found = answer("verify", master)
-    assert found["ok"] is True and found["problems"] == []
-    assert found["checked"]["tensors"] == 10
-    assert found["checked"]["bytes"] > 0
+    assert {key: found["totals"].get(key) for key in PLAN_TOTALS} == {
+        key: planned["totals"][key] for key in PLAN_TOTALS
+    }
 
 
 def test_verify_reports_a_changed_file(source: Path, tmp_path: Path) -> None:
@@ -148,12 +136,6 @@ def test_verify_reports_a_changed_file(source: Path, tmp_path: Path) -> None:
     text = invoke("verify", out)
     assert text.exit_code == 1
     assert text.stdout.splitlines() == found["problems"]
-
-
-def test_export_json(master: Path, tmp_path: Path) -> None:
-    found = answer("export", master, tmp_path / "out", "--target", "bf16")
-    assert {tensor["action"] for tensor in found["tensors"]} == {"decode", "keep"}
-    assert found["totals"]["output_bytes"] == sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
 
 
 def test_every_command_has_json(source: Path, master: Path, tmp_path: Path) -> None:
@@ -290,47 +272,27 @@ def test_help_exits_0(option: str) -> None:
         assert invoke(command, option).exit_code == 0
 
 
+def test_help_lists_the_first_line_of_each_command() -> None:
+    """Without importing the commands."""
+    assert {c.name: (c.help or "").split("\n\n")[0] for c in app.registered_commands} == COMMANDS
+
+
 def test_version_is_printed() -> None:
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, f"pqweights {pqweights.__version__}\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1", 1),
-        ("5GB", 5 * 10**9),
-        ("5 gb", 5 * 10**9),
-        ("500MB", 5 * 10**8),
-        ("1.5kB", 1500),
-        ("2TB", 2 * 10**12),
-        (" 7 B ", 7),
-        (12345, 12345),
-        ("4.1GB", 4_100_000_000),
-        ("9007199254740993", 9007199254740993),  # not a float64
-    ],
-)
-def test_sizes_are_parsed(text: str | int, size: int) -> None:
-    assert kinds.size("size", text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-5GB", "1e9", "0", "0.1", "5GB5", "nan", "1_000"])
-def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="expected"):
-        kinds.size("size", text)
-
-
-def test_bits_option_replaces_the_default_of_the_recipe(source: Path) -> None:
-    for bits in range(2, 9):
-        found = answer("plan", source, "--bits", bits)
-        assert {tensor["bits"] for tensor in found["tensors"]} == {bits, None}
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "weights-of-mine.safetensors"])
 def test_single_file_is_a_source(name: str, tmp_path: Path) -> None:
-    tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128)), "norm.weight": bf16(gaussian(128))}
+    """A tensor without dimensions is one, too."""
+    tensors = {
+        "scale": ("F32", np.array(1.0, dtype=np.float32)),
+        "mlp.up_proj.weight": bf16(gaussian(64, 128)),
+        "norm.weight": bf16(gaussian(128)),
+    }
     folder = write_checkpoint(tmp_path / "folder", tensors, companions={"secret.txt": b"not asked for"})
     file = (folder / "model.safetensors").rename(folder / name)
+    assert "scalar" in invoke("plan", file).stdout
     found = answer("quantize", file, tmp_path / "out")
     assert found["copied_files"] == []
     assert {tensor["name"] for tensor in found["tensors"]} == tensors.keys()
@@ -338,14 +300,6 @@ def test_single_file_is_a_source(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out/secret.txt").exists()
     answer("export", tmp_path / "out", tmp_path / "exported", "--target", "bf16")
     assert read_all(tmp_path / "exported").keys() == tensors.keys()
-
-
-def test_single_file_and_its_folder_give_the_same_master(tmp_path: Path) -> None:
-    tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128))}
-    folder = write_checkpoint(tmp_path / "folder", tensors)
-    answer("quantize", folder / "model.safetensors", tmp_path / "one")
-    answer("quantize", folder, tmp_path / "two")
-    assert folder_bytes(tmp_path / "one") == folder_bytes(tmp_path / "two")
 
 
 # --- progress ---
@@ -382,18 +336,6 @@ def test_progress_is_plain_lines_without_a_terminal(clock: Clock, capsys: pytest
         assert "of 4.00 GB" in line and "100.00 MB/s" in line and "s left" in line and "model.layers.0.weight" in line
         assert "\r" not in line and "\x1b" not in line
     assert lines[-1].split(",")[-1].strip().split(":")[0] in {f"{40 - second} s left" for second in range(26, 31)}
-
-
-def test_progress_in_other_units_than_bytes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    for unit, expected in (
-        ("steps", "evaluating 40% of 5 steps, 3 s left: x"),
-        (None, "evaluating 40% of 5, 3 s left: x"),
-    ):
-        with output.progress("evaluating", unit=unit) as show:
-            for done in range(1, 4):
-                clock.now += 1
-                show(done, 5, "x")
-        assert capsys.readouterr().err.splitlines()[-1] == expected
 
 
 def test_short_jobs_show_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -470,15 +412,6 @@ def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     assert not imported & {"torch", "triton", "transformers", "numpy", "yaml", "safetensors"}
 
 
-def test_commands_run_in_a_fresh_process(source: Path, master: Path, tmp_path: Path) -> None:
-    """The kernels are compiled already, so that nothing takes long enough to show progress."""
-    done = run_fresh("-W", "error", "-c", MAIN, "quantize", str(source), str(tmp_path / "out"), "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["totals"]["bits_per_weight"] > 5.125
-    failed = run_fresh("-c", MAIN, "verify", str(source))
-    assert (failed.returncode, failed.stdout, len(failed.stderr.splitlines())) == (1, "", 1)
-
-
 def test_commands_import_neither_torch_nor_a_compiler(source: Path, master: Path, tmp_path: Path) -> None:
     """The kernels are compiled already, because the master was made with them."""
     invoke("export", master, tmp_path / "compiled", "--target", "bf16")
@@ -509,15 +442,10 @@ def test_closed_pipe_ends_a_command_silently(unbuffered: str, source: Path) -> N
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_plan_shows_a_scalar(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "model", {"scale": ("F32", np.array(1.0, dtype=np.float32))})
-    assert "scalar" in invoke("plan", source).stdout
-
-
 @BUFFERING
-@pytest.mark.parametrize("arguments", [("plan",), ("plan", "--json"), ("recipes",), ("--version",), ("plan", "--help")])
+@pytest.mark.parametrize("arguments", [("plan",), ("plan", "--json"), ("--version",)])
 def test_full_disk_under_stdout_is_one_line(arguments: tuple[str, ...], unbuffered: str, source: Path) -> None:
-    more = [str(source)] if "plan" in arguments and "--help" not in arguments else []
+    more = [str(source)] if "plan" in arguments else []
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", MAIN, *arguments, *more],

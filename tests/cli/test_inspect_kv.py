@@ -14,8 +14,9 @@ from commands import answer, done, refused
 from families import ATTENTION, FAMILIES, TEXT, Family, build
 
 from pqweights.inference.runtimes.texts import read_text
-from pqweights.quality.measure.kv_distribution import measure_kv
-from pqweights.quality.measure.kv_states import StatesOptions
+from pqweights.quality.measure.kv_distribution import distribution_of
+from pqweights.quality.measure.kv_states import read_states
+from pqweights.quality.options import StatesOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -60,7 +61,7 @@ def test_tables(folder: Path) -> None:
 def test_json_is_what_the_library_measures(folder: Path) -> None:
     found = answer(*asked(folder))
     text = read_text(folder / "text.txt")
-    assert found == measure_kv(folder / "model", text, StatesOptions(max_tokens=TOKENS)).to_json()
+    assert found == distribution_of(read_states(folder / "model", text, StatesOptions(max_tokens=TOKENS))).to_json()
     assert found["tokens"] == TOKENS and len(found["layers"]) == 4
     assert {"before", "after", "norm_cv", "vectors", "sizes"} <= found["keys"].keys() == found["values"].keys()
     (pair,) = found["key_channels"][LAYER]["outlier_pairs"]

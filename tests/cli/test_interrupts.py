@@ -61,9 +61,10 @@ def master(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("start", ["script", "module"])
-@pytest.mark.parametrize("module", ["pqweights_cli.main", "typer", "pqweights_cli.options"])
-def test_before_the_command_begins(module: str, start: str, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "module"), [("script", "pqweights_cli.main"), ("module", "typer"), ("script", "pqweights_cli.options")]
+)
+def test_before_the_command_begins(start: str, module: str, source: Path, tmp_path: Path) -> None:
     assert interrupted("import", module, "quantize", source, tmp_path / "out", start=start) == ENDED
     assert not (tmp_path / "out").exists()
 
@@ -76,12 +77,9 @@ def told(out: Path) -> str:
 # While the library is imported, headers are read, tensors are read, and the result is written.
 MOMENTS = [
     ("import", "pqweights.quantizing"),
-    ("import", "numpy"),
     ("import", "numpy._core._multiarray_umath"),
     ("import", "pqweights.kernels.native"),
-    ("open", "config.json"),
     ("open", "model-00002-of-00002.safetensors"),
-    ("open", "journal.jsonl.partial"),
     ("open", "model-00001-of-00001.safetensors.json.partial"),
     ("open", "pqweights.json.partial"),
 ]
@@ -97,14 +95,11 @@ def test_quantize_continues(event: str, name: str, source: Path, master: Path, t
 COMMANDS = [
     ("plan SOURCE", "open", "config.json", ENDED),
     ("inspect MASTER", "open", "pqweights.json", ENDED),
-    ("inspect SOURCE --distribution", "open", "config.json", ENDED),
     ("verify MASTER", "open", "model-00001-of-00001.safetensors", ENDED),
     ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", NOTHING),
-    ("export MASTER OUT --target bf16", "import", "pqweights.exporting", NOTHING),
     ("card MASTER", "open", "pqweights.json", ENDED),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
     ("eval SOURCE --text TEXT", "import", "pqweights.quality.evaluate.evaluation", ENDED),
-    ("generate SOURCE --prompt Hi", "import", "pqweights.inference.generation.generator", ENDED),
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
     ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.calibrate", None),
     ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.sensitivity", None),

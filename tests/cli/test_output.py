@@ -8,7 +8,7 @@ import time
 import pytest
 import typer
 from pqweights_cli import bar, output
-from pqweights_cli.amounts import BYTES, amount_of, duration
+from pqweights_cli.output import BYTES
 from rich.console import Console
 
 from pqweights.common.notices import listening, slow_step
@@ -20,74 +20,36 @@ def terminal(width: int) -> Console:
     return Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
 
 
-def shown(width: int, verb: str = "quantizing", unit: str | None = BYTES, name: str = NAME) -> str:
-    """Return what a terminal of that width shows in the middle of a job."""
-    console = terminal(width)
-    display = bar.Bar(verb, unit, console)
-    try:
-        for done in (0, 10**10, 2 * 10**10):
-            display(done, 4 * 10**10, name)
-            time.sleep(0.002)  # the speed needs two samples
-        return drawn(display, width)
-    finally:
-        display.close()
-
-
-def drawn(display: bar.Bar, width: int) -> str:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    with console.capture() as captured:
-        console.print(display._progress.get_renderable())
+def drawn(display: bar.Bar, width: int = 80) -> str:
+    """Return the line that a terminal of that width shows."""
+    assert bar.Bar._shown is not None
+    with (console := Console(width=width, file=io.StringIO(), color_system=None)).capture() as captured:
+        console.print(bar.Bar._shown.get_renderable())
     return captured.get()
 
 
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 160])
-@pytest.mark.parametrize("verb", ["fetching", "quantizing"])
-def test_progress_is_one_line_at_any_width(width: int, verb: str) -> None:
-    text = shown(width, verb)
-    assert text.count("\n") == 1
-    assert len(text.rstrip("\n").rstrip()) < width
-    assert text.startswith(verb)
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_narrow_progress_has_amounts_time_left_and_the_end_of_the_name(width: int) -> None:
-    text = shown(width)
-    assert "20.00/40.00 GB" in text and "s left" in text
-    assert "…" in text and text.rstrip().endswith(".down_proj.weight"[-7:])
-
-
-def test_wide_progress_has_the_whole_name() -> None:
-    text = shown(160)
-    assert text.rstrip().endswith(NAME) and "B/s" in text and "█" in text and "░" in text
-
-
-def test_amounts_have_one_unit_and_durations_a_fitting_one() -> None:
-    assert amount_of(5 * 10**8, 12 * 10**9, BYTES) == "0.50/12.00 GB"
-    assert (amount_of(3, 900, BYTES), amount_of(3, 12, "steps"), amount_of(3, 12, None)) == (
-        "3/900 B",
-        "3/12 steps",
-        "3/12",
-    )
-    assert [duration(seconds) for seconds in (0, 119, 120, 7199, 7200)] == ["0 s", "119 s", "2 min", "120 min", "2.0 h"]
+@pytest.mark.parametrize("width", [30, 60, 80, 160])
+@pytest.mark.parametrize("unit", [BYTES, "steps"])
+def test_progress_is_one_line_at_any_width(width: int, unit: str) -> None:
+    display = bar.Bar("quantizing", unit, terminal(width))
+    for done in (0, 10, 20):
+        display(done * 10**9, 4 * 10**10, NAME)
+        time.sleep(0.002)  # the speed needs two samples
+    text = drawn(display, width)
+    display.close()
+    assert text.count("\n") == 1 and len(text.rstrip()) <= width
+    assert text.startswith("quant")
+    if width > 30 and unit == BYTES:
+        assert "20.0/40.0 GB" in text and "layers.1" in text
+    if width == 160:
+        assert text.rstrip().endswith(NAME) and "━" in text and ("B/s" in text) == (unit == BYTES)
 
 
 def test_progress_does_not_read_markup_in_names() -> None:
-    assert "[bold]w[/bold]" in shown(80, name="[bold]w[/bold]")
-
-
-def test_progress_does_not_print_control_characters() -> None:
-    assert "a\\x1b[31mb\\nc" in shown(80, name="a\x1b[31mb\nc")
-
-
-def test_progress_is_plain_where_the_encoding_is() -> None:
-    console = Console(
-        width=80, file=io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), force_terminal=True, color_system=None
-    )
-    display = bar.Bar("quantizing", BYTES, console)
-    display(10**9, 2 * 10**9, NAME)
-    text = drawn(display, 80)
+    display = bar.Bar("quantizing", BYTES, terminal(80))
+    display(1, 2, "[bold]w[/bold]")
+    assert "[bold]w[/bold]" in drawn(display)
     display.close()
-    assert text.isascii() and "#####-----" in text and "~" in text
 
 
 def test_first_line_names_the_step() -> None:
@@ -95,9 +57,7 @@ def test_first_line_names_the_step() -> None:
     display = bar.Bar("", None, console)
     display.status("reading the headers")
     display.close()
-    assert isinstance(console.file, io.StringIO)
-    first, *_ = console.file.getvalue().partition("0 s")
-    assert first.endswith("reading the headers, ")
+    assert isinstance(console.file, io.StringIO) and "reading the headers" in console.file.getvalue()
 
 
 def test_time_left_counts_only_what_this_run_did(
@@ -123,19 +83,25 @@ def test_new_display_replaces_the_old_one() -> None:
     first, second = bar.Bar("verifying", None, console), bar.Bar("pushing", None, console)
     first(1, 2, "x")
     second(1, 2, "y")
-    assert not first._progress.live.is_started and second._progress.live.is_started
+    assert drawn(second).startswith("pushing")
     first(2, 2, "x")
     second.close()
-    assert first._progress.live.is_started
+    assert drawn(first).startswith("verifying")
     first.close()
+    assert bar.Bar._shown is None
 
 
 def test_slow_step_is_shown_in_the_line_until_it_ends() -> None:
     display = bar.Bar("quantizing", BYTES, terminal(80))
     with listening(display.status):
         with slow_step("looking at the cluster"):
-            assert drawn(display, 80).strip() == "quantizing, looking at the cluster, 0 s"
-        assert drawn(display, 80).strip() == "quantizing, 0 s"
+            assert drawn(display).startswith("quantizing, looking at the cluster")
+        assert drawn(display).startswith("quantizing ")
+        display(1, 10, "x")
+        assert drawn(display).startswith("quantizing 1/10")
+        with slow_step("looking at the cluster"):
+            assert "looking" in drawn(display)
+        assert drawn(display).startswith("quantizing 1/10")
     display.close()
 
 
@@ -170,15 +136,6 @@ def test_status_is_a_line_without_a_terminal(
 def test_first_progress_ends_the_step_before_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    display = bar.Bar("quantizing", BYTES, terminal(80))
-    display.status("reading the headers")
-    assert drawn(display, 80).strip() == "quantizing, reading the headers, 0 s"
-    display(1, 10, "x")
-    assert "reading" not in drawn(display, 80)
-    display.status("looking at the cluster")
-    display(2, 10, "x")
-    assert "looking" in drawn(display, 80)
-    display.close()
     monkeypatch.setattr(output, "STATUS_SECONDS", 0.02)
     with output.progress("quantizing") as show:
         show.status("reading the headers")

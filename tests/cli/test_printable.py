@@ -71,6 +71,7 @@ def master(source: Path, tmp_path: Path) -> Path:
             tensor["name"] += HOSTILE
             tensor["reason"] = f"because{HOSTILE}"
             tensor["role"] = f"role{HOSTILE}"
+        manifest["files"][f"x{HOSTILE}.json"] = {"bytes": 3, "sha256": "0" * 64}
 
     change_manifest(tmp_path / "master", change)
     return tmp_path / "master"
@@ -85,7 +86,7 @@ def test_plan_shows_hostile_names_with_escapes(source: Path, options: tuple[str,
 
 
 def test_quantize_inspect_and_verify_show_hostile_manifests_with_escapes(source: Path, master: Path) -> None:
-    for command in ("inspect", "inspect --no-summary", "inspect --summary", "inspect --json"):
+    for command in ("inspect", "inspect --summary", "inspect --json"):
         name, *options = command.split()
         assert_harmless(done(name, master, *options).output)
     assert_harmless(done("inspect", source, "--distribution").output)
@@ -98,22 +99,7 @@ def test_quantize_inspect_and_verify_show_hostile_manifests_with_escapes(source:
     )
 
 
-def test_names_of_files_that_a_manifest_invents_are_escaped(master: Path, tmp_path: Path) -> None:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["files"][f"x{HOSTILE}.json"] = {"bytes": 3, "sha256": "0" * 64}
-
-    change_manifest(master, change)
-    for command in (
-        ("inspect",),
-        ("verify",),
-        ("card",),
-        ("push", "org/name", "--dry-run"),
-        ("export", tmp_path / "out", "-t", "bf16"),
-    ):
-        assert_harmless(invoke(command[0], master, *command[1:]).output)
-
-
-@pytest.mark.parametrize("target", ["bf16", "vllm", "torchao-int4", "gguf"])
+@pytest.mark.parametrize("target", ["bf16", "vllm"])
 def test_exports_show_hostile_names_with_escapes(master: Path, tmp_path: Path, target: str) -> None:
     assert_harmless(invoke("export", master, tmp_path / "out", "-t", target).output)
 
@@ -194,7 +180,7 @@ def test_prose_keeps_lines_and_emoji_and_escapes_controls() -> None:
 
 
 def test_columns_stay_aligned_with_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns, rows = [("name", False), ("bytes", True)], [["a\x1b[1m\n", "1"], ["b", "22"]]
+    columns, rows = ["name", "#bytes"], [["a\x1b[1m\n", "1"], ["b", "22"]]
     assert tables.table(columns, rows) == ["name        bytes", "a\\x1b[1m\\n      1", "b              22"]
     monkeypatch.setattr(tables, "terminal_width", lambda: 40)
     long = tables.table(columns, [["\x1b" * 30, "1"]])
@@ -220,16 +206,14 @@ def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_bar_escapes_names_and_steps() -> None:
-    console = Console(width=200, file=io.StringIO(), force_terminal=True, color_system=None)
+    console = Console(width=300, file=io.StringIO(), color_system=None, force_terminal=True)
     display = bar.Bar("quantizing", None, console)
-    try:
-        for show in (lambda: display(1, 2, HOSTILE), lambda: display.status(HOSTILE)):
-            show()
-            text = bar._line(display._progress.tasks[0], None, 199)
-            assert "\n" not in assert_harmless(text) and len(text) <= 199
-            assert "[link=" in text
-    finally:
-        display.close()
+    display.status(HOSTILE)
+    display(1, 2, HOSTILE)
+    display.close()
+    with (plain := Console(width=300, file=io.StringIO(), color_system=None)).capture() as shown:
+        plain.print(display._steps.get_renderable(), display._progress.get_renderable())
+    assert assert_harmless(shown.get()).count("\n") == 2 and shown.get().count("[link=") == 2
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

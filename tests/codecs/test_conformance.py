@@ -17,7 +17,6 @@ from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Codec, Coder, DamagedBlock, Measures, State, has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
-from pqweights.common.strict_json import Fields
 from pqweights.errors import RecipeError, SourceError
 
 ALL = CODECS | ADDED
@@ -66,7 +65,7 @@ def decoded(coder: Coder, parts: list[Bytes], *, state: State, dtype: str = "F32
 
 
 def parsed(coder: Coder, state: dict[str, object]) -> State:
-    return coder.parse_state(Fields(state, lambda key, expected, found: ValueError(f"{key}: {expected}, {found}")))
+    return coder.parse_state(state)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -275,11 +274,13 @@ def test_blocks_are_encoded_and_decoded_independently(coder: Coder, dtype: str) 
 
 @each
 def test_encoding_does_not_write_to_its_input(coder: Coder) -> None:
-    values = gaussian_blocks(coder, 3)
-    values.flags.writeable = False
-    first, _ = encoded(coder, values, state=coder.first_state())
-    second, _ = encoded(coder, values, state=coder.first_state())
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    """Also not to a single block, which is its own transpose, so that a view could be written to by mistake."""
+    for blocks in (1, 3):
+        values = gaussian_blocks(coder, blocks)
+        values.flags.writeable = False
+        first, _ = encoded(coder, values, state=coder.first_state())
+        second, _ = encoded(coder, values, state=coder.first_state())
+        assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @each

@@ -14,7 +14,7 @@ import torch
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import ScalarCoder
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, DamagedBlock, State
-from pqweights.codecs.scalar import NORM_EXPONENTS, ScalarState
+from pqweights.codecs.scalar import LARGEST_EXPONENT, ScalarState
 from pqweights.codecs.weight import encode_weight
 from pqweights.common.dtypes import item_bytes
 
@@ -99,7 +99,7 @@ def test_exponent_that_no_norm_of_float32_needs_is_found(name: str, rotation: in
     coder = CODECS[name].coder(4)
     assert isinstance(coder, ScalarCoder)
     parts = encoded(coder)
-    state = ScalarState(coder._codec.rotations[rotation], NORM_EXPONENTS[-1])
+    state = ScalarState(coder._codec.rotations[rotation], LARGEST_EXPONENT)
     with pytest.raises(DamagedBlock, match="too large"):
         decoded(coder, parts, dtype="BF16", state=state)
 

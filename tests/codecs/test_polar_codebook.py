@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from pqweights.codecs.polar_codebook import (
+from pqweights.codecs.polar_transform import (
     ANGLE_BITS,
     GROUP,
     LEVELS,

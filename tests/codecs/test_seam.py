@@ -44,7 +44,7 @@ from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_trellis import superblocks
 from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
-from pqweights.errors import MasterError, RecipeError
+from pqweights.errors import MasterError
 from pqweights.integrations.packed import PackedTensor, pack
 from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
@@ -151,19 +151,6 @@ def test_master_decodes_to_the_weights_encoded_in_memory(folder: Path) -> None:
     assert len(decoded) == 16
     for name, values in decoded.items():
         assert np.array_equal(values, in_memory(as_float32(weights[name]), name)), name
-
-
-def test_verify_finds_a_flipped_bit_in_every_part(folder: Path, tmp_path: Path) -> None:
-    assert verify(folder / "master", threads=2).ok
-    (file,) = (folder / "master").glob("*.safetensors")
-    stored = read_all(folder / "master")
-    for suffix in ("_super_codes", "_radii", "_angles", "_codes", "_norms", "_trellis"):
-        damaged = Path(shutil.copytree(folder / "master", tmp_path / suffix))
-        name = next(name for name in stored if name.endswith(suffix))
-        data = stored[name][1].tobytes()
-        (damaged / file.name).write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
-        problems = verify(damaged, threads=2).problems
-        assert any(name in problem for problem in problems), (suffix, problems)
 
 
 def test_plan_and_inspect_print_fractional_rates(folder: Path) -> None:
@@ -284,38 +271,6 @@ def test_packed_weight_on_another_device_decodes_with_its_codec(folder: Path, mo
             assert np.array_equal(parameter.decode().numpy(), exact[name]), name
             seen += 1
     assert seen == len(exact)
-
-
-def test_transformers_loads_the_master(folder: Path) -> None:
-    import transformers
-
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "master", dtype=torch.float32)
-    exact = master_weights(folder / "master")
-    for name, parameter in loaded.named_parameters():
-        if name in exact:
-            assert np.array_equal(parameter.detach().numpy(), exact[name]), name
-
-
-def test_eval_of_the_master_equals_eval_of_the_bf16_export(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 9000, 7)))
-    done("export", folder / "master", tmp_path / "plain", "--target", "bf16")
-    models = (folder / "master", tmp_path / "plain", "--reference", folder / "model", "--dtype", "bfloat16")
-    shown = done("eval", *models, "--text", tmp_path / "text", "--window", 64, "--max-tokens", 512, "--json")
-    found = json.loads(shown.stdout)
-    master, plain = found["models"]
-    assert master["perplexity"]["value"] == pytest.approx(plain["perplexity"]["value"], rel=1e-6)
-    assert master["kl"]["mean"]["value"] > 0
-
-
-def test_fitting_to_a_size_chooses_from_the_rates_of_the_codec(folder: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "plain.yaml"
-    recipe.write_text("codec: test-superblocks\ntarget_bpw: 6.5\nrules: [{role: attention, codec: test-polar}]\n")
-    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
-    manifest = read_manifest(tmp_path / "out")
-    rates = {(t.codec, t.bits) for t in manifest.tensors if t.codec}
-    assert {codec for codec, _ in rates} == {"test-superblocks", "test-polar"}
-    assert all(has_rate(ADDED[codec], bits) for codec, bits in rates)
-    assert verify(tmp_path / "out", threads=2).ok
 
 
 COARSE, FINE = (2.5, 3.5, 4.5), tuple(eighths / 8 for eighths in range(20, 37))
@@ -516,27 +471,6 @@ def test_refused_options_name_what_is_possible(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (
-            "{bits: 4.38}",
-            "bits: expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found 4.38; hadamard-",
-        ),
-        (
-            "{codec: test-superblocks, bits: 9}",
-            "bits: expected any number of bits from 2.5 to 4.5 for test-superblocks",
-        ),
-        ("{codec: test-superblocks, effort: 3}", "effort: expected an effort of 1 or 2 for test-superblocks, found 3"),
-        ("{codec: test-superblocks, effort: 1.5}", "effort: expected a whole number, found 1.5"),
-        ("{effort: 1}", "effort: hadamard-lloyd-max has no effort setting, found 1; hadamard-trellis has 8, 64 or 256"),
-    ],
-)
-def test_refused_recipe_names_what_is_possible(text: str, line: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(f"mine.yaml: {line}")):
-        parse_recipe(text, "mine.yaml")
-
-
 def test_effort_of_a_recipe_needs_one_codec_that_has_it() -> None:
     mixed = "{effort: 2, rules: [{role: mlp, codec: test-superblocks}]}"
     assert parse_recipe(mixed, "mine.yaml").to_json()["effort"] == 2
@@ -575,20 +509,6 @@ def test_effort_lowers_errors_in_the_same_bytes_and_is_part_of_the_result(folder
     assert slow["totals"]["relative_mse"] < 0.95 * quick["totals"]["relative_mse"]
     assert "made with --effort 2" in refused(*plain)
     assert verify(tmp_path / "out", threads=2).ok
-
-
-def test_interrupted_run_is_not_continued_with_another_effort(folder: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("{name: mine, codec: test-superblocks, bits: 2.5, effort: 2}")
-    work = {"quantize": str(folder / "model"), "recipe": str(recipe)}
-    point = {"out": str(tmp_path / "out"), "function": "pwrite", "number": 9, "when": "before"}
-    killed_runs(work | {"added_codecs": True}, [point])
-    recipe.write_text("{name: mine, codec: test-superblocks, bits: 2.5}")
-    assert "interrupted" in refused("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
-    recipe.write_text("{name: mine, codec: test-superblocks, bits: 2.5, effort: 2}")
-    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe)
-    run_command(work, tmp_path / "whole")
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 
 
 # --- damaged blocks ---

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import families
 import numpy as np
 import pytest
-from calls import make_card, quantize
+from calls import make_card
 from commands import answer, done, refused
 from helpers import (
     as_float32,
     bf16,
-    f16,
-    f32,
     gaussian,
     master_weights,
     read_all,
     write_checkpoint,
 )
-from hub_cases import SOURCE, Client, files_of, write_source
-from loopback_hub import LoopbackHub
 from restated import restate_hashes
 
 import pqweights
@@ -32,7 +26,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.errors import MasterError
 from pqweights.integrations.packed import PackedTensor
-from pqweights.planning.recipe import load_recipe, parse_recipe
+from pqweights.planning.recipe import parse_recipe
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
 
@@ -114,45 +108,6 @@ def test_default_effort_by_option_is_the_same_result(folder: Path, tmp_path: Pat
     assert named.effort is None
 
 
-@pytest.mark.parametrize("dtype", [bf16, f16, f32])
-def test_sources_of_any_dtype_keep_the_promise(dtype: Any, tmp_path: Path) -> None:
-    values = dtype(gaussian(300, 256, seed=5))
-    source = write_checkpoint(tmp_path / "model", {UP: values}, config={"model_type": "llama"})
-    report = quantize(source, tmp_path / "out", load_recipe("t3"), threads=2)
-    assert report.relative_mse is not None
-    assert report.relative_mse <= CODECS[TRELLIS].coder(3).distortion
-    decoded = master_weights(tmp_path / "out")[UP]
-    assert relative_error(decoded, as_float32(values)) == pytest.approx(report.relative_mse, rel=1e-3)
-
-
-def test_compressed_sources_give_the_master_of_their_values(tmp_path: Path) -> None:
-    """FP8 with a scale for each tensor, and MXFP4 experts."""
-    rng = np.random.default_rng(3)
-    float8 = rng.integers(0, 256, (200, 256)).astype(np.uint8)
-    float8[(float8 & 0x7F) == 0x7F] = 1  # not NaN
-    tensors = {
-        UP: ("F8_E4M3", float8),
-        UP + "_scale": f32(np.array([0.0123], np.float32)),
-        "model.layers.0.mlp.experts.down_proj_blocks": ("U8", rng.integers(0, 256, (2, 65, 8, 16)).astype(np.uint8)),
-        "model.layers.0.mlp.experts.down_proj_scales": ("U8", rng.integers(118, 124, (2, 65, 8)).astype(np.uint8)),
-    }
-    config = {"model_type": "gpt_oss", "torch_dtype": "bfloat16"}
-    source = write_checkpoint(tmp_path / "model", tensors, config=config)
-    plain = {}
-    for tensor in open_local(source).tensors:
-        raw = np.empty(math.prod(tensor.shape) * 4, dtype=np.uint8)
-        tensor.read(0, math.prod(tensor.shape), "F32", raw)
-        plain[tensor.name] = f32(raw.view(np.float32).reshape(tensor.shape))
-    decoded_source = write_checkpoint(tmp_path / "plain", plain, config=config)
-    recipe = parse_recipe(f"{{codec: {TRELLIS}, bits: 3.7}}", "mine.yaml")
-    for place, out in ((source, "out"), (decoded_source, "plain-out")):
-        quantize(place, tmp_path / out, recipe, threads=2)
-    found, expected = master_weights(tmp_path / "out"), master_weights(tmp_path / "plain-out")
-    assert found.keys() == expected.keys() == {UP, "model.layers.0.mlp.experts.down_proj"}
-    for name, values in found.items():
-        assert relative_error(values, expected[name]) < 1e-5, name
-
-
 def test_rescue_and_strict(tmp_path: Path) -> None:
     """Rows that the rotation gathers in one coordinate get signs; nothing exceeds its promise."""
     values = np.full((64, 256), 0.0125, np.float32) * np.linspace(0.5, 2, 64, dtype=np.float32)[:, None]
@@ -223,28 +178,6 @@ def test_loaded_model_generates_and_looks_up(packed: bool, folder: Path) -> None
         assert f"codec={TRELLIS}, bits=4.38, bytes={stored})" in repr(loaded)
 
 
-def test_tied_embeddings_stay_one_packed_weight(tmp_path: Path) -> None:
-    families.build(families.FAMILIES["llama-tied"], tmp_path / "model")
-    done("quantize", tmp_path / "model", tmp_path / "master", "--recipe", "t4")
-    loaded = pqweights.load_model(tmp_path / "master", packed=True, dtype="float32")
-    assert isinstance(loaded.lm_head.weight, PackedTensor)
-    plain = pqweights.load_model(tmp_path / "master", dtype="float32")
-    expected = families.logits(plain)
-    assert np.abs(families.logits(loaded) - expected).max() <= 1e-4 * np.abs(expected).max()
-
-
-def test_calibrated_scales_are_applied(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 21000, 7)))
-    scales, recipe = tmp_path / "scales.safetensors", ("--recipe", "t3")
-    text = ("--text", tmp_path / "text", "--window", 64, "--max-tokens", 2048)
-    done("calibrate", folder / "model", scales, *recipe, *text)
-    done("quantize", folder / "model", tmp_path / "out", *recipe, "--effort", "64", "--awq", scales)
-    assert verify(tmp_path / "out", threads=2).ok
-    assert any(tensor.is_scaled for tensor in read_manifest(tmp_path / "out").tensors)
-    refusal = refused("quantize", folder / "model", tmp_path / "no", "--recipe", "t4", "--awq", scales)
-    assert "searched for hadamard-trellis at 3 bits" in refusal
-
-
 # --- damage ---
 
 
@@ -268,47 +201,7 @@ def test_damaged_byte_is_found_and_named(folder: Path, tmp_path: Path) -> None:
         pqweights.load_model(damaged)
 
 
-def test_damaged_master_does_not_end_what_another_run_can_finish(folder: Path, tmp_path: Path) -> None:
-    """The export of a damaged master leaves nothing, so the repaired master is exported from the start."""
-    damaged = Path(shutil.copytree(folder / "master", tmp_path / "master"))
-    (tensor,) = (t for t in open_local(damaged).tensors if t.name == UP)
-    (part,) = tensor.parts
-    whole = (damaged / part.file).read_bytes()
-    at = part.offset + 6
-    (damaged / part.file).write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
-    assert "its bytes are damaged" in refused("export", damaged, tmp_path / "out", "--target", "bf16")
-    (damaged / part.file).write_bytes(whole)
-    done("export", damaged, tmp_path / "out", "--target", "bf16")
-    assert verify(tmp_path / "out", threads=2).ok
-
-
 # --- the Hub, cards ---
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[tuple[Client, LoopbackHub]]:
-    pytest.importorskip("huggingface_hub")
-    from huggingface_hub.utils import close_session
-
-    with LoopbackHub() as hub, pytest.MonkeyPatch.context() as patch:
-        yield Client(url=hub.url, home=tmp_path / "home", token=hub.token, patch=patch).set_up(), hub
-        close_session()
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
-def test_hub_to_hub(client: tuple[Client, LoopbackHub], tmp_path: Path) -> None:
-    """Quantize a repository with little disk, push the master, and export it from the Hub."""
-    user, hub = client
-    source = write_source(tmp_path / "source")
-    hub.commit(SOURCE, files_of(source))
-    quantize(source, tmp_path / "local", load_recipe("t4"), threads=2)
-    user.well("quantize", SOURCE, tmp_path / "out", "--recipe", "t4", "--low-disk")
-    weights = {path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.safetensors")}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")} == weights
-    user.well("push", tmp_path / "out", "me/master")
-    user.well("verify", "me/master")
-    user.well("export", "me/master", tmp_path / "plain", "--target", "bf16")
-    assert verify(tmp_path / "plain", threads=2).ok
 
 
 def test_card_says_codec_rate_effort_and_version(folder: Path, tmp_path: Path) -> None:

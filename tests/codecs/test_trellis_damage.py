@@ -14,8 +14,9 @@ from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
 from pqweights.codecs.protocol import DamagedBlock
+from pqweights.codecs.scalar import RotatedState
 from pqweights.codecs.weight import encode_weight
 from pqweights.kernels.trellis import Superblocks
 
@@ -51,7 +52,7 @@ def decode(row: bytes, blocks: int, *, dtype: str = "F32", signed: bool = False)
     before, superblock = rows.copy(), blocks * 128 * SIZES[dtype]
     values = guarded(3 * superblock)
     coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(3, blocks, size))
-    state, inside = TrellisState("signed-hadamard" if signed else "hadamard"), values[GUARD:-GUARD]
+    state, inside = RotatedState("signed-hadamard" if signed else "hadamard"), values[GUARD:-GUARD]
     damage = None
     try:
         coder.decode([rows[GUARD:-GUARD].reshape(3, size)], inside, dtype=dtype, state=state)
@@ -156,7 +157,7 @@ def test_property_page_and_kernel_refuse_the_same_bytes(case: tuple[int, bytes, 
     coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, blocks, len(wrong)))
     values = np.empty(blocks * 128 * 4, dtype=np.uint8)
     try:
-        coder.decode([np.frombuffer(wrong, dtype=np.uint8)[None]], values, dtype="F32", state=TrellisState("hadamard"))
+        coder.decode([np.frombuffer(wrong, dtype=np.uint8)[None]], values, dtype="F32", state=RotatedState("hadamard"))
     except DamagedBlock:
         assert page_refuses(wrong, blocks)
     else:
@@ -187,7 +188,7 @@ def test_flipped_bit_of_zeros_is_noticed_or_harmless(bit: int) -> None:
         row[0, at] = 1 << bit
         values = np.full(3 * 128, 7, dtype=np.float32)
         try:
-            coder.decode([row], values.view(np.uint8), dtype="F32", state=TrellisState("hadamard"))
+            coder.decode([row], values.view(np.uint8), dtype="F32", state=RotatedState("hadamard"))
         except DamagedBlock:
             assert at < 7
         else:
@@ -203,5 +204,5 @@ def test_flipped_bit_of_the_unused_bytes_is_noticed(unused: int) -> None:
     for at in range(len(row) - unused, len(row)):
         wrong = np.frombuffer(row[:at] + b"\x10" + row[at + 1 :], dtype=np.uint8)
         with pytest.raises(DamagedBlock, match="stream"):
-            coder.decode([wrong[None]], values, dtype="F32", state=TrellisState("hadamard"))
+            coder.decode([wrong[None]], values, dtype="F32", state=RotatedState("hadamard"))
         assert page_refuses(wrong.tobytes(), 3)

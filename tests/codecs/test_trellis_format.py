@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.codecs import trellis_tables
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState, superblocks
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, superblocks
 from pqweights.codecs.protocol import DamagedBlock, Measures
-from pqweights.codecs.trellis_classes import decode_tables
+from pqweights.codecs.scalar import RotatedState
+from pqweights.codecs.trellis_tables import decode_tables
 from pqweights.kernels.trellis import Superblocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -36,13 +37,13 @@ def encoded(values: Floats, rate: float, states: int, rotation: str) -> tuple[Tr
     padded = np.zeros(count * superblock, dtype=np.float32)
     padded[: values.size] = values.reshape(-1)
     rows = np.full((count, stride), 0xAB, dtype=np.uint8)
-    return coder, rows, coder.encode(padded.view(np.uint8), [rows], dtype="F32", state=TrellisState(rotation))
+    return coder, rows, coder.encode(padded.view(np.uint8), [rows], dtype="F32", state=RotatedState(rotation))
 
 
 def decoded(coder: TrellisCoder, rows: Rows, rotation: str) -> Floats:
     """What the kernel decodes, [superblocks, weights]."""
     values = np.empty(len(rows) * coder.block_size, dtype=np.float32)
-    coder.decode([rows], values.view(np.uint8), dtype="F32", state=TrellisState(rotation))
+    coder.decode([rows], values.view(np.uint8), dtype="F32", state=RotatedState(rotation))
     return values.reshape(len(rows), -1)
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
 from pqweights.codecs.protocol import Bytes, Measures, PassResult
+from pqweights.codecs.scalar import RotatedState
 from pqweights.codecs.weight import EncodedWeight, encode_weight
 from pqweights.errors import SourceError
 
@@ -176,7 +177,7 @@ def parts_of(coder: TrellisCoder, values: Bytes, superblocks: list[tuple[int, in
     for first, last in superblocks:
         rows = np.full((last - first, coder.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
         piece = values[first * size : last * size]
-        measures.append(coder.encode(piece, [rows], dtype="F32", state=TrellisState("hadamard")))
+        measures.append(coder.encode(piece, [rows], dtype="F32", state=RotatedState("hadamard")))
         data.append(rows.tobytes())
     return b"".join(data), measures
 

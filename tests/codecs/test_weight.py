@@ -6,14 +6,13 @@ import math
 import helpers
 import numpy as np
 import pytest
-from scalar import encode_scalar, exponent_of
+from scalar import encode_scalar
 
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
 from pqweights.codecs.protocol import Measures, PassResult, exceeds_promise
 from pqweights.codecs.scalar import NormRange, ScalarState, norm_exponent_for
-from pqweights.codecs.weight import PassTotals, block_count, encode_weight
-from pqweights.errors import SourceError
+from pqweights.codecs.weight import PassTotals, encode_weight
 from pqweights.kernels import SIGNS
 
 CODEC = get_codec("hadamard-lloyd-max")
@@ -76,29 +75,6 @@ def test_next_state(history, expected):
 
 
 @pytest.mark.parametrize(
-    ("plain", "signed"),
-    list(itertools.product([(NORMAL, FINE), (NORMAL, BAD), (LARGE, BAD), (TINY, WORSE)], repeat=2)),
-)
-def test_passes_end_with_the_better_rotation(plain, signed):
-    """plain, signed: the norms of each rotation, and its error in a pass with the fitting exponent."""
-    measured = {H: plain, S: signed}
-    state, history = CODER.first_state(), []
-    assert state == ScalarState(H, 0)
-    while state is not None:
-        norms, error = measured[state.rotation]
-        fits = norm_exponent_for(NormRange(*norms)) == state.norm_exponent
-        relative_mse = error if fits else 1.0
-        history.append(result(state.rotation, state.norm_exponent, norms=norms, relative_mse=relative_mse))
-        assert len(history) <= 5
-        state = CODER.next_state(history)
-    last = history[-1]
-    rescued = plain[1] > PROMISE and (signed[1] <= PROMISE or signed[1] < plain[1])
-    assert last.state.rotation == (S if rescued else H) and last.state.rescued == rescued
-    assert last.state.norm_exponent == norm_exponent_for(NormRange(*measured[last.state.rotation][0]))
-    assert last.relative_mse == pytest.approx(measured[last.state.rotation][1])
-
-
-@pytest.mark.parametrize(
     ("smallest", "largest", "expected"),
     [
         (math.inf, 0.0, 0),  # no norm at all
@@ -126,11 +102,6 @@ def test_error_exceeds_the_promise_above_the_rescue_factor():
     for bits in CODEC.rates:
         coder, limit = CODEC.coder(bits), 1.25 * DISTORTION[bits]
         assert not exceeds_promise(coder, limit) and exceeds_promise(coder, limit * (1 + 1e-12))
-
-
-def test_block_count_rounds_up():
-    assert [block_count(n, 128) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
-    assert [block_count(n, 1024) for n in (0, 1, 1024, 1025)] == [0, 1, 1, 2]
 
 
 def raw(values, dtype):
@@ -188,37 +159,6 @@ def test_a_partial_last_block_is_padded_with_zeros(bits):
     assert part[1].error < whole[1].error
 
 
-def test_a_weight_without_elements():
-    weight, measured = encoded(np.zeros((4, 0), np.float32))
-    assert weight.codes.shape == (0, 80) and weight.norms.shape == (0,) and weight.decode().size == 0
-    assert (measured.relative_mse, measured.energy, measured.norm_exponent) == (0, 0, 0)
-
-
-def test_a_weight_of_zeros():
-    weight, measured = encoded(np.zeros((3, 128), np.float32))
-    assert not weight.norms.any() and not decoded(weight).any()
-    assert (measured.rotation, measured.norm_exponent, measured.relative_mse) == (H, 0, 0.0)
-
-
-@pytest.mark.parametrize("scale", [1e-33, 1e-12, 1e-6, 1.0, 1e6, 1e12, 1e30, 1e36])
-def test_relative_error_does_not_depend_on_scale(scale):
-    values = helpers.gaussian(64, 128, seed=4, scale=1.0)
-    weight, measured = encoded((values * np.float32(scale)).astype(np.float32))
-    assert measured.norm_exponent == exponent_of(measured)
-    assert (weight.norm_exponent != 0) == (scale != 1.0)
-    assert (weight.norms >= 0x0400).all() and (weight.norms < 0x7C00).all()
-    error = ((decoded(weight).astype(np.float64) / scale - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
-    assert error == pytest.approx(measured.relative_mse, rel=1e-3)
-    assert error <= DISTORTION[BITS]
-
-
-def test_a_constant_weight_is_rescued():
-    weight, measured = encoded(np.full((7, 128), 0.0125), "BF16")
-    assert measured.rotation == weight.rotation == S
-    assert measured.relative_mse < DISTORTION[BITS]
-    assert np.abs(decoded(weight) - 0.0125).max() < 0.004
-
-
 def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
     for constant, aligned, better in ((3, 1, S), (1, 3, H)):
         values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
@@ -227,15 +167,6 @@ def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
         assert measured.rotation == weight.rotation == better
         wrong = measured.relative_mse * 4  # one block of four carries the error of a Walsh function
         assert wrong == pytest.approx(0.0493 + 3 * 0.00203, rel=0.01)
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_weight_that_is_not_finite_is_refused(bad, dtype):
-    values = helpers.gaussian(5, 100)
-    values[3, 99] = bad  # element 399, in block 3
-    with pytest.raises(SourceError, match="NaN or infinity in block 3"):
-        encoded(values, dtype)
 
 
 def blocks_of_errors(energies, errors, norms):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
-from ray_cluster import Faulty, RayCluster, wait_until
+from ray_cluster import QUIET, Faulty, RayCluster, kill_process, wait_until
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
@@ -294,3 +294,34 @@ def test_ray_is_needed_only_where_it_is_asked_for(
         pqweights.quantize(source, tmp_path / "out", ray="local")
     pqweights.quantize(source, tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
+
+
+LOSING = """
+import sys, time
+from pathlib import Path
+
+from pqweights.rewrite.distributed.cluster import connected
+
+with connected(sys.argv[1], cores=1) as ray:
+
+    def waits():
+        time.sleep(600)
+
+    task = ray.remote(max_retries=0)(waits).remote()
+    assert ray.wait([task], timeout=60)[0]
+    try:
+        ray.get(task)
+    except ray.exceptions.WorkerCrashedError:
+        time.sleep(2)  # for what is said later
+        print("lost")
+"""
+
+
+def test_driver_is_silent_about_a_lost_worker(cluster: RayCluster) -> None:
+    command = [sys.executable, "-c", LOSING, cluster.address]
+    environment = {name: value for name, value in os.environ.items() if name not in QUIET}  # what users have
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    kill_process(cluster.wait_for_worker("waits"))
+    assert process.communicate(timeout=60) == ("lost\n", "")

@@ -18,7 +18,8 @@ from tiny_gguf import llama_gguf
 
 from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibration_windows
+from pqweights.quality.measure.calibrate import calibration_windows
+from pqweights.quality.options import CalibrationOptions
 from pqweights.rewrite.results.evaluation_record import read_records
 
 torch = pytest.importorskip("torch")
@@ -82,15 +83,6 @@ def test_windows_begin_as_the_tokenizer_begins_texts(
     assert report.settings.scored_tokens == 64
 
 
-def test_figures_without_bos_are_those_of_a_tokenizer_without(work: Path) -> None:
-    plain, without = (
-        evaluate([work / name], TEXT, **SHORT, bos=bos).rows[0].scores.losses
-        for name, bos in (("plain", True), ("bos", False))
-    )
-    assert plain == without
-    assert evaluate([work / "bos"], TEXT, **SHORT).rows[0].scores.losses != plain
-
-
 def test_models_of_which_one_begins_texts_are_not_compared(work: Path) -> None:
     line = refused("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND)
     assert f"puts no token before a text, that of {work / 'bos'} token {BEGIN}" in line and "--no-bos" in line
@@ -133,7 +125,7 @@ def test_calibration_reads_bos_and_its_files_say_so(work: Path, tmp_path: Path) 
     options = CalibrationOptions(window=32, max_tokens=512)
     found, without = (
         calibration_windows(work / "bos", TEXT, each)
-        for each in (options, CalibrationOptions(window=32, max_tokens=512, bos=False))
+        for each in (options, CalibrationOptions(window=32, max_tokens=512, no_bos=True))
     )
     assert [ids[0] for ids in found.ids] == [BEGIN] * 16 and (found.bos, without.bos) == (True, False)
     assert all(np.array_equal(one[1:], other[1:]) for one, other in zip(found.ids, without.ids, strict=True))

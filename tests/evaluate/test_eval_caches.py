@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.evaluate.protocol import Windows
+from pqweights.quality.options import EvaluationOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -115,13 +115,6 @@ def test_a_packed_master_may_have_a_quantized_cache(work: Path) -> None:
     assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.2)
 
 
-def test_the_first_window_may_score_all_its_tokens(work: Path) -> None:
-    options = {**SHORT, "score_first": True}
-    (plain,) = evaluate([work / "source"], TEXT, **options).rows
-    _, row = evaluate([work / "source"], TEXT, kv_caches=("none",), **options).rows
-    assert row.scores.perplexity.value == pytest.approx(plain.scores.perplexity.value, rel=1e-4)
-
-
 def test_short_windows_have_no_error_of_attention(work: Path) -> None:
     _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard",), window=64, stride=8, max_tokens=72).rows
     assert row.kv_cache is not None and row.kv_cache.attention_error is None
@@ -137,10 +130,10 @@ def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
 
 
 def test_progress_counts_every_cache(work: Path) -> None:
-    from pqweights.quality.evaluate.evaluation import EvaluationOptions, TextOptions, evaluate
+    from pqweights.quality.evaluate.evaluation import evaluate
 
     seen: list[tuple[int, int]] = []
-    options = EvaluationOptions(reading=TextOptions(**SHORT), kv_caches=("none", "hadamard"))
+    options = EvaluationOptions(**SHORT, kv_caches=("none", "hadamard"))
     evaluate(
         [work / "q3", work / "source"], TEXT, options, progress=lambda done, total, what: seen.append((done, total))
     )
@@ -162,14 +155,14 @@ def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: 
 
 
 def test_speed_is_that_of_models_as_they_are(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"--speed: .*`pqweights generate --kv-cache` prints its speed"):
+    with pytest.raises(EvaluationError, match=r"`speed`: .*with `kv_cache` prints its speed"):
         evaluate([work / "source"], TEXT, kv_caches=("none",), speed=True)
 
 
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     export(work / "q3", tmp_path / "mlx", "mlx", threads=2)
-    with pytest.raises(EvaluationError, match="--kv-cache: mlx-lm has a cache of its own"):
+    with pytest.raises(EvaluationError, match="`kv_cache`: mlx-lm has a cache of its own"):
         evaluate([tmp_path / "mlx"], TEXT, kv_caches=("none",), **SHORT)
 
 
@@ -219,20 +212,6 @@ def test_the_plot_names_caches_and_has_one_measure(work: Path, tmp_path: Path) -
             assert list(found.values()) == [each.perplexity.value for each in scores]
         else:
             assert list(found.values()) == [each.divergence.mean.value for each in scores]  # type: ignore[union-attr]
-
-
-def test_losses_are_those_of_the_protocol(work: Path) -> None:
-    """The rows are what `compare` finds for a model whose predictions come one by one."""
-    from dataclasses import replace
-
-    model = open_model(work / "source")
-    ids = tokenize(work / "source", TEXT)[:130]
-    with_cache = replace(model, logits=CachedRun(model.net, "hadamard:3").logits)
-    expected = compare(with_cache, model, ids=ids, windows=Windows(size=100, stride=10))
-    _, row = evaluate([work / "source"], TEXT, kv_caches=("hadamard:3",), **SHORT).rows
-    assert row.scores.reference_losses == expected.reference_losses and math.isfinite(expected.perplexity.value)
-    found, one_by_one = (np.array([loss.total for loss in each.losses]) for each in (row.scores, expected))
-    assert np.allclose(found, one_by_one, rtol=1e-6)  # products of several windows are rounded otherwise
 
 
 # --- windows that are read together ---

@@ -21,13 +21,12 @@ from pqweights_cli import tables
 from pqweights_cli.eval import _runtime_lines
 
 from pqweights.common.notices import listening
-from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, SourceError
+from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import read_text, tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.evaluate import speed
 from pqweights.quality.evaluate.protocol import Windows, compare
-from pqweights.quality.evaluate.report import EvaluationReport
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -119,15 +118,6 @@ def test_sizes_count_bytes_and_parameters(work: Path) -> None:
     assert report.settings.reference is None
 
 
-def test_divergence_of_the_reference_from_itself_is_zero(work: Path) -> None:
-    (row,) = evaluate([work / "source"], TEXT, reference=work / "source").rows
-    found = row.scores.divergence
-    assert found is not None
-    assert abs(found.mean.value) <= 1e-6 and abs(found.maximum) <= 1e-6
-    assert found.top1.value == 1
-    assert row.scores.change == row.scores.perplexity_change == (0, 0)
-
-
 def test_packed_master_gives_the_same_scores(work: Path) -> None:
     (packed,) = evaluate([work / "q3"], TEXT, reference=work / "source", packed=True).rows
     (decoded,) = evaluate([work / "q3"], TEXT, reference=work / "source").rows
@@ -155,7 +145,7 @@ def test_window_and_stride_have_defaults(
     asked: dict[str, Any], expected: tuple[int, int, bool] | None, work: Path
 ) -> None:
     if expected is None:
-        with pytest.raises(EvaluationError, match=r"--stride 65: .* at most the window, which has 64 tokens"):
+        with pytest.raises(EvaluationError, match=r"`stride` 65: .* at most the window, which has 64 tokens"):
             evaluate([work / "source"], TEXT, **asked)
         return
     settings = evaluate([work / "source"], TEXT, **asked).settings
@@ -181,7 +171,7 @@ def test_tokenizer_may_be_read_from_another_folder(work: Path, copy: Callable[[s
     bare = copy("bf16")
     for path in bare.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(SourceError, match="expected a tokenizer, found none; --tokenizer DIR"):
+    with pytest.raises(SourceError, match="expected a tokenizer, found none; `tokenizer`"):
         evaluate([bare], TEXT)
     found, expected = evaluate([bare], TEXT, tokenizer=work / "source"), evaluate([work / "bf16"], TEXT)
     assert found.rows[0].scores == expected.rows[0].scores
@@ -225,18 +215,18 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 def test_window_longer_than_the_context_is_refused(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"--window 129: .*bf16 takes at most 128 tokens"):
+    with pytest.raises(EvaluationError, match=r"`window` 129: .*bf16 takes at most 128 tokens"):
         evaluate([work / "bf16"], TEXT, reference=work / "source", window=129)
 
 
 def test_text_shorter_than_a_window_is_refused(work: Path) -> None:
     with pytest.raises(
         EvaluationError,
-        match=r"128 tokens for 1 window of 128, --max-tokens 100 leaves fewer; raise it, or .* --window",
+        match=r"128 tokens for 1 window of 128, `max_tokens` 100 leaves fewer; raise it, or .* `window`",
     ):
         evaluate([work / "source"], TEXT, max_tokens=100)
     with pytest.raises(
-        EvaluationError, match=r"at least 128 tokens for .* found \d+; give a longer text, or .* --window"
+        EvaluationError, match=r"at least 128 tokens for .* found \d+; give a longer text, or .* `window`"
     ):
         evaluate([work / "source"], TEXT[:50], max_tokens=100)
 
@@ -297,7 +287,7 @@ def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
 
 
 def test_packed_is_refused_for_an_export(work: Path) -> None:
-    with pytest.raises(EvaluationError, match="bf16: --packed: expected a pqweights master"):
+    with pytest.raises(EvaluationError, match="bf16: `packed`: expected a pqweights master"):
         evaluate([work / "q3", work / "bf16"], TEXT, packed=True)
 
 
@@ -317,7 +307,7 @@ def test_device_option_is_refused_for_mlx(copy: Callable[[str], Path], monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     folder = copy("source")
     change_config(folder, quantization={"bits": 4, "group_size": 64})
-    with pytest.raises(EvaluationError, match="mlx-lm chooses its device itself; leave out --device cuda"):
+    with pytest.raises(EvaluationError, match="mlx-lm chooses its device itself; leave out `device` cuda"):
         evaluate([folder], TEXT, device="cuda")
     pytest.importorskip("mlx_lm")
     report = evaluate([folder], TEXT, device="auto")
@@ -352,7 +342,7 @@ def test_broken_folder_is_one_line(
 def test_no_models_or_an_unknown_dtype_is_refused(work: Path) -> None:
     with pytest.raises(EvaluationError, match="at least one model"):
         evaluate([], TEXT)
-    with pytest.raises(EvaluationError, match="dtype 'int8': expected float32, bfloat16, float16"):
+    with pytest.raises(OptionError, match="`dtype`: expected auto or float32 or bfloat16 or float16, found 'int8'"):
         evaluate([work / "source"], TEXT, dtype="int8")
 
 
@@ -399,7 +389,7 @@ def test_wikitext_without_network_is_one_line(
         raise ConnectionError("Couldn't reach 'Salesforce/wikitext'\non the Hub")
 
     fake_datasets(monkeypatch, load)
-    with pytest.raises(EvaluationError, match=r"Couldn't reach 'Salesforce/wikitext' on the Hub; give a file: --text"):
+    with pytest.raises(EvaluationError, match=r"Couldn't reach 'Salesforce/wikitext' on the Hub; give a file: `text`"):
         wikitext()
     assert capfd.readouterr() == ("", "")
 
@@ -407,7 +397,7 @@ def test_wikitext_without_network_is_one_line(
 def test_wikitext_without_datasets_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        MissingDependencyError, match=r"--dataset wikitext needs datasets: pip install .*'datasets>=4\.0'"
+        MissingDependencyError, match=r"`dataset` wikitext needs datasets: pip install .*'datasets>=4\.0'"
     ):
         wikitext()
 
@@ -427,17 +417,10 @@ def test_speed_is_measured_in_the_dtype_of_the_model(work: Path) -> None:
     assert (found.dtype, row.dtype) == ("bfloat16", "float32")
 
 
-def test_speed_is_measured_in_the_requested_dtype(work: Path) -> None:
-    found = speed.measure_speed(
-        work / "source", tokenize(work / "source", TEXT), device="cpu", dtype="float32", packed=False
-    )
-    assert found.dtype == "float32"
-
-
 def test_error_in_the_speed_process_is_raised_in_this_one(work: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no config\.json"):
         speed.measure_speed(tmp_path, np.arange(5), device="cpu", dtype="auto", packed=False)
-    with pytest.raises(EvaluationError, match="--packed: expected a pqweights master"):
+    with pytest.raises(EvaluationError, match="`packed`: expected a pqweights master"):
         speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=True)
 
 
@@ -667,14 +650,6 @@ def test_fresh_process_prints_only_progress_to_stderr(work: Path) -> None:
     assert all(line.startswith("evaluating ") for line in done.stderr.splitlines())
     report = json.loads(done.stdout)
     assert report["models"][0]["runtime"].startswith("transformers")
-
-
-def test_report_is_frozen_and_converts_to_json(work: Path) -> None:
-    report = evaluate([work / "source"], TEXT)
-    assert isinstance(report, EvaluationReport)
-    with pytest.raises(AttributeError):
-        report.settings.tokens = 3  # type: ignore[misc]
-    json.dumps(report.to_json(), allow_nan=False)
 
 
 def test_programming_error_keeps_its_traceback() -> None:

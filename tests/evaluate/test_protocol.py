@@ -23,11 +23,14 @@ from pqweights.quality.evaluate.protocol import (
     compare,
     perplexity,
     perplexity_change,
-    window_losses,
 )
 
 VOCABULARY = 37
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
+
+
+def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:
+    return compare(model, None, ids=ids, windows=windows).losses
 
 
 def scored(logits: Callable[[Ids, int], Floats]) -> Model:
@@ -153,15 +156,9 @@ def test_window_count_limits_the_scored_tokens() -> None:
         window_losses(table_model(1), IDS, Windows(size=64, stride=32, score_first=True, count=5))
 
 
-@pytest.mark.parametrize("size", [161, 2048])
-def test_text_shorter_than_a_window_is_refused_with_both_counts(size: int) -> None:
-    with pytest.raises(EvaluationError, match=rf"at least {size} tokens for 1 window of {size}, found 160"):
-        window_losses(table_model(1), IDS, Windows(size=size, stride=16))
-
-
 @pytest.mark.parametrize(("size", "stride"), [(64, 65), (64, 0), (1, 1)])
 def test_stride_outside_the_window_is_refused(size: int, stride: int) -> None:
-    with pytest.raises(EvaluationError, match=rf"--stride {stride}: .* {size} tokens"):
+    with pytest.raises(EvaluationError, match=rf"`stride` {stride}: .* {size} tokens"):
         window_losses(table_model(1), IDS, Windows(size=size, stride=stride))
 
 
@@ -287,13 +284,6 @@ def test_standard_error_of_a_perplexity_change_is_paired() -> None:
     # The standard deviation of two numbers is their distance over sqrt(2); over sqrt(2) windows.
     assert perplexity_change(after, before) == pytest.approx((ours - theirs, abs(second - first) / 2))
     assert perplexity_change(after[:1], before[:1]).standard_error is None
-
-
-def test_constant_change_has_no_standard_error() -> None:
-    """Losses vary widely between windows, and change by the same amount in each."""
-    before = [Loss(10.0 * number, 10) for number in range(1, 9)]
-    after = [Loss(10.0 * number + 1, 10) for number in range(1, 9)]
-    assert change(after, before) == pytest.approx((0.1, 0.0), abs=1e-12)
 
 
 def test_progress_counts_windows() -> None:

@@ -11,10 +11,8 @@ import safetensors
 from added_target import ENTRY, LABEL_KEY, NAME
 from cards import blocks, facts
 from commands import answer, done, invoke, refused
-from helpers import folder_bytes, read_all, run_command
-from rewriting import interrupt
+from helpers import read_all
 
-from pqweights.errors import OutputError
 from pqweights.exports import ALIASES, EXPORTS
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
@@ -78,16 +76,6 @@ def test_help_and_errors_list_the_target(tmp_path: Path) -> None:
     assert line == f"error: --target onnx: expected {', '.join([*EXPORTS, *ALIASES])}\n" and NAME in line
 
 
-def test_verify_accepts_the_export_and_finds_damage(labelled: Path, tmp_path: Path) -> None:
-    done("verify", labelled)
-    damaged = Path(shutil.copytree(labelled, tmp_path / "damaged"))
-    path = damaged / "pqweights.json"
-    text, old, new = path.read_text(), f'"{LABEL_KEY}": "first"', f'"{LABEL_KEY}": "second"'
-    assert old in text
-    path.write_text(text.replace(old, new))
-    assert not verify(damaged, threads=1).ok
-
-
 @pytest.mark.parametrize("key", ["label", "basis"])
 def test_verify_finds_a_key_that_the_target_does_not_write(key: str, labelled: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(labelled, tmp_path / "changed"))
@@ -112,23 +100,3 @@ def test_card_has_the_load_section_tags_and_library_of_the_target(labelled: Path
     assert "from_pretrained(" in blocks(text, "python")[0]
     assert f"This is an export for the target `{NAME}`, mode `first`." in text
     assert f"`{NAME}`" in done("card", families.master(base, "llama"), "--print").stdout
-
-
-def test_second_run_is_recognised_and_another_label_refused(labelled: Path, base: Path) -> None:
-    before = folder_bytes(labelled)
-    arguments = ("export", families.master(base, "llama"), labelled, "-t", NAME, *SHARDS)
-    assert "already holds this" in done(*arguments, "--mode", "first").stderr
-    assert "--overwrite" in refused(*arguments, "--mode", "second")
-    assert folder_bytes(labelled) == before
-
-
-def test_killed_run_resumes_to_the_same_folder(
-    labelled: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = {"export": str(families.master(base, "llama")), "target": NAME, "max_shard_bytes": 500_000}
-    interrupt(monkeypatch, {**command, "mode": "first"}, tmp_path / "out", shards=1)
-    with pytest.raises(OutputError, match="--overwrite"):
-        run_command({**command, "mode": "second"}, tmp_path / "out")
-    report = run_command({**command, "mode": "first"}, tmp_path / "out")
-    assert report.resumed > 0
-    assert folder_bytes(tmp_path / "out") == folder_bytes(labelled)

@@ -16,14 +16,12 @@ from helpers import (
     f32,
     folder_bytes,
     gaussian,
-    killed_runs,
     read_all,
     run_command,
     small_checkpoint,
     write_checkpoint,
 )
 from pqweights_cli.main import app
-from rewriting import check_killed_runs_resume
 from typer.testing import CliRunner
 
 from pqweights.checkpoint.source import open_local
@@ -31,7 +29,7 @@ from pqweights.errors import MasterError, OptionError, SourceError
 from pqweights.exports import ALIASES, EXPORTS, get_target, target_name
 from pqweights.exports.target import ExportSource
 from pqweights.options import ExportOptions
-from pqweights.rewrite.manifest import OWN_KEYS, read_manifest
+from pqweights.rewrite.manifest import ManifestFile, read_manifest
 from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
@@ -139,14 +137,6 @@ def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path)
         assert config[key] == own[key]
 
 
-def test_other_files_pass_through_master_and_export(tmp_path: Path) -> None:
-    source = small_checkpoint(tmp_path / "model")
-    master, exported = master_and_export(source, tmp_path)
-    for name in ("tokenizer.json", "code/modeling.py", "NOTICE"):
-        assert (exported / name).read_bytes() == (master / name).read_bytes() == (source / name).read_bytes()
-    assert not (exported / "README.md").exists()
-
-
 @pytest.mark.parametrize("names", [("vq_codes",), ("vq_norms",), ("vq_codes", "vq_norms")])
 def test_kept_tensors_may_be_named_like_codes_and_norms(names: tuple[str, ...], tmp_path: Path) -> None:
     """A buffer of the source may have a name that ends like those of codes or norms."""
@@ -168,31 +158,6 @@ def test_folder_that_is_not_a_master_is_refused(how: str, tmp_path: Path) -> Non
     if how == "exported":
         with pytest.raises(SourceError, match="already a pqweights master"):
             run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
-
-
-def test_export_is_an_ordinary_checkpoint_that_can_be_quantized(tmp_path: Path) -> None:
-    """Nothing in it marks it as made from a master."""
-    _, exported = master_and_export(model_of("BF16", tmp_path / "model"), tmp_path)
-    report = run_command({"quantize": str(exported)}, tmp_path / "second")
-    assert {t.name for t in report.plan.tensors if t.action == "quantize"} == {"model.embed_tokens.weight", WEIGHT}
-    assert verify(tmp_path / "second", threads=1).ok
-
-
-def test_run_killed_at_any_call_resumes_to_the_same_folder(tmp_path: Path) -> None:
-    """Runs are killed at some renames, removals and writes; rewrite/test_resuming.py tries all."""
-    run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
-    work = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 40_000}
-    run_command(work, tmp_path / "undisturbed")
-    undisturbed = folder_bytes(tmp_path / "undisturbed")
-    (counts,) = killed_runs(work, [{"out": str(tmp_path / "counted")}])
-    assert folder_bytes(tmp_path / "counted") == undisturbed
-    points = [
-        {"out": str(tmp_path / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
-        for name, step in (("replace", 2), ("unlink", 2), ("rmdir", 1), ("pwrite", 20))
-        for number in range(1, counts[name] + 1, step)
-        for when in ("before", "after")
-    ]
-    check_killed_runs_resume(work, points, undisturbed)
 
 
 def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
@@ -267,7 +232,7 @@ def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_pat
         settings.describe() if target in ("mlx", "gguf") else chosen.prepare(source, settings)[1].account.made_by
     )
     assert target_name(described["target"]) == target
-    assert not described.keys() & OWN_KEYS
+    assert not described.keys() & set(ManifestFile.__struct_fields__)
 
 
 @pytest.mark.parametrize(("tied", "target_dtype"), [(True, "bf16"), (False, "source")])

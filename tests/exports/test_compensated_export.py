@@ -9,15 +9,14 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from export_decoders import values_of
 from helpers import Array, as_float32, folder_bytes, read_all, run_command
 from integer_exports import LAYER, from_compressed_tensors, from_torchao, unpacked, work
 from random_moments import write_random_moments
-from rewriting import check_killed_runs_resume
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import compensation
-from pqweights.inference.runtimes.decoders import values_of
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
@@ -89,16 +88,6 @@ def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
     run_command(asked, tmp_path / "second", threads=threads)
     assert folder_bytes(tmp_path / "first") == folder_bytes(tmp_path / "second")
-
-
-def test_killed_runs_resume_to_the_same_bytes(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    asked = command(driven, "vllm", calibrated[0]) | {"calibration": str(calibrated[0])}
-    run_command(asked, tmp_path / "whole")
-    points = [
-        {"function": "pwrite", "number": number, "when": "after", "out": str(tmp_path / f"killed {number}")}
-        for number in (2, 9)
-    ]
-    check_killed_runs_resume(asked, points, folder_bytes(tmp_path / "whole"))
 
 
 def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import families
 import language_models
 import numpy as np
-import pqweights_cli.main
 import pytest
 from damage import flip, stored_in
 from golden import make
@@ -19,7 +18,6 @@ from memory_storage import objects, put
 from random_moments import write_random_moments
 from rewriting import interrupt
 from tasks_here import use_tasks_here
-from typer.testing import CliRunner
 
 import pqweights
 from pqweights.checkpoint.source import open_local
@@ -101,15 +99,6 @@ def test_every_tensor_that_an_export_holds_is_checked_whole(
     (checkpoint,) = opened
     assert not checkpoint.checked._begun
     assert checkpoint.checked._checked == dict.fromkeys(stored_in(base / "master"), "")
-
-
-def test_the_command_says_so_in_one_line(master: Path, tmp_path: Path) -> None:
-    place = flip(master, WEIGHT + "_codes")
-    command = ["export", str(master), str(tmp_path / "out"), "--target", "bf16"]
-    result = CliRunner().invoke(pqweights_cli.main.app, command)
-    assert result.exit_code == 1
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert place in line and "pqweights verify" in line
 
 
 def test_awq_scales_are_checked(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from export_decoders import export_weight
 from folding_models import rewritten
 from helpers import Array, Tensor, as_float32, bf16, f32, read_all, run_command, write_checkpoint
 from integer_exports import integer_names
 
-from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.inference.runtimes.models import open_model
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify

@@ -78,19 +78,6 @@ def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
     assert any("plain because runtimes fuse them" in text for text in warnings)
 
 
-def test_inputs_of_gates_of_linear_attention_agree(tmp_path: Path) -> None:
-    """vLLM's in_proj_ba: neither part is ever rounded."""
-    modules = (f"{LINEAR}.in_proj_a", f"{LINEAR}.in_proj_b", f"{LINEAR}.out_proj")
-    exported(tmp_path, modules, f"{LINEAR}.in_proj_a", "-t", "vllm")
-    assert integer_names(tmp_path / "out") == [f"{LINEAR}.out_proj.weight"]
-
-
-def test_nothing_is_said_of_layers_that_are_kept_whole(tmp_path: Path) -> None:
-    modules = (f"{ATTENTION}.o_proj", f"{MLP}.down_proj")
-    assert exported(tmp_path, modules, f"{ATTENTION}.o_proj", "-t", "vllm") == []
-    assert integer_names(tmp_path / "out") == [f"{MLP}.down_proj.weight"]
-
-
 def kept_expert(base: Path, folder: Path) -> Path:
     """A master of a mixture of experts that keeps one of the matrices of one expert of one layer."""
     keep = "model.layers.1.mlp.experts.2.down_proj.weight"

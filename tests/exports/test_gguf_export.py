@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from cards import change_manifest
 from commands import answer, done, invoke, refused
-from helpers import folder_bytes, read_all, run_command
-from rewriting import interrupt
+from helpers import read_all, run_command
 
-from pqweights.exports.gguf_files import IMATRIX_FILE, MODELFILE
+from pqweights.exports.gguf import IMATRIX_FILE, MODELFILE
 from pqweights.exports.gguf_types import type_bytes
 from pqweights.rewrite.manifest import read_manifest
 
@@ -122,16 +121,6 @@ def test_the_error_of_a_6_bit_master_dominates_types_of_6_bits_and_more(kind, do
     shown = done("export", master, tmp_path / "out", "-t", "gguf", "--type", kind, "--json")
     found = [text for text in json.loads(shown.stdout)["warnings"] if "error of the master" in text]
     assert len(found) == dominates
-
-
-def test_an_interrupted_run_is_continued_to_the_same_bytes(master, tmp_path, monkeypatch):
-    work = {"export": str(master), "target": "gguf", "type": "q5_k_m", "max_shard_bytes": 300_000}
-    run_command(work, tmp_path / "whole", threads=1)
-    interrupt(monkeypatch, work, tmp_path / "out", shards=1)
-    report = run_command(work, tmp_path / "out", threads=3)
-    assert report.resumed > 0
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
-    assert run_command(work, tmp_path / "out").already_done
 
 
 def test_damage_is_found(master, tmp_path):
@@ -266,11 +255,6 @@ def test_type_rule_without_a_type_is_refused(master, tmp_path):
     assert found.exit_code == 2 and "expected PATTERN=TYPE" in found.stderr
 
 
-def test_other_targets_do_not_take_types(master, tmp_path):
-    line = refused("export", master, tmp_path / "out", "-t", "bf16", "--type", "q4_0", code=2)
-    assert line.startswith("error: --type: the target bf16 does not take this option")
-
-
 def test_a_tokenizer_that_cannot_be_mapped_is_refused_before_anything_is_written(base, tmp_path):
     master = tmp_path / "master"
     shutil.copytree(families.master(base, "llama"), master)  # its tokenizer has words for tokens
@@ -278,11 +262,6 @@ def test_a_tokenizer_that_cannot_be_mapped_is_refused_before_anything_is_written
     assert line.startswith("error: the tokenizer cannot be mapped") and line.count("\n") == 1
     assert "tokenizer.json has a model of type WordLevel" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_another_architecture_is_refused_by_name(base, tmp_path):
-    line = refused("export", families.master(base, "gpt_oss"), tmp_path / "out", "-t", "gguf")
-    assert "gpt_oss" in line and "--target bf16" in line and line.count("\n") == 1
 
 
 def test_sizes_of_types():

@@ -11,10 +11,10 @@ import families
 import numpy as np
 import pytest
 from commands import done, refused
+from export_decoders import export_weight
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from integer_exports import from_compressed_tensors, integer_names, quantization
 
-from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.rewrite.manifest import read_manifest
 
 LAYER = "model.layers.0"

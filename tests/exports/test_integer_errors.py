@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import done, refused
+from export_decoders import export_weight
 from helpers import (
     Array,
     as_float32,
@@ -24,7 +25,6 @@ from helpers import (
 from integer_exports import KINDS, LAYER, ROUNDED, from_compressed_tensors, from_torchao, work
 
 from pqweights.errors import MasterError, OutputError, SourceError
-from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.rewrite.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")

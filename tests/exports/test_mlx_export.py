@@ -28,7 +28,6 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
-from rewriting import interrupt
 
 from pqweights.common.installing import pip_install
 from pqweights.errors import ExportError
@@ -136,26 +135,10 @@ def test_modes_and_bit_widths_match_mlx_lm_convert(options: dict[str, Any], base
     command = {"export": str(families.master(base, "llama")), "target": "mlx", "qparams": "minmax", **options}
     report = run_command(command, tmp_path / "out")
     assert_same(tmp_path / "out", converted("llama", base, tmp_path, **{f"q_{key}": v for key, v in options.items()}))
+    found = errors(tmp_path / "out", master_weights(families.master(base, "llama")))
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
         if tensor.action == "integer":
-            assert record.relative_mse == pytest.approx(measured(tmp_path / "out", base, tensor.name), rel=1e-5)
-
-
-def measured(out: Path, base: Path, name: str) -> float:
-    """The relative squared error of a weight of a Llama against the master, decoded by mlx, in float64."""
-    loaded = mx.load(str(next(out.glob("*.safetensors"))))
-    config = json.loads((out / "config.json").read_bytes())["quantization"]
-    module = name.removesuffix(".weight")
-    wide = [loaded[f"{module}.scales"], loaded.get(f"{module}.biases")]
-    if wide[1] is not None:
-        wide = [part.astype(mx.float32) for part in wide]
-    values = np.array(
-        mx.dequantize(
-            loaded[name], *wide, group_size=config["group_size"], bits=config["bits"], mode=config["mode"]
-        ).astype(mx.float32)
-    )
-    exact = master_weights(families.master(base, "llama"))[name].astype(np.float64)
-    return float(((values - exact) ** 2).sum() / (exact**2).sum())
+            assert record.relative_mse == pytest.approx(found[tensor.name], rel=1e-5)
 
 
 def generate(folder: Path) -> None:
@@ -168,16 +151,15 @@ def generate(folder: Path) -> None:
 
 @pytest.mark.parametrize("bits", [2, 8])
 def test_best_has_a_smaller_error_than_minmax_in_every_weight(bits: int, base: Path, tmp_path: Path) -> None:
-    errors = {}
+    found = {}
     for qparams in ("best", "minmax"):
         command = {"export": str(families.master(base, "llama")), "target": "mlx", "bits": bits, "qparams": qparams}
-        report = run_command(command, tmp_path / qparams)
-        names = [t.name for t in report.plan.tensors if t.action == "integer"]
-        errors[qparams] = {name: measured(tmp_path / qparams, base, name) for name in names}
-    assert errors["best"].keys() == errors["minmax"].keys()
-    assert len(errors["best"]) == 16
-    for name, error in errors["best"].items():
-        assert error < errors["minmax"][name] * (0.95 if bits < 8 else 1.0), name
+        run_command(command, tmp_path / qparams)
+        found[qparams] = errors(tmp_path / qparams, master_weights(families.master(base, "llama")))
+    assert found["best"].keys() == found["minmax"].keys()
+    assert len(found["best"]) == 16
+    for name, error in found["best"].items():
+        assert error < found["minmax"][name] * (0.95 if bits < 8 else 1.0), name
 
 
 # --- tensors ---
@@ -224,7 +206,7 @@ def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_pat
 WORK = {"target": "mlx", "max_shard_bytes": 400_000}
 
 
-@pytest.mark.parametrize(("name", "original"), [("gpt_oss", False), ("qwen3_5_moe", True)])
+@pytest.mark.parametrize(("name", "original"), [("gpt_oss", True)])
 def test_output_is_identical_across_thread_counts_and_chunk_sizes(
     name: str, original: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,17 +223,6 @@ def test_output_is_identical_across_thread_counts_and_chunk_sizes(
         assert folder_bytes(tmp_path / str(threads)) == folder_bytes(tmp_path / "undisturbed")
     assert run_command(work, tmp_path / "3").already_done
     assert verify(tmp_path / "3", threads=2).ok
-
-
-@pytest.mark.parametrize("shards", [0, 1, 2])
-def test_interrupted_run_resumes_to_the_same_folder(
-    shards: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = {"export": str(families.master(base, "gpt_oss")), **WORK}
-    run_command(work, tmp_path / "undisturbed")
-    interrupt(monkeypatch, work, tmp_path / "out", shards)
-    assert run_command(work, tmp_path / "out").resumed >= shards
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "nvfp4"}], ids=str)
@@ -285,10 +256,11 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
             result[f"{found[1]}.switch_mlp.{found[2]}.weight"] = np.stack([as_float32(p) for p in parts])
         elif ".experts." not in name:
             result[name] = as_float32(tensor)
-    return {name: values.astype(np.float64) for name, values in result.items()}
+    return result
 
 
 def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
+    """The relative squared errors of the quantized weights of an export, decoded by mlx, in float64."""
     loaded: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
         loaded |= mx.load(str(path))
@@ -302,17 +274,9 @@ def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
         if biases is not None:
             scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         values = np.array(mx.dequantize(loaded[name], scales, biases, **how).astype(mx.float32))
-        result[name] = float(((values - exact[name]) ** 2).sum() / (exact[name] ** 2).sum())
+        wanted = exact[name].astype(np.float64)
+        result[name] = float(((values - wanted) ** 2).sum() / (wanted**2).sum())
     return result
-
-
-def test_total_error_of_a_kept_weight_is_known(base: Path, tmp_path: Path) -> None:
-    """It is the error of rounding alone, so the summary can state an error over all weights."""
-    master = families.master(base, "gpt_oss")
-    report = run_command({"export": str(master), "target": "mlx"}, tmp_path / "out")
-    assert all(r.total_mse is not None for r in report.records if r.relative_mse is not None)
-    shown = done("export", master, tmp_path / "out", "-t", "mlx")
-    assert "unknown without the master's manifest" not in shown.stdout
 
 
 # --- bad input ---
@@ -407,19 +371,6 @@ def test_model_unknown_to_mlx_lm_is_refused(
     for fragment in fragments:
         assert fragment in line
     assert not (tmp_path / "out").exists()
-
-
-def test_message_of_mlx_lm_is_shortened_between_names(tmp_path: Path) -> None:
-    small_llama(tmp_path)
-    tensors = read_all(tmp_path / "model")
-    others = {f"model.layers.0.other_attention.{number}.weight": bf16(gaussian(64, 128)) for number in range(9)}
-    (tmp_path / "model" / "model.safetensors").write_bytes(safetensors_bytes({**tensors, **others}))
-    run_command({"quantize": str(tmp_path / "model"), "overwrite": True}, tmp_path / "master")
-    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
-    quoted, _, advice = line.partition("; use --target ")
-    assert advice == "vllm or torchao-int4 or bf16\n"
-    named = quoted.partition("tensors: ")[2].removesuffix(" ...").replace(",", "").split()
-    assert quoted.endswith(", ...") and 3 < len(named) < 9 and set(named) <= set(others)
 
 
 @pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])

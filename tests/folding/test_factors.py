@@ -78,7 +78,7 @@ def test_factors_are_those_of_the_reference(chunk: int, tmp_path: Path, monkeypa
     fold = measured(checkpoint(tmp_path / "source", tensors), tmp_path / "work")
     assert columns_of(fold).keys() == expected.keys()
     for number, link in enumerate(fold.structure.links):
-        found = fold._known[number].factors
+        found = fold._known[number].columns
         assert found is not None
         assert np.allclose(found[0], expected[link.name], rtol=2.0**-8)
         assert np.array_equal(found, rounded_to_8_bits(found))

@@ -13,10 +13,10 @@ import pytest
 from commands import done, refused
 from folding_models import columns_of, folded_values, llama, measured, say_rotated
 from helpers import as_float32, folder_bytes, master_weights, read_all, run_command
+from weight_errors import relative_mse
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
-from pqweights.quality.evaluate.weight_errors import relative_mse
 from pqweights.rewrite.folding import fold
 from pqweights.rewrite.folding.folded import TensorFactors
 from pqweights.rewrite.manifest import read_manifest
@@ -62,12 +62,6 @@ def test_json_of_quantize_and_plan_has_the_fold(folder: Path, tmp_path: Path) ->
     assert b"fold" not in (tmp_path / "plain/pqweights.json").read_bytes()
     held = [plan["totals"]["peak_memory_bytes"] for plan in (planned, unfolded)]
     assert held[0] > held[1]
-
-
-def test_result_with_another_fold_is_named(folder: Path) -> None:
-    before = folder_bytes(folder / "folded")
-    assert "another --fold" in refused("quantize", folder / "src", folder / "folded")
-    assert folder_bytes(folder / "folded") == before
 
 
 def test_target_size_folds_with_the_tensors_that_the_fit_keeps(folder: Path, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from pqweights.errors import GenerationError
 from pqweights.inference.generation import choosing
-from pqweights.inference.generation.choosing import Chooser, likeliest
-from pqweights.inference.generation.options import TokenChoice
+from pqweights.inference.generation.choosing import Chooser, TokenChoice, likeliest
 
 PROMPT = np.array([3, 5], dtype=np.int64)
 LOGITS = np.random.default_rng(1).standard_normal(2000).astype(np.float32) * 3

@@ -15,7 +15,7 @@ from calls import export, quantize
 from language_models import SPEECH, TEMPLATE, babbler, speaker
 
 import pqweights
-from pqweights.errors import EvaluationError, GenerationError, MasterError, OptionError, PqweightsError, SourceError
+from pqweights.errors import GenerationError, OptionError, PqweightsError
 from pqweights.inference.generation import generator as module
 from pqweights.inference.generation.generator import Generator
 from pqweights.inference.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
@@ -272,12 +272,6 @@ def test_scalar_masters_run_packed_and_trellis_masters_decoded(work):
     assert "packed" in scalar.settings.runtime and "decoded" in trellis.settings.runtime
 
 
-@pytest.mark.parametrize("name", ["q4", "t4"])
-def test_packed_and_decoded_masters_say_the_same(name, work):
-    packed, decoded = (reply(work / name, "Hello", max_tokens=20, packed=packed) for packed in (True, False))
-    assert packed.text == decoded.text and (packed.settings.packed, decoded.settings.packed) == (True, False)
-
-
 @pytest.mark.parametrize(
     ("name", "package"),
     [("bf16", "torch"), ("torchao-int4", "torchao"), ("mlx", "mlx"), ("vllm", "compressed_tensors")],
@@ -294,11 +288,6 @@ def test_exports_run_in_their_libraries(name, package, work):
     assert list(first.token_ids) == model.generate(np.array(given), 8).tolist()
     second = asked.reply("More", lambda piece: None)
     assert second.read_tokens < second.prompt_tokens
-
-
-def test_packed_is_for_masters(work):
-    with pytest.raises(EvaluationError, match="--packed: expected a pqweights master"):
-        generator(work / "bf16", packed=True)
 
 
 def test_a_trellis_master_stays_packed_where_the_decoded_model_does_not_fit(work, monkeypatch):
@@ -321,35 +310,7 @@ def test_a_master_that_is_damaged_is_refused_or_ends_the_reply(work, tmp_path):
         reply(cut)
 
 
-def test_a_block_that_cannot_be_decoded_is_an_error_in_the_middle(work, monkeypatch):
-    said: list[Any] = []
-    asked = generator(work / "t4", packed=True, max_tokens=8)
-    asked.load()
-    stepper = asked._model.stepper  # type: ignore[union-attr]
-    original = stepper.run
-
-    def run(ids: Any, step: Any) -> None:
-        def stepping(logits: Any) -> Any:
-            if len(said) == 2:
-                raise MasterError("model.safetensors: lm_head.weight: block 3: damaged")
-            said.append(logits)
-            return step(logits)
-
-        original(ids, stepping)
-
-    monkeypatch.setattr(stepper, "run", run)
-    with pytest.raises(MasterError, match="block 3"):
-        asked.reply("Hello", lambda piece: None)
-    assert len(said) == 2
-
-
 # --- what cannot generate ---
-
-
-@pytest.mark.parametrize("text", ["", "  \n"])
-def test_empty_prompts_are_refused(text, work):
-    with pytest.raises(GenerationError, match="expected a text"):
-        reply(work / "speaker", text)
 
 
 def test_prompts_beyond_the_limit_are_refused_before_the_model_is_loaded(work, monkeypatch):
@@ -378,15 +339,6 @@ def test_images_are_left_out_and_the_model_answers_text(tmp_path):
     for name, data in language_models.tokenizer_files().items():
         (folder / name).write_bytes(data)
     assert len(reply(folder, "Hello", max_tokens=5).token_ids) == 5
-
-
-def test_encoder_decoders_are_refused(tmp_path):
-    config = transformers.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=261)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    for name, data in language_models.tokenizer_files().items():
-        (tmp_path / "model" / name).write_bytes(data)
-    with pytest.raises(SourceError, match="not a causal language model"):
-        reply(tmp_path / "model")
 
 
 def test_figures_are_consistent(work):

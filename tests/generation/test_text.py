@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import language_models
@@ -11,7 +10,7 @@ from blocks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.inference.generation.text import TextStream
+from pqweights.inference.generation.prompts import TextStream
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -93,7 +92,3 @@ def test_special_tokens_are_not_shown(bytewise):
 def test_a_context_that_begins_within_a_character_does_no_harm(bytewise):
     before = list("😀".encode())[2:]
     assert pieces(bytewise, list("né".encode()), before=before) == ["n", "", "é", ""]
-
-
-def test_the_tokenizer_of_the_tests_is_that_of_the_bytes(bytewise, tmp_path: Path):
-    assert bytewise("Zé€😀")["input_ids"] == list("Zé€😀".encode())

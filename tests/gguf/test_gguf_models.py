@@ -20,8 +20,8 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf.architectures import ARCHITECTURES, SETTINGS
-from pqweights.gguf.defaults import DEFAULTS
+from pqweights.gguf import views
+from pqweights.gguf.architectures import ARCHITECTURES, DEFAULTS, SETTINGS
 from pqweights.gguf.model import GgufModel, MetadataEntry
 from pqweights.gguf.settings import OTHER_NAMES
 from pqweights.planning.recipe import parse_recipe
@@ -100,7 +100,7 @@ def test_tensors_of_llama(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     assert (model.architecture, model.left_out, model.notes) == ("llama", {}, ())
     for entry in model.metadata:  # plain numbers, texts and lists, whatever classes the package has for them
-        assert type(entry.kind) is int and json.loads(json.dumps(entry.value)) == entry.value
+        assert type(entry.value_type) is int and json.loads(json.dumps(entry.value)) == entry.value
 
 
 def test_tensors_keep_the_order_of_the_checkpoint(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_heads_are_read_at_once(tmp_path: Path) -> None:
     folder = wide_model(tmp_path)
     tensor = named(converted(folder))["blk.0.attn_q.weight"]
     counting = Counting(tensor.source)  # type: ignore[attr-defined]
-    watched = type(tensor)(name="q", source=counting, head_rows=64)  # type: ignore[call-arg]
+    watched = views.interleaved("q", counting, head_rows=64)  # type: ignore[arg-type]
     read(watched, 0, 256 * 256, "F32")
     assert (counting.calls, counting.elements) == (1, 256 * 256)
     counting.calls = counting.elements = 0

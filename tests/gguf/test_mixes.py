@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from external_runtimes import need
 
+from pqweights.codecs import CODECS
+from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.errors import OptionError
 from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
 from pqweights.inference.runtimes import llama_library
@@ -89,8 +92,7 @@ def importances(library: Any, path: Path) -> tuple[Any, list[Any]]:
     return data, kept
 
 
-@pytest.mark.parametrize("imatrix", [False, True], ids=["plain", "imatrix"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "imatrix"), [("17 layers", False), *((name, True) for name in MODELS)])
 def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
     need("llama.cpp")
     library = llama_library.library().functions
@@ -162,3 +164,16 @@ def test_what_llama_cpp_computes_in_float32_is_never_quantized():
 def test_fallbacks():
     assert [fitting_type("Q4_K", columns) for columns in (512, 96, 80)] == ["Q4_K", "Q5_0", "F16"]
     assert [fitting_type("Q8_0", columns) for columns in (96, 80)] == ["Q8_0", "F16"]
+
+
+def test_shares_of_masters_follow_from_the_errors_of_gaussian_weights() -> None:
+    """Those of the table in docs/gguf.md."""
+    page = (Path(__file__).parents[2] / "docs/gguf.md").read_text(encoding="utf-8")
+    codec = CODECS["hadamard-lloyd-max"]
+    assert isinstance(codec, HadamardLloydMax)
+    rows = re.findall(r"^\| `(\w+)` \|((?: \d+% \|)+)$", page, re.MULTILINE)
+    assert [name for name, _ in rows] == ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"]
+    for name, cells in rows:
+        own = BLOCK_TYPES[name].distortion
+        errors = [codec.distortion(bits) for bits in (8, 7, 6, 5, 4)]
+        assert re.findall(r"\d+%", cells) == [f"{error / (error + own * (1 - error)):.0%}" for error in errors]

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import helpers
@@ -135,16 +136,19 @@ def described(tensor: independent_reader.Tensor) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Write master/ and expected.json."""
-    shutil.rmtree(MASTER, ignore_errors=True)
+read_master = independent_reader.read_master
+
+
+def write_golden(golden: ModuleType) -> None:
+    """Write the golden master of a module such as this one, and what it decodes to, anew."""
+    shutil.rmtree(golden.MASTER, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        write_master(write_source(Path(folder) / "source"), MASTER)
-    expected = {tensor.name: described(tensor) for tensor in independent_reader.read_master(MASTER)}
-    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
-    size = sum(len(data) for data in helpers.folder_bytes(MASTER).values())
-    print(f"{MASTER}: {size} bytes, {len(expected)} tensors", file=sys.stderr)
+        golden.write_master(golden.write_source(Path(folder) / "source"), golden.MASTER)
+    expected = {tensor.name: described(tensor) for tensor in golden.read_master(golden.MASTER)}
+    golden.EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
+    size = sum(len(data) for data in helpers.folder_bytes(golden.MASTER).values())
+    print(f"{golden.MASTER}: {size} bytes, {len(expected)} tensors", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    write_golden(sys.modules[__name__])

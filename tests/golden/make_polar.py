@@ -8,9 +8,7 @@ writes `polar/` and `polar.json` anew. Its bytes follow from docs/format.md, so 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import independent_reader
 import numpy as np
 import polar_decoder
 from commands import done
-from golden.make import HERE, described, weights
+from golden.make import HERE, weights, write_golden
 
 MASTER = HERE / "polar"
 EXPECTED = HERE / "polar.json"
@@ -34,7 +32,8 @@ rules:
 """
 
 
-def _source() -> dict[str, helpers.Tensor]:
+def source() -> dict[str, helpers.Tensor]:
+    """Return the tensors of the source."""
     norms = np.ldexp(1.0, (np.arange(34) * 7) % 41 - 20).astype(np.float32)
     mixed = weights(34, 128, seed=44) * norms[:, None]
     mixed[5], mixed[9, 1:] = 0, 0
@@ -56,7 +55,7 @@ def _source() -> dict[str, helpers.Tensor]:
 
 def write_source(folder: Path) -> Path:
     """Write the source checkpoint."""
-    return helpers.write_checkpoint(folder, _source(), config={"model_type": "golden"})
+    return helpers.write_checkpoint(folder, source(), config={"model_type": "golden"})
 
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
@@ -66,7 +65,7 @@ def write_master(source: Path, out: Path, threads: int = 1) -> None:
     done("quantize", source, out, "--recipe", recipe, "--threads", threads, "--max-shard-size", "5GB")
 
 
-def read_polar(folder: Path) -> Iterator[independent_reader.Tensor]:
+def read_master(folder: Path) -> Iterator[independent_reader.Tensor]:
     """Every weight of polar in a master of version 3, by the independent decoder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     assert (config["quant_method"], config["format_version"], config["block_size"]) == ("pqweights", 3, 128)
@@ -96,16 +95,5 @@ def _decode_weight(
     return independent_reader.Tensor(name, own["dtype"], shape, data)
 
 
-def main() -> None:
-    """Write polar/ and polar.json."""
-    shutil.rmtree(MASTER, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as folder:
-        write_master(write_source(Path(folder) / "source"), MASTER)
-    expected = {tensor.name: described(tensor) for tensor in read_polar(MASTER)}
-    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
-    size = sum(len(data) for data in helpers.folder_bytes(MASTER).values())
-    print(f"{MASTER}: {size} bytes, {len(expected)} weights of polar", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    main()
+    write_golden(sys.modules[__name__])

@@ -9,9 +9,7 @@ decoder would change the format: the old master has to be decoded to the old val
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import trellis_decoder
 from commands import done
-from golden.make import HERE, described, weights
+from golden.make import HERE, weights, write_golden
 
 MASTER = HERE / "trellis"
 EXPECTED = HERE / "trellis.json"
@@ -40,7 +38,8 @@ rules:
 """
 
 
-def _source() -> dict[str, helpers.Tensor]:
+def source() -> dict[str, helpers.Tensor]:
+    """Return the tensors of the source."""
     norms = np.ldexp(1.0, (np.arange(34) * 7) % 41 - 20).astype(np.float32)
     mixed = weights(34, 128, seed=34) * norms[:, None]
     mixed[5], mixed[9, 1:] = 0, 0
@@ -61,7 +60,7 @@ def _source() -> dict[str, helpers.Tensor]:
 
 def write_source(folder: Path) -> Path:
     """Write the source checkpoint."""
-    return helpers.write_checkpoint(folder, _source(), config={"model_type": "golden"})
+    return helpers.write_checkpoint(folder, source(), config={"model_type": "golden"})
 
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
@@ -100,16 +99,5 @@ def _decode_weight(name: str, entry: independent_reader.Stored, config: dict) ->
     return independent_reader.Tensor(name, own["dtype"], tuple(own["shape"]), data)
 
 
-def main() -> None:
-    """Write trellis/ and trellis.json."""
-    shutil.rmtree(MASTER, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as folder:
-        write_master(write_source(Path(folder) / "source"), MASTER)
-    expected = {tensor.name: described(tensor) for tensor in read_master(MASTER)}
-    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
-    size = sum(len(data) for data in helpers.folder_bytes(MASTER).values())
-    print(f"{MASTER}: {size} bytes, {len(expected)} tensors", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    main()
+    write_golden(sys.modules[__name__])

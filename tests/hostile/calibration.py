@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from hostile.case import Case, stored
 from hostile.evaluation import GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
@@ -15,6 +16,11 @@ LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(300))
 def there(name: str, command: str, *fragments: str, content: bytes) -> Case:
     """A file at the path where scales are written or read."""
     return Case(name, {command: fragments}, GOOD_MODEL | {"scales.safetensors": content})
+
+
+def calibrating(name: str, *fragments: str, options: str = "", **changed: Any) -> Case:
+    """An undamaged model and text, except for some files by key, as `evaluating` has them."""
+    return evaluating(f"calibrate-{name}", *fragments, command=CALIBRATE + options, **changed)
 
 
 UNFINISHED = "scales.safetensors.unfinished"
@@ -56,57 +62,41 @@ CALIBRATE_CASES = [
         "No such file",
         command="calibrate model s.safetensors --text nowhere.txt",
     ),
-    evaluating("calibrate-text-empty", TEXT, "an empty file", command=CALIBRATE, text=b""),
-    evaluating("calibrate-text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", command=CALIBRATE, text=b"abc\xff"),
-    evaluating("calibrate-text-short", "at least 256 tokens, 16 windows of 16", "found 40", command=CALIBRATE),
-    evaluating("calibrate-window-beyond-the-model", "16 tokens", "found 17", command=CALIBRATE + " --window 17"),
+    calibrating("text-empty", TEXT, "an empty file", text=b""),
+    calibrating("text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", text=b"abc\xff"),
+    calibrating("text-short", "at least 256 tokens, 16 windows of 16", "found 40"),
+    calibrating("window-beyond-the-model", "16 tokens", "found 17", options=" --window 17"),
     evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
-    evaluating("calibrate-config-damaged", "config.json", "JSON", command=CALIBRATE, config=b"{"),
-    evaluating(
-        "calibrate-model-unknown",
+    calibrating("config-damaged", "config.json", "JSON", config=b"{"),
+    calibrating(
+        "model-unknown",
         "transformers cannot run",
         "no_such_model",
-        command=CALIBRATE,
         text=LONG_TEXT,
         config={"model_type": "no_such_model", "max_position_embeddings": 16},
     ),
-    evaluating(
-        "calibrate-tokenizer-missing",
-        "model",
-        "--tokenizer DIR",
-        command=CALIBRATE,
-        without=("model/tokenizer.json", "model/tokenizer_config.json"),
+    calibrating(
+        "tokenizer-missing", "model", "--tokenizer", without=("model/tokenizer.json", "model/tokenizer_config.json")
     ),
-    evaluating(
-        "calibrate-tokens-unknown-to-the-model",
+    calibrating(
+        "tokens-unknown-to-the-model",
         "token 15",
         "has only 8",
-        command=CALIBRATE,
         text=LONG_TEXT,
         config=language_model_config(8),
         weights=stored(language_model(8)),
     ),
-    evaluating(
-        "calibrate-weight-missing",
-        "lacks 1 weight",
-        "lm_head.weight",
-        command=CALIBRATE,
-        text=LONG_TEXT,
-        weights=without_tensor("lm_head.weight"),
+    calibrating(
+        "weight-missing", "lacks 1 weight", "lm_head.weight", text=LONG_TEXT, weights=without_tensor("lm_head.weight")
     ),
-    evaluating("calibrate-recipe-unknown", "'q55'", "'q5'", command=CALIBRATE + " --recipe q55"),
+    calibrating("recipe-unknown", "'q55'", "'q5'", options=" --recipe q55"),
     evaluating(
         "calibrate-output-in-no-folder",
         "nowhere",
         "make it first",
         command="calibrate model nowhere/s.safetensors --text text.txt",
     ),
-    evaluating(
-        "calibrate-moments-with-options-of-scales",
-        "--bits",
-        "--moments",
-        command=CALIBRATE + " --moments --bits 4",
-    ),
+    calibrating("moments-with-options-of-scales", "--bits", "--moments", options=" --moments --bits 4"),
     there(
         "calibrate-moments-output-foreign",
         CALIBRATE + " --moments --overwrite",

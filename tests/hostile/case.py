@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -39,11 +42,37 @@ class Case:
 
 
 def build(case: Case, folder: Path) -> None:
-    """Write a case into its folder."""
-    folder.mkdir(parents=True)
-    write(folder, case.files)
-    if case.prepare is not None:
-        case.prepare(folder)
+    """Write a case into its folder. What has to be prepared is made once in a process, and copied then."""
+    if case.prepare is None:
+        folder.mkdir(parents=True)
+        write(folder, case.files)
+        return
+    made = Path(_made().name) / case.name
+    if not made.exists():
+        made.mkdir()
+        write(made, case.files)
+        case.prepare(made)
+    shutil.copytree(made, folder, symlinks=True)
+
+
+@functools.cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes with the process."""
+    return tempfile.TemporaryDirectory(prefix="hostile-")
+
+
+def remembered(make: Prepare) -> Prepare:
+    """The same for what several cases begin with: files, which are made once and written then."""
+    files: dict[str, bytes] = {}
+
+    def prepare(folder: Path) -> None:
+        if files:
+            write(folder, files)
+            return
+        make(folder)
+        files.update((str(path.relative_to(folder)), path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+
+    return prepare
 
 
 def write(folder: Path, files: Mapping[str, Content]) -> None:

@@ -117,7 +117,7 @@ EVAL_CASES = [
     evaluating("eval-text-blank", TEXT, "only white space", text=b" \n \n"),
     evaluating("eval-text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", text=b"abc\xff"),
     evaluating("eval-text-short", "at least 16 tokens", "found 3", text="w1 w2 w3"),
-    evaluating("eval-text-twice", "either --text FILE or --dataset", command=EVAL + " --dataset wikitext"),
+    evaluating("eval-text-twice", "either --text or --dataset", command=EVAL + " --dataset wikitext"),
     evaluating("eval-window-beyond-the-model", "--window 17", "model", "16 tokens", command=EVAL + " --window 17"),
     evaluating("eval-stride-beyond-the-window", "--stride 17", "16 tokens", command=EVAL + " --stride 17"),
     evaluating("eval-model-missing", "nowhere", "no such folder", command="eval nowhere --text text.txt"),
@@ -132,11 +132,11 @@ EVAL_CASES = [
     evaluating(
         "eval-tokenizer-missing",
         "model",
-        "--tokenizer DIR",
+        "--tokenizer",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     evaluating("eval-tokenizer-damaged", "model", "tokenizer", tokenizer={"added_tokens": [], "model": 3}),
-    evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer DIR", command=EVAL + " --tokenizer nowhere"),
+    evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer", command=EVAL + " --tokenizer nowhere"),
     evaluating(
         "eval-tokens-unknown-to-the-model",
         "token 15",

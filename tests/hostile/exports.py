@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Mapping
@@ -20,7 +21,9 @@ from hostile.case import (
     WEIGHT_DATA,
     Case,
     Content,
+    Prepare,
     Stored,
+    remembered,
     stored,
     write,
 )
@@ -34,6 +37,15 @@ VLLM, MLX, GGUF = (f"export master out --target {target}" for target in ("vllm",
 TORCHAO = "export master out --target torchao-int4 --packing plain"  # in tiles, layers as narrow as these stay plain
 
 
+@functools.cache
+def source_and_master(config: str) -> Prepare:
+    def make(folder: Path) -> None:
+        write(folder, {**EXPORT_SRC, CONFIG: config})
+        run_quantize(folder / "src", folder / "master")
+
+    return remembered(make)
+
+
 def exporting(
     name: str,
     commands: Mapping[str, tuple[str, ...] | None],
@@ -45,8 +57,7 @@ def exporting(
     """A source and its master, with another configuration, or damaged. damage: gets the folder of both."""
 
     def prepare(folder: Path) -> None:
-        write(folder, {**EXPORT_SRC, **({CONFIG: config} if config is not None else {})})
-        run_quantize(folder / "src", folder / "master")
+        source_and_master(json.dumps(EXPORT_SRC[CONFIG] if config is None else config))(folder)
         damage(folder)
 
     return Case(name, commands, files or {}, prepare=prepare, own_process=own_process)
@@ -127,6 +138,19 @@ def moments(cut: int = 0, value: float = 1.0, **about: Any) -> Damage:
     return damage
 
 
+def of_moments(name: str, *fragments: str, **damage: Any) -> Case:
+    """A file of moments that is damaged. damage: arguments of `moments`"""
+    return exporting(f"moments-{name}", {VLLM + COMPENSATED: ("m.safetensors", *fragments)}, damage=moments(**damage))
+
+
+def of_original(
+    name: str, command: str, *fragments: str, tensors: Mapping[str, Stored], manifest: bool = False
+) -> Case:
+    """Another original than that of the master."""
+    said = {command + " --source other": ("--source other", *fragments)}
+    return exporting(f"export-original-{name}", said, damage=other_source({NORM: VECTOR, **tensors}, manifest))
+
+
 EXPORT_CASES = [
     exporting(
         "group-size-that-no-target-has",
@@ -179,10 +203,7 @@ EXPORT_CASES = [
             EXPORT + " --rounding gptq --calibration m": ("--rounding", "bf16"),
         },
     ),
-    exporting(
-        "moments-missing",
-        {VLLM + COMPENSATED: ("m.safetensors", "no such file", "--moments")},
-    ),
+    exporting("moments-missing", {VLLM + COMPENSATED: ("m.safetensors", "no such file", "--moments")}),
     exporting(
         "moments-of-something-else",
         {VLLM + COMPENSATED: ("m.safetensors", "another file"), TORCHAO + COMPENSATED: ("m.safetensors",)},
@@ -198,31 +219,11 @@ EXPORT_CASES = [
         {"quantize src out --awq m.safetensors": ("m.safetensors", "expected scales", "found moments")},
         damage=moments(),
     ),
-    exporting(
-        "moments-of-another-checkpoint",
-        {VLLM + COMPENSATED: ("m.safetensors", "another checkpoint", "this master")},
-        damage=moments(checkpoint="0" * 64),
-    ),
-    exporting(
-        "moments-truncated",
-        {VLLM + COMPENSATED: ("m.safetensors", "file")},
-        damage=moments(cut=100),
-    ),
-    exporting(
-        "moments-of-a-newer-version",
-        {VLLM + COMPENSATED: ("m.safetensors", "version", "newer")},
-        damage=moments(version=99),
-    ),
-    exporting(
-        "moments-that-name-no-vector",
-        {VLLM + COMPENSATED: ("m.safetensors", UP, "numbers of its inputs")},
-        damage=moments(weights={UP: {"inputs": [7], "transposed": False}}),
-    ),
-    exporting(
-        "moments-not-finite",
-        {VLLM + COMPENSATED: ("m.safetensors", "inputs.0.moments", "NaN")},
-        damage=moments(value=float("nan")),
-    ),
+    of_moments("of-another-checkpoint", "another checkpoint", "this master", checkpoint="0" * 64),
+    of_moments("truncated", "file", cut=100),
+    of_moments("of-a-newer-version", "version", "newer", version=99),
+    of_moments("that-name-no-vector", UP, "numbers of its inputs", weights={UP: {"inputs": [7], "transposed": False}}),
+    of_moments("not-finite", "inputs.0.moments", "NaN", value=float("nan")),
     exporting(
         "export-onto-an-input",
         {
@@ -233,29 +234,21 @@ EXPORT_CASES = [
             "export master . -t vllm": ("must not contain each other",),
         },
     ),
-    exporting(
-        "export-original-missing",
-        {TORCHAO + " --source nowhere": ("nowhere", "no such")},
-    ),
+    exporting("export-original-missing", {TORCHAO + " --source nowhere": ("nowhere", "no such")}),
     exporting(
         "export-original-a-master",
         {VLLM + " --source master": ("--source master", "the original checkpoint", "pqweights master")},
     ),
-    exporting(
-        "export-original-of-other-weights",
-        {VLLM + " --source other": ("--source other", "is not the checkpoint", "fingerprint")},
-        damage=other_source({UP: OTHER_UP, DOWN: DOWN_192, NORM: VECTOR}),
+    of_original(
+        "of-other-weights",
+        VLLM,
+        "is not the checkpoint",
+        "fingerprint",
+        tensors={UP: OTHER_UP, DOWN: DOWN_192},
+        manifest=True,
     ),
-    exporting(
-        "export-original-of-another-shape",
-        {TORCHAO + " --source other": ("--source other", UP, "[2, 128]", "[4, 128]")},
-        damage=other_source({UP: LONG_UP, DOWN: DOWN_192, NORM: VECTOR}, manifest=False),
-    ),
-    exporting(
-        "export-original-without-a-tensor",
-        {TORCHAO + " --source other": ("--source other", DOWN, "none")},
-        damage=other_source({UP: WEIGHT, NORM: VECTOR}, manifest=False),
-    ),
+    of_original("of-another-shape", TORCHAO, UP, "[2, 128]", "[4, 128]", tensors={UP: LONG_UP, DOWN: DOWN_192}),
+    of_original("without-a-tensor", TORCHAO, DOWN, "none", tensors={UP: WEIGHT}),
     exporting(
         "export-of-nan-norms",
         {
@@ -320,10 +313,7 @@ EXPORT_CASES = [
             GGUF + " --recipe rules.yaml": ("rules.yaml: rule 1", "unknown key 'bits'"),
             GGUF + " --recipe both.yaml": ("both.yaml", "leave out type"),
         },
-        files={
-            "rules.yaml": b"rules:\n  - name: '*'\n    bits: 4\n",
-            "both.yaml": b"type: q4_0\ntarget_size: 1GB\n",
-        },
+        files={"rules.yaml": b"rules:\n  - name: '*'\n    bits: 4\n", "both.yaml": b"type: q4_0\ntarget_size: 1GB\n"},
     ),
     exporting(
         "gguf-of-an-architecture-that-is-not-covered",

@@ -120,7 +120,7 @@ GENERATE_CASES = [
     generating(
         "tokenizer-missing",
         "expected a tokenizer",
-        "--tokenizer DIR",
+        "--tokenizer",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     generating("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),

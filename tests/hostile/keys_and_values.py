@@ -47,11 +47,11 @@ def all_nan() -> Content:
 
 
 KV_CASES = [
-    with_options("no-text", "--kv", "--kv", "expected --text FILE"),
+    with_options("no-text", "--kv", "--kv", "expected --text as well"),
     with_options("text-alone", "--text text.txt", "--text", "without --kv"),
     with_options("max-tokens-alone", "--max-tokens 16", "--max-tokens", "without --kv"),
     with_options("tokenizer-alone", "--distribution --tokenizer model", "--tokenizer", "without --kv"),
-    with_options("device-alone", "--device cpu", "--device", "without --kv"),
+    with_options("device-alone", "--device auto", "--device", "without --kv"),
     with_options("distribution", "--kv --text text.txt --distribution", "--distribution", "with --kv"),
     with_options("summary", "--kv --text text.txt --no-summary", "--summary", "with --kv"),
     with_options("threads", "--kv --text text.txt --threads 2", "--threads", "with --kv"),
@@ -77,7 +77,7 @@ KV_CASES = [
         config=language_model_config() | {"quantization": {"group_size": 64, "bits": 4}},
     ),
     inspecting("model-without-config", "config.json", without=("model/config.json",)),
-    inspecting("tokenizer-missing", "--tokenizer DIR", without=("model/tokenizer.json", "model/tokenizer_config.json")),
+    inspecting("tokenizer-missing", "--tokenizer", without=("model/tokenizer.json", "model/tokenizer_config.json")),
     inspecting("tokens-unknown", "token 15", "has only 8", config=language_model_config(8)),
     inspecting("weights-cut-off", "model", "not fully covered", weights=stored(language_model())[:-400]),
     inspecting("keys-nan", "model", "finite keys", "layer 0", weights=all_nan()),

@@ -27,6 +27,7 @@ from hostile.case import (
     Case,
     Content,
     Stored,
+    remembered,
     stored,
     write,
 )
@@ -34,13 +35,7 @@ from hostile.case import (
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
 ONLY_SHARD = "model-00001-of-00001.safetensors"
-MASTER_SRC: dict[str, Content] = {
-    FILE: stored(
-        {UP: WEIGHT, "model.layers.0.mlp.gate_proj.weight": ("F32", [4, 65], WEIGHT_DATA + bytes(16)), NORM: VECTOR}
-    ),
-    CONFIG: {"model_type": "llama"},
-    "src/tokenizer.json": {"tokens": []},
-}
+Make = Callable[[Path], None]
 
 
 def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
@@ -51,27 +46,59 @@ def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
     quantize(source, out, load_recipe("q5").with_bits(bits), threads=1, max_shard_bytes=300)
 
 
-def make_master(folder: Path) -> None:
-    """An undamaged master of two shards: two weights, one with a shape override, a kept vector, a tokenizer."""
-    write(folder, MASTER_SRC)
-    run_quantize(folder / "src", folder / "master")
-    shutil.rmtree(folder / "src")
+def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = None, **options: Any) -> Make:
+    """A function that makes an undamaged master of some weights, a kept vector and a tokenizer."""
 
+    def make(folder: Path) -> None:
+        from calls import quantize
+
+        from pqweights.planning.recipe import load_recipe
+
+        files: dict[str, Content] = {FILE: stored({**weights, NORM: VECTOR}), CONFIG: {"model_type": "llama"}}
+        write(folder, {**files, "src/tokenizer.json": {"tokens": []}})
+        chosen = load_recipe(recipe) if codec is None else load_recipe(recipe).with_codec(codec)
+        quantize(folder / "src", folder / "master", chosen, threads=1, **options)
+        shutil.rmtree(folder / "src")
+
+    return remembered(make)
+
+
+def normal(seed: int, *shape: int) -> Stored:
+    return "F32", list(shape), np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).tobytes()
+
+
+GATE = "model.layers.0.mlp.gate_proj.weight"
+# Two shards; the second weight has a shape override.
+make_master = made_of({UP: WEIGHT, GATE: ("F32", [4, 65], WEIGHT_DATA + bytes(16))}, max_shard_bytes=300)
+# A weight of two superblocks, and one of some rows.
+make_trellis_master = made_of({UP: normal(17, 900, 128), DOWN: normal(19, 40, 128)}, "t4")
+# A weight of whole rows, and one that is flattened.
+make_polar_master = made_of({UP: normal(18, 40, 128), DOWN: normal(20, 4, 65)}, codec="polar")
 
 Damage = Callable[[Path], None]  # damages the folder of a master
 
 
-def damaged(
-    name: str, damage: Damage, make: Callable[[Path], None] = make_master, **expected: tuple[str, ...] | None
-) -> Case:
-    """A master that was changed after it was finished. expected: fragments by command; others need not notice."""
+def damaged(name: str, damage: Damage, make: Make = make_master, **expected: tuple[str, ...] | None) -> Case:
+    """A master that was changed after it was finished.
+
+    expected: fragments by command, or by `both` those of verify and export; others need not notice
+    """
 
     def prepare(folder: Path) -> None:
         make(folder)
         damage(folder / "master")
 
     commands = {"verify": VERIFY, "inspect": INSPECT, "export": EXPORT}
-    return Case(name, {line: expected.get(key) for key, line in commands.items()}, prepare=prepare)
+    both = {"verify": expected.get("both"), "export": expected.get("both")}
+    return Case(name, {line: (both | expected).get(key) for key, line in commands.items()}, prepare=prepare)
+
+
+def placed(master: Path, file: str, tensor: str) -> int:
+    """Where the bytes of a tensor begin in its file."""
+    data = (master / file).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    begin: int = json.loads(data[8 : 8 + length])[tensor]["data_offsets"][0]
+    return 8 + length + begin
 
 
 def flip(file: str, tensor: str | None, at: int = 1) -> Damage:
@@ -79,10 +106,21 @@ def flip(file: str, tensor: str | None, at: int = 1) -> Damage:
 
     def damage(master: Path) -> None:
         data = bytearray((master / file).read_bytes())
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        data[12 if tensor is None else 8 + length + header[tensor]["data_offsets"][0] + at] ^= 4
+        data[12 if tensor is None else placed(master, file, tensor) + at] ^= 4
         (master / file).write_bytes(data)
+
+    return damage
+
+
+def edit_json(file: str, path: tuple[str | int, ...], edit: Callable[[Any, str | int], None]) -> Damage:
+    """Edit the object or list that holds the last key of a path."""
+
+    def damage(master: Path) -> None:
+        place = document = json.loads((master / file).read_bytes())
+        for key in path[:-1]:
+            place = place[key]
+        edit(place, path[-1])
+        (master / file).write_text(json.dumps(document, indent=2) + "\n")
 
     return damage
 
@@ -90,25 +128,14 @@ def flip(file: str, tensor: str | None, at: int = 1) -> Damage:
 def set_json(file: str, *path: str | int, to: Any) -> Damage:
     """Replace the value at a path; `to` may also be a function of the old value."""
 
-    def damage(master: Path) -> None:
-        place = document = json.loads((master / file).read_bytes())
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to(place.get(path[-1])) if callable(to) else to
-        (master / file).write_text(json.dumps(document, indent=2) + "\n")
+    def edit(place: Any, key: str | int) -> None:
+        place[key] = to(place.get(key)) if callable(to) else to
 
-    return damage
+    return edit_json(file, path, edit)
 
 
 def remove_key(file: str, *path: str | int) -> Damage:
-    def damage(master: Path) -> None:
-        place = document = json.loads((master / file).read_bytes())
-        for key in path[:-1]:
-            place = place[key]
-        del place[path[-1]]
-        (master / file).write_text(json.dumps(document, indent=2) + "\n")
-
-    return damage
+    return edit_json(file, path, lambda place, key: place.pop(key))
 
 
 def replace(file: str, content: Content) -> Damage:
@@ -147,20 +174,6 @@ def forged(damage: Damage) -> Damage:
     return both
 
 
-def make_trellis_master(folder: Path) -> None:
-    """An undamaged master of hadamard-trellis: one weight of two superblocks, one of some rows, a kept vector."""
-    from calls import quantize
-
-    from pqweights.planning.recipe import load_recipe
-
-    values = np.random.default_rng(17).standard_normal((900, 128), dtype=np.float32)
-    small = np.ascontiguousarray(values[:40])
-    weights = {UP: ("F32", [900, 128], values.tobytes()), DOWN: ("F32", [40, 128], small.tobytes()), NORM: VECTOR}
-    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
-    quantize(folder / "src", folder / "master", load_recipe("t4"), threads=1)
-    shutil.rmtree(folder / "src")
-
-
 def trellis(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
     """A changed master of hadamard-trellis."""
     return damaged(f"trellis-{name}", damage, make_trellis_master, **expected)
@@ -168,22 +181,8 @@ def trellis(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Ca
 
 def trellis_settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
     """A changed quantization_config of such a master."""
-    damage = set_json("config.json", "quantization_config", *path, to=to)
+    damage = set_json("config.json", CONFIGURED, *path, to=to)
     return trellis(name, damage, verify=("config.json",), export=export)
-
-
-def make_polar_master(folder: Path) -> None:
-    """An undamaged master of polar: one weight of whole rows, one that is flattened, a kept vector."""
-    from calls import quantize
-
-    from pqweights.planning.recipe import load_recipe
-
-    values = np.random.default_rng(18).standard_normal((40, 128), dtype=np.float32)
-    odd = np.ascontiguousarray(values.reshape(-1)[:260])
-    weights = {UP: ("F32", [40, 128], values.tobytes()), DOWN: ("F32", [4, 65], odd.tobytes()), NORM: VECTOR}
-    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
-    quantize(folder / "src", folder / "master", load_recipe("q5").with_codec("polar"), threads=1)
-    shutil.rmtree(folder / "src")
 
 
 def polar(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
@@ -193,7 +192,7 @@ def polar(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case
 
 def polar_settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
     """A changed quantization_config of such a master."""
-    damage = set_json("config.json", "quantization_config", *path, to=to)
+    damage = set_json("config.json", CONFIGURED, *path, to=to)
     return polar(name, damage, verify=("config.json",), export=export)
 
 
@@ -201,9 +200,7 @@ def overwrite(file: str, tensor: str, at: int, data: bytes) -> Damage:
     """Replace bytes of a tensor. at: the first of them"""
 
     def damage(master: Path) -> None:
-        content = bytearray((master / file).read_bytes())
-        length = int.from_bytes(content[:8], "little")
-        start = 8 + length + json.loads(content[8 : 8 + length])[tensor]["data_offsets"][0] + at
+        content, start = bytearray((master / file).read_bytes()), placed(master, file, tensor) + at
         content[start : start + len(data)] = data
         (master / file).write_bytes(content)
 
@@ -241,20 +238,19 @@ def shorter(tensors: dict[str, Stored]) -> None:
     tensors[UP + "_trellis"] = (dtype, [count - 1, stride], data[:-stride])
 
 
-CODEC = "hadamard-lloyd-max"
-GATE = "model.layers.0.mlp.gate_proj.weight"
+CODEC, CONFIGURED = "hadamard-lloyd-max", "quantization_config"
 MANIFEST = "pqweights.json"
 
 
 def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
     """A changed quantization_config: verify finds another file, and export finds a contradiction."""
-    damage = set_json("config.json", "quantization_config", *path, to=to)
+    damage = set_json("config.json", CONFIGURED, *path, to=to)
     return damaged(name, damage, verify=("config.json",), export=("config.json", *export))
 
 
 def settings_in_manifest(name: str, *path: str | int, to: Any, verify: tuple[str, ...]) -> Case:
     """A changed quantization_config whose hash in the manifest was changed, too."""
-    damage = consistently("config.json", set_json("config.json", "quantization_config", *path, to=to))
+    damage = consistently("config.json", set_json("config.json", CONFIGURED, *path, to=to))
     return damaged(name, damage, verify=("config.json", *verify))
 
 
@@ -265,12 +261,7 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 
 MASTER_CASES = [
     *(
-        damaged(
-            f"master-{name}-flipped",
-            flip(file, tensor),
-            verify=(file, tensor, "blake3_of_pieces"),
-            export=(file, tensor, "blake3_of_pieces"),
-        )
+        damaged(f"master-{name}-flipped", flip(file, tensor), both=(file, tensor, "blake3_of_pieces"))
         for name, file, tensor in (
             ("codes", SHARD, UP + "_codes"),
             ("norms", SHARD, UP + "_norms"),
@@ -292,9 +283,7 @@ MASTER_CASES = [
     ),
     damaged(
         "master-norm-too-large",
-        consistently(
-            "config.json", set_json("config.json", "quantization_config", "overrides", GATE, "norm_exponent", to=200)
-        ),
+        consistently("config.json", set_json("config.json", CONFIGURED, "overrides", GATE, "norm_exponent", to=200)),
         verify=("config.json", GATE, "norm_exponent"),
         export=(GATE, "block 0", "its norm is too large with the exponent 200"),
     ),
@@ -309,7 +298,7 @@ MASTER_CASES = [
         export=(SHARD, "expected", "bytes", "found"),
     ),
     damaged("master-shard-missing", delete(SHARD), verify=(f"{SHARD}: missing",), export=(SHARD, "missing")),
-    damaged("master-index-missing", delete(INDEX[4:]), verify=(INDEX[4:], "missing"), export=(INDEX[4:], "missing")),
+    damaged("master-index-missing", delete(INDEX[4:]), both=(INDEX[4:], "missing")),
     damaged("master-index-not-json", replace(INDEX[4:], "{"), verify=(INDEX[4:],), export=(INDEX[4:], "JSON")),
     damaged(
         "master-index-edited",
@@ -332,12 +321,7 @@ MASTER_CASES = [
     damaged(
         "master-companion-edited", replace("tokenizer.json", '{"tokens": {}}'), verify=("tokenizer.json", "sha256")
     ),
-    damaged(
-        "master-companion-missing",
-        delete("tokenizer.json"),
-        verify=("tokenizer.json", "missing"),
-        export=("tokenizer.json", "missing"),
-    ),
+    damaged("master-companion-missing", delete("tokenizer.json"), both=("tokenizer.json", "missing")),
     damaged("master-with-another-file", replace("notes.txt", "mine"), verify=("notes.txt", "not in the manifest")),
     damaged(
         "master-with-another-shard",
@@ -351,13 +335,13 @@ MASTER_CASES = [
     ),
     damaged(
         "master-config-of-no-master",
-        remove_key("config.json", "quantization_config"),
+        remove_key("config.json", CONFIGURED),
         verify=("config.json",),
         export=("quant_method",),
     ),
     damaged(
         "master-config-of-no-master-with-the-manifest",
-        consistently("config.json", remove_key("config.json", "quantization_config")),
+        consistently("config.json", remove_key("config.json", CONFIGURED)),
         verify=("config.json",),
         export=("quant_method",),
     ),
@@ -368,7 +352,7 @@ MASTER_CASES = [
     settings("master-key-unknown", "bit_order", to="big", export=("'bit_order'",)),
     damaged(
         "master-bits-4",
-        set_json("config.json", "quantization_config", "bits", to=4),
+        set_json("config.json", CONFIGURED, "bits", to=4),
         verify=("config.json",),
         export=("levels", "4 bits"),
     ),
@@ -425,13 +409,13 @@ MASTER_CASES = [
     ),
     damaged(
         "master-override-shape-wrong",
-        set_json("config.json", "quantization_config", "overrides", GATE, "shape", to=[4, 200]),
+        set_json("config.json", CONFIGURED, "overrides", GATE, "shape", to=[4, 200]),
         verify=("config.json",),
         export=(GATE, "[4, 200]"),
     ),
     damaged(
         "master-override-missing",
-        remove_key("config.json", "quantization_config", "overrides", GATE),
+        remove_key("config.json", CONFIGURED, "overrides", GATE),
         verify=("config.json",),
         export=None,  # the flattened blocks are read as rows of 128; only verify notices
     ),

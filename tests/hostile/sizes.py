@@ -108,7 +108,7 @@ FIT_CASES = [
     evaluating(
         "sensitivity-vocabulary-unknown",
         "vocab_size",
-        "--text FILE",
+        "--text",
         command=MEASURE + " --window 16",
         config={"model_type": "llama"},
     ),
@@ -138,7 +138,7 @@ FIT_CASES = [
     evaluating(
         "sensitivity-tokenizer-missing",
         "model",
-        "--tokenizer DIR",
+        "--tokenizer",
         command=MEASURE + " --text text.txt",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),

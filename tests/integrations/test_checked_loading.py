@@ -1,8 +1,9 @@
-"""Masters with one wrong bit are not loaded, and what transformers loads, load_model loads with the same warning."""
+"""Masters with one wrong bit or without a file are not loaded; what transformers loads, load_model loads."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -35,11 +36,6 @@ LOADS: dict[str, Callable[[Path], Any]] = {
     "packed": lambda folder: pqweights.load_model(folder, packed=True),
     "packed from_pretrained": lambda folder: transformers.AutoModelForCausalLM.from_pretrained(folder, packed=True),
 }
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture
@@ -108,6 +104,58 @@ def test_commands_name_the_damaged_tensor(command: tuple[str, ...], base: Path, 
     place = flip(tmp_path / "master", WEIGHT + "_codes")
     name, *options = command
     assert place in refused(name, tmp_path / "master", *options, "--max-tokens", 1)
+
+
+# --- missing files ---
+
+
+def shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[-1]
+
+
+@pytest.mark.parametrize("load", [LOADS["load_model"], LOADS["from_pretrained"]])
+@pytest.mark.parametrize("change", [-8, 8])
+def test_weight_file_of_another_size_is_refused(change: int, load: Callable[[Path], Any], master: Path) -> None:
+    size = shard(master).stat().st_size
+    os.truncate(shard(master), size + change)
+    with pytest.raises(MasterError, match=rf"{shard(master).name}: expected {size} bytes, .*found {size + change}"):
+        load(master)
+
+
+def test_missing_weight_file_is_refused(master: Path) -> None:
+    name = shard(master).name
+    shard(master).unlink()
+    with pytest.raises(MasterError, match=rf"{name} is missing \(pqweights.json lists it with \d+ bytes\); fetch"):
+        pqweights.load_model(master)
+
+
+def test_missing_index_is_refused(master: Path) -> None:
+    (master / "model.safetensors.index.json").unlink()
+    with pytest.raises(MasterError, match=r"model\.safetensors\.index\.json is missing"):
+        pqweights.load_model(master)
+
+
+@pytest.mark.parametrize("content", [None, "damaged"])
+def test_master_without_a_readable_manifest_is_loaded(content: str | None, master: Path) -> None:
+    (master / "pqweights.json").unlink()
+    if content is not None:
+        (master / "pqweights.json").write_text(content)
+    with pytest.warns(PqweightsWarning, match="no pqweights.json that can be read, .*cannot be checked"):
+        assert pqweights.load_model(master).num_parameters() > 0
+
+
+def test_small_files_may_be_missing_or_edited(master: Path) -> None:
+    (master / "generation_config.json").unlink(missing_ok=True)
+    config = master / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert pqweights.load_model(master).num_parameters() > 0
+
+
+def test_interrupted_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".pqweights").mkdir()
+    (tmp_path / ".pqweights/journal.jsonl").write_text('{"kind": "master"}\n')
+    with pytest.raises(MasterError, match="unfinished run of pqweights quantize: run the same command again"):
+        pqweights.load_model(tmp_path)
 
 
 # --- what transformers loads ---

@@ -34,11 +34,6 @@ from pqweights.integrations.packed import PackedTensor, pack  # noqa: E402
 IDS = torch.tensor(families.IDS)
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 def open_both(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Load a master packed and decoded."""
     options = {"attn_implementation": "eager", **options}
@@ -306,14 +301,6 @@ def test_packed_model_refuses_gradients_changes_and_saving(base: Path, tmp_path:
         packed.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     assert all(p.requires_grad for p in decoded.parameters())
-
-
-def test_truncated_master_is_refused(base: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(families.master(base, "llama"), tmp_path / "master"))
-    (file,) = folder.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(PqweightsError, match="truncated"):
-        pqweights.load_model(folder, packed=True)
 
 
 def test_data_of_a_parameter_may_be_replaced(weights: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import bf16, gaussian, run_command, write_checkpoint
@@ -140,12 +139,3 @@ def test_forked_process_decodes_and_multiplies(folder: Path) -> None:
     run = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=200, cwd=here.parent, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
-
-
-def test_weights_are_those_of_the_reader(folder: Path) -> None:
-    (weight,) = open_local(folder).tensors
-    raw = np.empty(ROWS * COLUMNS * 2, dtype=np.uint8)
-    weight.read(0, ROWS * COLUMNS, "BF16", raw)
-    torch.set_num_threads(4)
-    found = opened(folder).decode()
-    assert found.view(torch.uint8).numpy().tobytes() == raw.tobytes()

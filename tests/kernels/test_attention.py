@@ -10,36 +10,21 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import (
-    Floats,
-    PolarCase,
-    TokenCase,
     excess,
+    hadamard_scores,
     polar_case,
-    polar_computed,
     polar_exact,
-    scores_computed,
+    polar_scores,
     scores_exact,
-    sums_computed,
     sums_exact,
     token_case,
+    value_sums,
 )
 
 from pqweights.kernels import attention
-from pqweights.kernels.attention import POLAR_WIDTHS, VALUE_TILE
+from pqweights.kernels.attention import POLAR_WIDTHS
 
 ROWS = (1, 2, 3, 7, 16)
-
-
-def polar_scores(case: PolarCase) -> Floats:
-    """The scores of the public function."""
-    scores: Floats = attention.polar_rope_scores(
-        *map(torch.from_numpy, case.arrays),
-        angle_bits=case.angle_bits,
-        radius_bits=case.radius_bits,
-        halves=case.halves,
-        chunk_groups=case.chunk_groups,
-    ).numpy()
-    return scores
 
 
 @pytest.fixture
@@ -75,10 +60,11 @@ def test_polar_scores_of_any_number_of_groups(groups: int) -> None:
 @pytest.mark.parametrize("widths", POLAR_WIDTHS)
 def test_threads_change_no_bit_of_polar_scores(widths: tuple[int, int]) -> None:
     case = polar_case(widths, 3, groups=100, heads=3)
-    alone = polar_computed(case, tile_groups=100)
-    assert np.array_equal(polar_scores(case), alone)
+    torch.set_num_threads(1)
+    alone = polar_scores(case)
     for threads in (2, 3, 8):
-        assert np.array_equal(polar_computed(case, threads=threads), alone)
+        torch.set_num_threads(threads)
+        assert np.array_equal(polar_scores(case), alone)
 
 
 def test_scales_may_belong_to_all_groups() -> None:
@@ -163,22 +149,6 @@ def test_polar_arguments_that_do_not_fit_are_refused() -> None:
 # --- token-wise codes ---
 
 
-def value_sums(case: TokenCase) -> Floats:
-    """The sums of the public function."""
-    arrays = (case.weights, case.codes, case.levels)
-    of_tokens = {} if case.lows is None else {"scales": case.norms, "lows": case.lows}
-    more = {name: torch.from_numpy(array) for name, array in of_tokens.items()}
-    sums: Floats = attention.weighted_values(*map(torch.from_numpy, arrays), size=case.size, **more).numpy()
-    return sums
-
-
-def hadamard_scores(case: TokenCase) -> Floats:
-    """The scores of the public function."""
-    arrays = (case.queries, case.codes, case.norms, case.levels)
-    scores: Floats = attention.hadamard_scores(*map(torch.from_numpy, arrays)).numpy()
-    return scores
-
-
 @pytest.mark.parametrize("size", [32, 64, 96, 128, 160, 256])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_products_with_token_wise_codes_are_within_the_bound(bits: int, size: int) -> None:
@@ -205,13 +175,10 @@ def test_threads_change_no_bit_of_token_wise_products(bits: int, heads: int) -> 
     case = token_case(bits, 3, heads=heads, tokens=3000)
     torch.set_num_threads(1)
     sums, scores = value_sums(case), hadamard_scores(case)
-    torch.set_num_threads(2)
-    for _ in range(5):
+    for threads in (2, 2, 3, 8):
+        torch.set_num_threads(threads)
         assert np.array_equal(value_sums(case), sums)
         assert np.array_equal(hadamard_scores(case), scores)
-    for threads in (2, 3, 8):
-        assert np.array_equal(sums_computed(case, threads, VALUE_TILE), sums)
-        assert np.array_equal(scores_computed(case, threads, 64), scores)
 
 
 def test_scales_without_lows_and_lows_without_scales() -> None:

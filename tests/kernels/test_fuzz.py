@@ -13,9 +13,9 @@ ROUNDS = 40
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def program() -> list[str]:
     """Compiling it takes most of the time."""
-    command = kernel_runner.sanitized_command(tmp_path_factory.mktemp("runner"))
+    command = kernel_runner.sanitized_command()
     if command is None:
         pytest.skip("g++ is not installed")
     return command

@@ -1,7 +1,4 @@
-"""The search for scales and offsets of groups finds nearly the best ones: a fine grid, in float64, finds hardly better.
-
-groups_reference.py follows the rule of the kernels and so shares its choices; nothing here does.
-"""
+"""The search for scales and offsets of groups finds nearly the best: a fine grid, in float64, finds hardly better."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import concurrent.futures
 from dataclasses import replace
 
 import numpy as np
-import product_cases
 import pytest
 from product_cases import computed, exact, excess, make_case
 
@@ -26,17 +25,6 @@ def test_any_number_of_blocks_and_outputs(blocks: int) -> None:
     for outputs in (1, 2, 300):
         for dtype in ("BF16", "F32"):
             assert excess(make_case(5, dtype, 3, outputs=outputs, blocks=blocks)) <= 1
-
-
-def test_integers_of_inputs_are_those_of_numpy() -> None:
-    for bits in (4, 5):
-        for rows in (1, 2, 16):
-            for dtype in ("BF16", "F16"):
-                case = make_case(bits, dtype, rows)
-                for made, expected in zip(
-                    product_cases.prepared_integers(case), product_cases.expected_integers(case), strict=True
-                ):
-                    assert np.array_equal(made, expected)
 
 
 def test_threads_change_no_bit() -> None:

@@ -15,7 +15,6 @@ from pqweights.errors import OptionError
 from pqweights.inference.kv.attention_error import attention_error
 from pqweights.inference.kv.cache import KVCache, kv_cache
 from pqweights.inference.kv.on_codes import NAME, PAST, attends_on_codes
-from pqweights.inference.kv.states import PackedStates
 
 PROMPT, NEXT = 180, 4
 # Entries of the look-up tables of polar-rope are integers; the other products are in float32.
@@ -264,16 +263,6 @@ def test_an_attention_that_ignores_packed_keys_is_noticed(llama: Any) -> None:
     layer.update(*one)
 
 
-def test_nothing_is_restored_in_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for spec in SPECS:
-        before, after = caches(llama, spec, tokens(1, PROMPT))
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedStates, "decoded_chunk", lambda states, chunk: pytest.fail("it is restored"))
-            one_by_one(llama, after, tokens(1, 2))
-            with pytest.raises(BaseException, match="it is restored"):
-                one_by_one(llama, before, tokens(1, 1))
-
-
 def test_a_step_allocates_less_than_the_restored_states() -> None:
     count = 4000
     net = causal(num_hidden_layers=1, max_position_embeddings=8192)
@@ -288,32 +277,7 @@ def test_a_step_allocates_less_than_the_restored_states() -> None:
     assert largest[0] >= restored > 4 * largest[1]
 
 
-def test_windows_of_before_are_not_held_after_a_step(llama: Any) -> None:
-    _, after = caches(llama, "polar-rope:values=16", tokens(1, PROMPT))
-    one_by_one(llama, after, tokens(1, 1))
-    for layer in after.packed_layers:
-        assert layer._past is not None and layer._past.used and layer._past._parts is None
-
-
 # --- the error of attention ---
-
-
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [("Llama", {}), ("Gemma2", {"sliding_window": 16}), ("GptOss", {"num_local_experts": 4, "sliding_window": 16})],
-)
-def test_the_measured_attention_is_that_of_the_model(name: str, changed: Any) -> None:
-    """With caps and sinks; without codes there is nothing to measure."""
-    net, ids = causal(name, **changed), tokens(1, 80)
-    seen: list[Tensor] = []
-    net.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    specs = ("none", "hadamard:8", "hadamard:4", "hadamard:2")
-    with torch.no_grad():
-        net(ids)
-        errors = [attention_error(net, kv_cache(net, spec), ids, 16) for spec in specs]
-    assert all(difference(each, seen[0]) < 1e-5 for each in seen[1:])
-    assert errors[0] is None
-    assert 0 < errors[1] < errors[2] < errors[3] < 1  # type: ignore[operator]
 
 
 def test_an_attention_that_cannot_be_replaced_is_not_measured() -> None:

@@ -138,24 +138,6 @@ def test_codes_lie_as_documented(interleaved: bool) -> None:
         assert int(angles[1, 2, token // 32, pair, token % 32]) == round(turns) % 16
 
 
-@pytest.mark.parametrize(("angle_bits", "radius_bits"), [(4, 4), (4, 2), (3, 5)])
-def test_product_from_tables_is_the_product_with_decoded_keys(angle_bits: int, radius_bits: int) -> None:
-    """Section 3.3: the products of a pair of the query with all directions, looked up by angle, times the radius."""
-    quantizer = PolarPairs(RopePairs(64, 64, False), angle_bits, radius_bits)
-    keys, query = gaussian(1, 2, 96, 64), gaussian(1, 2, 64, seed=5)
-    shared = quantizer.fit(keys, None, 0)
-    rows = quantizer.encode(keys, shared, 0)
-    x, y = quantizer.pairs.split(query)
-    cos, sin = quantizer.directions(keys.device)
-    scaled = [each * shared["scale"].float() for each in (x, y)]
-    tables = scaled[0][..., None] * cos + scaled[1][..., None] * sin  # [batch, heads, pairs, directions]
-    angles = unpack(rows["angles"], angle_bits, 32).long()  # [batch, heads, rows, pairs, 32]
-    chosen = tables[:, :, None].expand(-1, -1, 3, -1, -1).gather(-1, angles)
-    found = (chosen * unpack(rows["radii"], radius_bits, 32)).sum(3).flatten(2)
-    expected = (quantizer.decode(rows, shared, 0) @ query[..., None])[..., 0]
-    assert torch.allclose(found, expected, atol=1e-4)
-
-
 def test_scales_are_kept_until_a_radius_exceeds_them() -> None:
     held = store("polar-rope:m4n4,residual=0", 32)
     large, small = (gaussian(1, 1, 32, 32, seed=seed).clamp(-size, size) for seed, size in ((1, 9.0), (2, 0.5)))
@@ -177,7 +159,7 @@ def test_pairs_follow_the_layer_with_another_size() -> None:
 def test_values_may_stay_as_they_are() -> None:
     states = gaussian(1, 2, 64, 32)
     assert torch.equal(decoded("polar-rope:values=16,residual=0", states, "values"), states)
-    assert parse_spec("polar-rope:values=16").value_quantizer(layer(32)) is None
+    assert parse_spec("polar-rope:values=16").quantizers(layer(32))[1] is None
 
 
 def test_partial_rotation_pairs_the_rest_among_itself() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from caches import decoded, gaussian, relative_error
 
-from pqweights.inference.kv import rotated as module
 from pqweights.inference.kv.rotated import rotation as matrix
 
 CPU = torch.device("cpu")
@@ -38,22 +37,6 @@ def test_rotation_never_changes() -> None:
     first, last = matrix(80, CPU)[0, :4].tolist(), matrix(80, CPU)[79, 76:].tolist()
     assert first == pytest.approx([-0.02838494, -0.08485341, -0.10820321, 0.11176397], abs=1e-6)
     assert last == pytest.approx([0.04125832, 0.04548851, -0.04817041, 0.10144671], abs=1e-6)
-
-
-def dense(size: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(module._dense(size).astype(np.float32)).to(device)
-
-
-@pytest.mark.parametrize("spec", ["polar", "hadamard:3,centred=0"])
-def test_hadamard_preconditions_as_well_as_a_dense_random_matrix(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On vectors with outliers in few channels, on vectors in one of many planes, and on vectors of all directions."""
-    outliers = gaussian(1, 1, 2000, 64) * torch.logspace(0, 2, 64)
-    planes = gaussian(100, 1, 20, 2) @ gaussian(100, 1, 2, 64, seed=2)
-    for states in (outliers, planes, gaussian(1, 1, 2000, 64)):
-        found = relative_error(decoded(spec, states), states)
-        monkeypatch.setattr(module, "rotation", dense)
-        assert found == pytest.approx(relative_error(decoded(spec, states), states), rel=0.08)
-        monkeypatch.undo()
 
 
 def test_without_the_rotation_outliers_cost_accuracy() -> None:

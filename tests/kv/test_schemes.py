@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -64,13 +62,6 @@ def test_decoded_states_are_near_the_given_ones(spec: str, kind: str, size: int)
     assert relative_error(found, states) < 0.05
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("spec", sorted(SCHEMES))
-def test_states_come_back_in_their_dtype(spec: str, dtype: torch.dtype) -> None:
-    states = gaussian(1, 2, 200, 32).to(dtype)
-    assert decoded(spec, states).dtype == dtype
-
-
 # --- even steps, in numpy ---
 
 
@@ -129,25 +120,3 @@ def test_klt_takes_its_bits_and_a_factor_and_its_tables() -> None:
         # mean and spread in 16 bits, the order in 8; the width of each eight coefficients, for all heads
         tables = size * (2 + 2 + 1) * heads + size // 8
         assert held.packed_bytes() == heads * tokens * (bits * size // 8 + 2) + tables
-
-
-# --- products ---
-
-
-def products(spec: str) -> tuple[float, float]:
-    """The mean error of products of queries with keys near them, relative to their size, and its standard error.
-
-    The vectors are many, so that one fixed projection is as good as many.
-    """
-    keys = torch.nn.functional.normalize(gaussian(1, 1, 20_000, 64), dim=-1)
-    queries = torch.nn.functional.normalize(keys + 0.1 * gaussian(1, 1, 20_000, 64, seed=2), dim=-1)
-    exact = (keys * queries).sum(-1)
-    errors = ((decoded(spec, keys) * queries).sum(-1) - exact) / exact.mean()
-    return float(errors.mean()), float(errors.std()) / math.sqrt(errors.numel())
-
-
-def test_products_with_the_best_factor_at_two_bits_are_too_small() -> None:
-    """An error that is orthogonal to what is decoded shortens products by the relative error."""
-    mean, deviation = products("hadamard:2,centred=0")
-    assert mean < -10 * deviation
-    assert mean == pytest.approx(-LLOYD_MAX[2], rel=0.1)

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.activations import TextWindow, WeightPlace, places, watch
+from pqweights.quality.measure.activations import TextWindow, WeightLocation, locate, watch
 from pqweights.quality.measure.inputs import CollectedInputs, Sample, VectorInputs
 from pqweights.quantizing import Quantize
 
@@ -35,14 +35,16 @@ def watched(model: Any) -> RecordedRows:
     return seen
 
 
-def run(base: Path, name: str) -> tuple[Any, dict[str, npt.NDArray[np.float32]], dict[str, WeightPlace], RecordedRows]:
-    """Watch a model: return it, the weights that q5 quantizes, their places in the model, and the inputs seen there."""
+def run(
+    base: Path, name: str
+) -> tuple[Any, dict[str, npt.NDArray[np.float32]], dict[str, WeightLocation], RecordedRows]:
+    """Watch a model: return it, the weights that q5 quantizes, where it has them, and the inputs seen there."""
     folder = families.model(base, name)
     model = families.load(folder, families.FAMILIES[name], experts_implementation="eager")
     planned = Quantize(recipe=load_recipe("q5")).plan(open_local(folder))
     stored = read_all(folder)
     weights = {t.name: as_float32(stored[t.name]) for t in planned if t.action == QUANTIZE}
-    return model, weights, places(model, list(weights)), watched(model)
+    return model, weights, locate(model, list(weights)), watched(model)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -55,11 +57,11 @@ def test_inputs_of_every_multiplied_weight_are_seen(name: str, tmp_path_factory:
         entered = [(parameter, number) for number in numbers if (parameter, number) in seen.along_rows]
         if not entered:
             unseen.add(weight)
-        for place in entered:
-            along_rows = seen.along_rows[place] != transposed
+        for matrix_id in entered:
+            along_rows = seen.along_rows[matrix_id] != transposed
             assert along_rows == (not weight.endswith(TRANSPOSED.get(name, ("-",)))), weight
             if "expert" not in weight:
-                rows = [seen.rows(place, held_back=held_back) for held_back in (False, True)]
+                rows = [seen.rows(matrix_id, held_back=held_back) for held_back in (False, True)]
                 size = values.shape[-1 if along_rows else -2]
                 assert [found.shape for found in rows] == [(TOKENS, size), (TOKENS_HELD_BACK, size)]
     # Embeddings are looked up, and multiplied only if tied. With few tokens, some experts may get none.
@@ -87,12 +89,12 @@ def test_collected_rows_are_the_inputs_of_the_layer(name: str, tmp_path_factory:
             model(torch.from_numpy(ids)[None])
     checked = 0
     for weight in weights:
-        place = where[weight].place
-        if place[0] in entered:
+        matrix_id = where[weight].matrix_id
+        if matrix_id[0] in entered:
             checked += 1
-            first, held_back, last = entered[place[0]]
-            assert np.array_equal(seen.rows(place, held_back=False), np.concatenate([first, last])), weight
-            assert np.array_equal(seen.rows(place, held_back=True), held_back), weight
+            first, held_back, last = entered[matrix_id[0]]
+            assert np.array_equal(seen.rows(matrix_id, held_back=False), np.concatenate([first, last])), weight
+            assert np.array_equal(seen.rows(matrix_id, held_back=True), held_back), weight
     assert checked >= 9
 
 
@@ -106,10 +108,10 @@ def test_inputs_of_single_experts_are_attributed_correctly(name: str, tmp_path_f
         if ".experts." not in weight or not weight.endswith(f"{gate_name}.weight"):
             continue
         names = [weight.replace(gate_name, other) for other in (gate_name, up_name, down_name)]
-        at = [where[part].place for part in names]
+        at = [where[part].matrix_id for part in names]
         if at[0] not in seen.along_rows:
             continue
-        x, down = (seen.rows(place, held_back=False).astype(np.float64) for place in (at[0], at[2]))
+        x, down = (seen.rows(matrix_id, held_back=False).astype(np.float64) for matrix_id in (at[0], at[2]))
         assert at[0] == at[1]
         of_gate, of_up = (x @ weights[part].T for part in names[:2])
         assert np.allclose(of_gate / (1 + np.exp(-of_gate)) * of_up, down, rtol=1e-3, atol=1e-4)
@@ -133,16 +135,16 @@ def test_every_row_is_sampled_with_the_same_probability() -> None:
 
 
 def test_everything_is_collected_in_one_pass() -> None:
-    """Moments, mean squares and rows, for searching and held back, of the vector of one place."""
+    """Moments, mean squares and rows, for searching and held back, of the vector of one matrix."""
     import torch
 
     vector = VectorInputs(3, np.empty((80, 8), np.float32), np.empty((80, 8), np.float32), with_moments=True)
     collected = CollectedInputs({3: vector}, {("w", None): 3})
     values = gaussian(4, 20, 8, scale=1)
     for window, rows in enumerate(values):
-        for place in (("w", None), ("other", None)):
+        for matrix_id in (("w", None), ("other", None)):
             given = torch.from_numpy(rows)
-            collected.add(place, given, along_rows=True, window=window, held_back=window == 3)
+            collected.add(matrix_id, given, along_rows=True, window=window, held_back=window == 3)
     searched, inputs = values[:3].reshape(-1, 8), vector.inputs()
     assert inputs is not None and inputs.tokens == 60 and vector.about.windows == 1
     assert np.array_equal(inputs.rows, searched) and np.array_equal(inputs.held_back, values[3])
@@ -185,6 +187,6 @@ def test_every_kind_of_product_is_recognised() -> None:
     wanted = {(name, None) for name in "abcde"} | {("stack", n) for n in range(3)} | {("single", 2)}
     assert seen.along_rows.keys() == wanted
     entered = model.embed(torch.from_numpy(IDS[[0, 2]].reshape(-1))).detach().numpy()
-    for place, along_rows in seen.along_rows.items():
-        assert np.array_equal(seen.rows(place, held_back=False), entered), place
-        assert along_rows == (place[0] in ("a", "c", "single")), place
+    for matrix_id, along_rows in seen.along_rows.items():
+        assert np.array_equal(seen.rows(matrix_id, held_back=False), entered), matrix_id
+        assert along_rows == (matrix_id[0] in ("a", "c", "single")), matrix_id

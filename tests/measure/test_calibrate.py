@@ -19,10 +19,10 @@ from typer.testing import Result
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from export_decoders import master_weight
 from recorded_rows import RecordedRows
 
 from pqweights import load_model
-from pqweights.inference.runtimes.decoders import master_weight
 from pqweights.inference.runtimes.models import open_model
 from pqweights.planning.awq import open_awq
 from pqweights.quality.evaluate.protocol import Windows, compare
@@ -116,13 +116,13 @@ def test_scales_lower_the_output_error_of_every_layer_on_unseen_text(
     scaled = set(open_awq(scales).file.searched)
     assert len(scaled) > 5
     model = load_model(source, dtype="float32")
-    where = activations.places(model, sorted(scaled))
+    where = activations.locate(model, sorted(scaled))
     windows = [activations.TextWindow(ids, False) for ids in np.random.default_rng(13).integers(0, 500, (20, 128))]
     seen = RecordedRows()
     activations.watch(model, windows, seen, progress=lambda done, total: None)
     original, plain, changed = (master_weight(folder) for folder in (source, masters / "plain", masters / "scaled"))
     for name in scaled:
-        rows = seen.rows(where[name].place, held_back=False)
+        rows = seen.rows(where[name].matrix_id, held_back=False)
         before, after = (np.square((decoded(name) - original(name)) @ rows.T).sum() for decoded in (plain, changed))
         assert after < before, name
 

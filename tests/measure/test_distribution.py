@@ -6,20 +6,15 @@ import itertools
 import json
 import math
 from pathlib import Path
-from statistics import NormalDist
 
 import helpers
 import numpy as np
 import pytest
-from blocks import examples
 from commands import invoke
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pqweights.errors import SourceError
 from pqweights.quality.measure import distribution
 from pqweights.quality.measure.distribution import (
-    CELLS,
     HISTOGRAM_EDGES,
     Tally,
     measure_distribution,
@@ -82,27 +77,6 @@ def test_distance_and_kurtosis_match_scipy() -> None:
         both = tally_of(mirrored).fit()
         assert both is not None and both.kurtosis == pytest.approx(found.kurtosis)
         assert both.kurtosis == pytest.approx(stats.kurtosis(mirrored.astype(np.float64), fisher=False), rel=1e-9)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.floats(0.01, 4), st.floats(-3, 3), st.integers(1, 5))
-@examples(60)
-def test_property_distance_of_any_sample_matches_the_exact_one(
-    seed: int, count: int, scale: float, shift: float, pieces: int
-) -> None:
-    z = (np.random.default_rng(seed).standard_normal(count) * scale + shift).astype(np.float32)
-    found = tally_of(z, pieces).fit()
-    assert found is not None
-    exact = exact_ks(z)
-    assert exact - BOUND <= found.ks <= exact + 1e-7
-
-
-def test_cells_have_equal_probability() -> None:
-    edges = normal_edges()
-    assert edges.shape == (CELLS - 1,) and (np.diff(edges) > 0).all()
-    assert np.array_equal(edges, -edges[::-1])
-    normal = NormalDist()
-    for i in (1, 2, 100, CELLS // 3, CELLS // 2, CELLS - 1):
-        assert normal.cdf(float(edges[i - 1])) == pytest.approx(i / CELLS, abs=5e-8)
 
 
 def test_merged_tallies_equal_one_tally() -> None:
@@ -204,12 +178,6 @@ def test_figures_of_a_checkpoint_match_an_explicit_computation(threads: int, tmp
     assert found.before.ks == pytest.approx(expected_of(together)[0], abs=BOUND)
     assert found.after.ks == pytest.approx(expected_of(together)[1], abs=BOUND)
     assert found.histogram_before.sum() == found.histogram_after.sum() == found.sampled_weights
-
-
-def test_output_is_identical_across_thread_counts(tmp_path: Path) -> None:
-    source, _ = some_checkpoint(tmp_path / "model")
-    one, four = measure_distribution(source, threads=1), measure_distribution(source, threads=4)
-    assert one.to_json() == four.to_json()
 
 
 def test_gaussian_weights_follow_the_distribution_on_the_sphere(tmp_path: Path) -> None:

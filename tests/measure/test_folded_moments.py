@@ -7,6 +7,7 @@ from pathlib import Path
 import families
 import numpy as np
 import pytest
+from export_decoders import export_weight
 from folding_models import columns_of, folded_values, kept, rewritten, uneven
 from helpers import f32, run_command
 from integer_exports import integer_names
@@ -15,7 +16,6 @@ from test_moments import SMALL, matrix, run
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import ExportError
 from pqweights.exports.compensation import Compensation
-from pqweights.inference.runtimes.decoders import export_weight
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding import fold as folds
 from pqweights.rewrite.folding.fold import Fold

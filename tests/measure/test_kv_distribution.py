@@ -78,23 +78,6 @@ def test_structured_vectors_follow_the_laws_only_after_the_rotation() -> None:
     assert_random(values.before, HEADS * TOKENS)
 
 
-def test_hadamard_matrix_correlates_neighbours_of_structured_vectors() -> None:
-    """If even channels are larger than odd ones, all first angles lie along one diagonal after the rotation."""
-    keys = gaussian(1) * torch.tensor([3.0, 1.0]).repeat(SIZE // 2)
-    (figures, _) = measured(keys, gaussian(2)).layers
-    assert figures.before.angles[0].total_variation > 0.2 < figures.after.angles[0].total_variation
-    assert figures.before.coordinates is not None and figures.after.coordinates is not None
-    assert figures.after.coordinates.ks < 0.01 < 0.05 < figures.before.coordinates.ks
-
-
-def test_peaks_of_angles_show_in_the_total_variation() -> None:
-    """Where neighbours differ much, angles of the first level lie near the axes, on which a KS depends little."""
-    wide = torch.tensor([8.0, 1.0, 1.0, 8.0]).repeat(SIZE // 4)
-    (keys, _) = measured(gaussian(1) * wide, gaussian(2)).layers
-    fit = keys.before.angles[0]
-    assert fit.total_variation > 3 * fit.ks > 20 * fit.by_chance / 5
-
-
 def test_distances_of_angles_are_exact() -> None:
     """Those of vectors whose angles are known, against the law in closed form."""
     vectors = structured(7)

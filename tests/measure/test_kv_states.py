@@ -14,7 +14,8 @@ from families import ATTENTION, FAMILIES, TEXT, Family, build
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.kv_states import FEWEST_TOKENS, ModelStates, StatesOptions, read_states
+from pqweights.quality.measure.kv_states import FEWEST_TOKENS, ModelStates, read_states
+from pqweights.quality.options import StatesOptions
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -57,9 +58,9 @@ def test_states_are_those_of_the_cache(folder: Path) -> None:
 def test_tokens_are_at_most_those_that_the_model_takes(folder: Path) -> None:
     assert read(folder).tokens == CONTEXT
     assert read(folder, text=WORDS[:200]).tokens < CONTEXT
-    with pytest.raises(EvaluationError, match=f"--max-tokens {CONTEXT + 1}: .* at most {CONTEXT} tokens"):
+    with pytest.raises(EvaluationError, match=f"`max_tokens` {CONTEXT + 1}: .* at most {CONTEXT} tokens"):
         read(folder, max_tokens=CONTEXT + 1)
-    with pytest.raises(EvaluationError, match=f"at least {FEWEST_TOKENS} tokens, found 15; raise --max-tokens"):
+    with pytest.raises(EvaluationError, match=f"at least {FEWEST_TOKENS} tokens, found 15; raise `max_tokens`"):
         read(folder, max_tokens=15)
     with pytest.raises(EvaluationError, match="found 3; give a longer text"):
         read(folder, text="w1 w2 w3")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,11 @@ from pqweights.planning.awq import open_awq
 from pqweights.planning.recipe import parse_recipe
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.quality.measure import collecting
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
+from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.options import CalibrationOptions
 
 WINDOW, WINDOWS = 64, 16
 Inputs = dict[str, np.ndarray[Any, Any]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,15 @@ from pqweights.inference.runtimes import packages
 from pqweights.planning.recipe import parse_recipe
 from pqweights.quality.measure import calibrate as calibration
 from pqweights.quality.measure import collecting, preparation, sensitivity
-from pqweights.quality.measure.calibrate import CalibrationOptions, calibrate
-from pqweights.quality.measure.sensitivity import SensitivityOptions, measure_sensitivity
+from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.options import CalibrationOptions, SensitivityOptions
 
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
 RECIPE = parse_recipe("bits: 3", "three")
 WINDOWS, WEIGHTS = 17, 9  # of 64 tokens; of the checkpoint
 
 Progress = Callable[[int, int, str], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: for models this small, more threads are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +61,9 @@ def run_calibrate(source: Path, out: Path, progress: Progress = lambda *_: None,
 
 
 def run_sensitivity(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:
+    text = options.pop("text", None)
     asked = SensitivityOptions(**{"tokens": 32, "window": 16, **options})
-    measure_sensitivity(source, RECIPE, asked, out=out, progress=progress)
+    measure_sensitivity(source, RECIPE, asked, text=text, out=out, progress=progress)
 
 
 def run_moments(source: Path, out: Path, progress: Progress = lambda *_: None, **options: Any) -> None:
@@ -241,12 +234,12 @@ def test_killed_run_continues_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("command", "options", "expected"),
     [
-        ("calibrate", {"window": 32}, "another window (--window)"),
-        ("calibrate", {"max_tokens": 16 * 64}, "other tokens (--tokens, --max-tokens, --tokenizer)"),
-        ("calibrate", {"dtype": "float32"}, "another --dtype"),
+        ("calibrate", {"window": 32}, "another window (`window`)"),
+        ("calibrate", {"max_tokens": 16 * 64}, "other tokens (`tokens`, `max_tokens`, `tokenizer`)"),
+        ("calibrate", {"dtype": "float32"}, "another `dtype`"),
         ("sensitivity", {"tokens": 48}, "other tokens"),
-        ("sensitivity", {"text": TEXT}, "another text (--text)"),
-        ("sensitivity", {"dtype": "bfloat16"}, "another --dtype"),
+        ("sensitivity", {"text": TEXT}, "another text (`text`)"),
+        ("sensitivity", {"dtype": "bfloat16"}, "another `dtype`"),
     ],
 )
 def test_run_with_other_options_is_not_mixed_with_an_interrupted_one(
@@ -258,7 +251,7 @@ def test_run_with_other_options_is_not_mixed_with_an_interrupted_one(
     with pytest.raises(OutputError) as refused:
         RUNS[command](source, out, **options)
     assert expected in str(refused.value)
-    assert "repeat that command to continue it, or pass --overwrite to start again" in str(refused.value)
+    assert "repeat that command to continue it, or pass `overwrite` to start again" in str(refused.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     RUNS[command](source, out, **options, overwrite=True)
     fresh = tmp_path / "fresh" / FILES[command]
@@ -334,7 +327,7 @@ def test_damaged_journal_is_refused_and_a_cut_one_continued(
         content.replace(b"unfinished_version", b"unfinished_Version"),
     ):
         journal.write_bytes(damaged)
-        with pytest.raises(OutputError, match=r"journal is damaged, .* pass --overwrite"):
+        with pytest.raises(OutputError, match=r"journal is damaged, .* pass `overwrite`"):
             RUNS[command](source, out)
     *others, last = content.splitlines(keepends=True)
     for last_line in (last[:-7], last[:80] + b"1" + last[81:], b"{}\n", b""):

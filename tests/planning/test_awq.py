@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from export_decoders import export_weight, master_weight
 from helpers import (
     Tensor,
     as_float32,
     bf16,
     f16,
     f32,
-    folder_bytes,
     gaussian,
-    killed_runs,
     read_all,
     run_command,
     safetensors_bytes,
@@ -39,7 +38,6 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
-from pqweights.inference.runtimes.decoders import export_weight, master_weight
 from pqweights.integrations.packed import pack
 from pqweights.planning.awq import open_awq
 from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, write_statistics
@@ -207,21 +205,6 @@ def test_scales_that_no_run_writes_are_found_when_weights_are_read(
         pack(weight, torch.float32)
 
 
-def test_killed_and_resumed_run_gives_the_same_bytes(source: Path, awq: Path, tmp_path: Path) -> None:
-    command = {"quantize": str(source), "awq": str(awq)}
-    (counts,) = killed_runs(command, [{"out": str(tmp_path / "whole")}])
-    whole = folder_bytes(tmp_path / "whole")
-    points = [
-        {"out": str(tmp_path / f"killed-{number}"), "function": "pwrite", "number": number, "when": "after"}
-        for number in range(1, counts["pwrite"] + 1, 3)
-    ]
-    killed_runs(command, points)
-    for point in points:
-        run_command(command, Path(point["out"]))
-        assert folder_bytes(Path(point["out"])) == whole
-    assert run_command(command, tmp_path / "whole").already_done
-
-
 @pytest.mark.parametrize("target", ["bf16", "torchao-int4", "vllm"])
 def test_exports_decode_scaled_weights(target: str, source: Path, awq: Path, tmp_path: Path) -> None:
     run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "master")
@@ -346,7 +329,7 @@ def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> No
 
 
 def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
-    from pqweights.planning.result_file import check_free
+    from pqweights.checkpoint.writer import check_free
 
     check_free(tmp_path / "new.safetensors", False, kind="scales", read=open_awq)
     check_free(awq, True, kind="scales", read=open_awq)

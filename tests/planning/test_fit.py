@@ -476,12 +476,6 @@ def test_manifest_states_how_bit_widths_were_chosen(source: Path, tmp_path: Path
     assert isinstance(plain, RewriteReport)
 
 
-def test_output_is_identical_across_thread_counts(source: Path, tmp_path: Path) -> None:
-    for threads in (1, 3):
-        quantize(source, tmp_path / str(threads), targeted(bits=4.5), threads=threads, max_shard_bytes=60_000)
-    assert folder_bytes(tmp_path / "1") == folder_bytes(tmp_path / "3")
-
-
 def test_finished_result_is_recognised_and_another_target_refused(source: Path, tmp_path: Path) -> None:
     first, second = (sensitivity(source, tmp_path / f"{seed}.json", seed=seed) for seed in (0, 1))
     out = tmp_path / "out"
@@ -514,37 +508,7 @@ def _quantize_refused(source: Path, out: Path, recipe: Recipe) -> str:
     return str(caught.value)
 
 
-def test_interrupted_run_resumes_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    class Interrupted(Exception):
-        pass
-
-    def stop(done: int, total: int, name: str) -> None:
-        if done > total // 2:
-            raise Interrupted
-
-    recipe, out = targeted("250kB", sensitivity=str(sensitivity(source, tmp_path / "s.json"))), tmp_path / "out"
-    with pytest.raises(Interrupted):
-        quantize(source, out, recipe, threads=1, max_shard_bytes=60_000, progress=stop)
-    assert not (out / "pqweights.json").exists()
-    done = quantize(source, out, recipe, threads=2, max_shard_bytes=60_000)
-    assert done.resumed > 0
-    quantize(source, tmp_path / "whole", recipe, threads=2, max_shard_bytes=60_000)
-    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
-
-
 # --- curve ---
-
-
-@pytest.mark.parametrize("bits", [2.2, 4.5, 6.0, 12.0])
-def test_curve_starts_at_the_smallest_size_and_includes_the_target(source: Path, bits: float) -> None:
-    fit, _ = fitted(source, targeted(bits=bits))
-    sizes, rises = [p.output_bytes for p in fit.curve], [p.rise for p in fit.curve]
-    assert sizes == sorted(set(sizes))
-    assert rises == sorted(rises, reverse=True)
-    assert sizes[0] == fit.smallest_bytes
-    assert fit.output_bytes in sizes
-    assert rises[sizes.index(fit.output_bytes)] <= fit.rise * (1 + 1e-9)
-    assert rises[sizes.index(fit.output_bytes)] >= 0.5 * fit.rise
 
 
 # --- command line ---

@@ -107,21 +107,6 @@ def test_large_budget_buys_everything() -> None:
     assert solution.choices == (7,) * 30
 
 
-def test_single_group() -> None:
-    group = [Choice(9, 0.5), Choice(1, 8.0), Choice(4, 2.0), Choice(4, 3.0), Choice(20, 0.5)]
-    found = {budget: solve([group], budget) for budget in (0, 1, 3, 4, 8, 9, 100)}
-    assert {budget: solution and solution.choices for budget, solution in found.items()} == {
-        0: None,
-        1: (1,),
-        3: (1,),
-        4: (2,),
-        8: (2,),
-        9: (0,),
-        100: (0,),
-    }
-    assert all(solution is None or solution.gap <= 2 * knapsack.TOLERANCE for solution in found.values())
-
-
 def test_cheapest_is_chosen_without_losses() -> None:
     groups = [[Choice(8, 0.0), Choice(3, 0.0), Choice(3, 0.0)] for _ in range(20)]
     assert solve(groups, 60) == Solution(choices=(1,) * 20, cost=60, loss=0.0, bound=0.0)
@@ -149,11 +134,6 @@ def test_solution_is_deterministic() -> None:
     assert first.cost == 17
     assert first.loss == 4 * 1.0 + 5 * 4.0
     assert all(solve([list(group) for group in groups], 17) == first for _ in range(5))
-
-
-def test_first_of_equal_choices_is_taken() -> None:
-    groups = [[Choice(9, 1.0), Choice(4, 1.0), Choice(4, 1.0)], [Choice(2, 0.0), Choice(2, 0.0)]]
-    assert solve(groups, 100) == Solution(choices=(1, 0), cost=6, loss=1.0, bound=1.0)
 
 
 def test_loss_does_not_depend_on_the_order_of_choices_and_groups() -> None:
@@ -237,14 +217,3 @@ def test_curve_is_a_falling_convex_lower_bound(groups: Groups) -> None:
     steps = [before - after for before, after in itertools.pairwise(found)]
     assert all(step >= -1e-9 for step in steps)
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(steps))
-
-
-def test_ends_of_the_curve_are_solutions() -> None:
-    groups = layers(12, [1, 4], 9)
-    least, most = cheapest(groups), sum(group[-1].cost for group in groups)
-    first, last, beyond = curve(groups, [least, most, most + 10**6])
-    smallest = solve(groups, least)
-    assert smallest is not None
-    assert first == pytest.approx(smallest.loss, rel=1e-12)
-    assert last == pytest.approx(0, abs=1e-12)
-    assert beyond == pytest.approx(0, abs=1e-12)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pqweights.planning.groups import TIED, group_of, grouped
 from pqweights.planning.roles import classify
+from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, group_of, grouped
 
 
 def groups(*names: str, tied: bool = False) -> dict[str, list[str]]:
@@ -142,10 +142,10 @@ def test_other_names_of_q_k_and_v() -> None:
 
 def test_tied_embeddings_are_one_group() -> None:
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    assert groups(*names, tied=True) == {TIED: list(names)}
+    assert groups(*names, tied=True) == {TIED_EMBEDDINGS: list(names)}
     assert len(groups(*names)) == 2
     assert groups("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", tied=True) == {
-        TIED: ["model.embed_tokens.weight"],
+        TIED_EMBEDDINGS: ["model.embed_tokens.weight"],
         "model.layers.0.mlp.gate_up": ["model.layers.0.mlp.up_proj.weight"],
     }
 

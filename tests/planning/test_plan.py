@@ -22,8 +22,7 @@ from pqweights.common.strict_json import json_bytes
 from pqweights.errors import SourceError
 from pqweights.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.containers import Safetensors
-from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, TensorPlan, stored_bytes
+from pqweights.planning.plan import DEFAULT_METADATA, KEEP, QUANTIZE, Plan, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.plan_report import report_plan
 

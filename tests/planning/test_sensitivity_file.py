@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pqweights.checkpoint.writer import check_free
 from pqweights.errors import OutputError, SourceError
-from pqweights.planning.result_file import check_free
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, read_sensitivity, write_sensitivity
 
 FOUND = Sensitivity(
@@ -66,14 +66,14 @@ DAMAGED: list[tuple[str, Any, str]] = [
     ("null", None, "pqweights_sensitivity 1"),
     ("another document", json.dumps({"groups": []}).encode(), "pqweights_sensitivity 1"),
     ("another version", {"pqweights_sensitivity": 2}, "pqweights_sensitivity 1"),
-    ("no groups", {"groups": []}, "groups: expected array of length >= 1, found []"),
-    ("groups null", {"groups": None}, "groups: expected array, found"),
-    ("groups a mapping", {"groups": {"a": GROUP}}, "groups: expected array, found"),
-    ("a group of another kind", {"groups": [GROUP, 5]}, "groups[1]: expected object, found 5"),
-    ("a group that is a list", {"groups": [[]]}, "groups[0]: expected object, found []"),
-    ("checkpoint a number", {"checkpoint": 5}, "checkpoint: expected str, found 5"),
-    ("checkpoint null", {"checkpoint": None}, "checkpoint: expected str, found None"),
-    ("method a text", {"method": "random"}, "method: expected object, found 'random'"),
+    ("no groups", {"groups": []}, "groups: expected a list of length >= 1, found []"),
+    ("groups null", {"groups": None}, "groups: expected a list, found"),
+    ("groups a mapping", {"groups": {"a": GROUP}}, "groups: expected a list, found"),
+    ("a group of another kind", {"groups": [GROUP, 5]}, "groups[1]: expected keys and values, found 5"),
+    ("a group that is a list", {"groups": [[]]}, "groups[0]: expected keys and values, found []"),
+    ("checkpoint a number", {"checkpoint": 5}, "checkpoint: expected a text, found 5"),
+    ("checkpoint null", {"checkpoint": None}, "checkpoint: expected a text, found None"),
+    ("method a text", {"method": "random"}, "method: expected keys and values, found 'random'"),
     ("method empty", {"method": {}}, "method: missing key kind"),
     (
         "method of an unknown kind",
@@ -83,7 +83,7 @@ DAMAGED: list[tuple[str, Any, str]] = [
     (
         "method of a kind that is a list",
         {"method": {"kind": ["text"], "tokens": 5}},
-        "method.kind: expected str, found",
+        "method.kind: expected a text, found",
     ),
     ("method without tokens", {"method": {"kind": "text"}}, "method: missing key tokens"),
     ("a group twice", {"groups": [GROUP, {**GROUP, "weights": ["b.weight"]}]}, "is there twice"),

@@ -10,10 +10,17 @@ import pytest
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
-from pqweights.planning.groups import TIED, grouped
 from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity_file import Measured, Sensitivity, alphas_for, fitted_alpha, is_tied
-from pqweights.planning.sensitivity_rule import heuristic_alphas
+from pqweights.planning.sensitivity_file import (
+    TIED_EMBEDDINGS,
+    Measured,
+    Sensitivity,
+    alphas_for,
+    fitted_alpha,
+    grouped,
+    heuristic_alphas,
+    is_tied,
+)
 
 
 def group(name: str, *weights: str, alpha: float) -> Measured:
@@ -77,7 +84,7 @@ def test_rule_of_thumb_orders_the_parts_of_a_layer() -> None:
 
 def test_tied_embeddings_get_the_sum_of_both_parts() -> None:
     for names in (("model.embed_tokens.weight", "lm_head.weight"), ("model.embed_tokens.weight",)):
-        assert rule(*names, tied=True)[TIED] == 1.5
+        assert rule(*names, tied=True)[TIED_EMBEDDINGS] == 1.5
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from key_value_states import HALVES, gaussian, layer_of, model_of, structured, with_circle
+from key_value_states import gaussian, layer_of, model_of, structured, with_circle
 
-from pqweights.errors import OutputError
 from pqweights.inference.kv.polar_rope import RopePairs
 from pqweights.quality.measure.kv_distribution import KVDistribution, distribution_of
 from pqweights.quality.measure.kv_states import LayerStates
@@ -64,17 +63,3 @@ def test_plot_of_what_has_no_angles(tmp_path: Path) -> None:
     plot_kv(measured(layer_of(gaussian(1, 40), torch.zeros(2, 512, 64), pairs=pairs)), file)
     assert any(text.endswith("none were measured") for text in texts(file))
     plot_kv(measured(layer_of(torch.zeros(2, 512, 64), torch.zeros(2, 512, 64))), file)
-
-
-def test_same_data_gives_the_same_bytes(tmp_path: Path) -> None:
-    found = measured(layer_of(with_circle(), gaussian(2)))
-    for suffix in ("svg", "png"):
-        files = [tmp_path / f"{number}.{suffix}" for number in range(2)]
-        for file in files:
-            plot_kv(found, file)
-        assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_place_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"\.png or \.svg"):
-        plot_kv(measured(layer_of(gaussian(1), gaussian(2), pairs=HALVES)), tmp_path / "plot.pdf")

@@ -23,7 +23,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import MasterError, OptionError, SourceChangedError, SourceError
 from pqweights.rewrite.manifest import read_manifest, shards_of
-from pqweights.rewrite.results.shard_checks import joined, shard_checks
+from pqweights.rewrite.results.verify import joined, shard_checks
 from pqweights.storage.remote import blocks
 from pqweights.storage.remote import storage as remote_storage
 from pqweights.storage.remote.addresses import parse_address

@@ -148,7 +148,7 @@ def test_missing_bucket_is_found_before_the_work(server: ObjectServer, source: P
     assert folder_bytes(scratch) == {}
 
 
-@pytest.mark.parametrize("number", [2, 4, 6, 9, 12, 15, 18, 21, 24, 27])
+@pytest.mark.parametrize("number", [2, 6, 12, 18, 27])
 def test_run_that_loses_the_storage_is_continued(
     number: int, server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path
 ) -> None:
@@ -174,7 +174,7 @@ def test_run_that_loses_the_storage_is_continued(
 def test_other_result_is_refused(server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path) -> None:
     run_command(command(source, recipe="q4"), OUT)
     before = server.contents("out")
-    with pytest.raises(OutputError, match=rf"^{OUT}: holds another result: .*; pass --overwrite"):
+    with pytest.raises(OutputError, match=rf"^{OUT}: holds another result: .*; pass `overwrite`"):
         run_command(command(source), OUT)
     assert server.contents("out") == before
     run_command(command(source, overwrite=True), OUT)

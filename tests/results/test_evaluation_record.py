@@ -21,7 +21,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.recording import make_record
+from pqweights.quality.evaluate.report import make_record
 from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 from pqweights.rewrite.results.verify import verify
 
@@ -62,12 +62,17 @@ def copy(work: Path, tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(work / name, tmp_path / name))
 
 
-@pytest.fixture
-def recorded(copy: Callable[[str], Path], work: Path) -> Path:
-    """A master with one record."""
-    folder = copy("q3")
+@pytest.fixture(scope="module")
+def with_record(work: Path) -> Path:
+    folder = Path(shutil.copytree(work / "q3", work / "with-record/q3"))
     assert invoke("eval", folder, "--text", work / "text.txt", "--window", 64).exit_code == 0
     return folder
+
+
+@pytest.fixture
+def recorded(with_record: Path, tmp_path: Path) -> Path:
+    """A master with one record."""
+    return Path(shutil.copytree(with_record, tmp_path / "q3"))
 
 
 def notes(result: Any) -> list[str]:

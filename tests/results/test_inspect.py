@@ -24,7 +24,6 @@ from helpers import (
     write_checkpoint,
 )
 
-from pqweights.errors import MasterError
 from pqweights.inference.runtimes.folders import size
 from pqweights.rewrite import manifest
 from pqweights.rewrite.records import TensorRecord, total_relative_mse
@@ -179,16 +178,3 @@ def test_missing_and_truncated_files_are_warned_of(command: str, tmp_path: Path)
     (tmp_path / "out/tokenizer.json").unlink()
     warning = f"{shard.name} is missing (pqweights.json lists it with {size} bytes) (2 problems); {lists}"
     assert done(command, tmp_path / "out", "--quiet").stderr == f"WARNING: {tmp_path / 'out'}: {warning}"
-
-
-def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
-    (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
-    for folder, says in (
-        (source, "it is an ordinary checkpoint"),
-        (tmp_path / "absent", "no such folder"),
-        (source / "model.safetensors", "expected a folder, found a file"),
-        (tmp_path / "unfinished", "unfinished run: run the same command again"),
-    ):
-        with pytest.raises(MasterError, match=says):
-            inspect(folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import SMALL_CHUNK, folder_bytes, run_command, small_checkpoint
+from memory_storage import Place, put
 from rewriting import command
 
 from pqweights.checkpoint import shard_file
@@ -39,3 +40,13 @@ def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def own_source(tmp_path: Path) -> Path:
     """A source that the test may change."""
     return small_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place where nothing is yet."""
+    if request.param == "folder":
+        return Place(tmp_path / "out")
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    put("memory://results/place", {})
+    return Place("memory://results/place")

@@ -126,14 +126,14 @@ def test_continued_run_does_not_replace_a_file_of_the_user(
 def test_finished_result_with_other_included_files_is_replaced_on_request(littered: Path, tmp_path: Path) -> None:
     out, asked = tmp_path / "out", command(littered, include_files=("*.parquet",))
     run_command(command(littered), out)
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="`overwrite`"):
         run_command(asked, out)
     run_command(asked | {"overwrite": True}, out)
     assert run_command(asked, out).already_done and "train.parquet" in names(out)
 
 
 def test_pattern_that_matches_nothing_is_refused_before_anything_is_written(littered: Path, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"--include-files nothing"):
+    with pytest.raises(SourceError, match=r"`include_files` nothing"):
         run_command(command(littered, include_files=("nothing*",)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

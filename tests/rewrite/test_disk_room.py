@@ -9,7 +9,7 @@ import pytest
 from helpers import folder_bytes, run_command
 from rewriting import command, interrupt
 
-from pqweights.checkpoint.disk_room import DiskNeed, check_room
+from pqweights.checkpoint.writer import DiskNeed, check_room
 from pqweights.errors import OutputError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import folder_bytes, killed_runs, run_command
+from memory_storage import Place
 from rewriting import SHARD_BYTES, command
 
 from pqweights.errors import OutputError, PqweightsError, SourceError
@@ -43,35 +44,33 @@ def test_result_older_than_its_source_is_not_recognised(own_source: Path, tmp_pa
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass --overwrite"):
+    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass `overwrite`"):
         run_command(command(own_source), out)
 
 
-def test_failing_run_leaves_the_result_that_it_would_replace(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run_command(command(source, recipe="q4"), out)
-    before = folder_bytes(out)
+def test_failing_run_leaves_the_result_that_it_would_replace(source: Path, place: Place, tmp_path: Path) -> None:
+    run_command(command(source, recipe="q4"), place.out)
+    before = place.files()
     broken = shutil.copytree(source, tmp_path / "broken")
     weights = sorted(broken.glob("*.safetensors"))[-1]
     data = bytearray(weights.read_bytes())
     data[-4096:] = b"\xff" * 4096  # NaN in every floating dtype
     weights.write_bytes(data)
     with pytest.raises(SourceError, match="NaN"):
-        run_command(command(broken, overwrite=True), out)
-    assert folder_bytes(out) == before
+        run_command(command(broken, overwrite=True), place.out)
+    assert place.files() == before
 
 
-def test_file_of_the_user_is_not_replaced(source: Path, tmp_path: Path) -> None:
+def test_file_of_the_user_is_not_replaced(source: Path, place: Place, tmp_path: Path) -> None:
     """A companion of the new source has the name of a file that the user put beside the old result."""
-    out = tmp_path / "out"
-    run_command(command(source, recipe="q4"), out)
+    run_command(command(source, recipe="q4"), place.out)
     own = shutil.copytree(source, tmp_path / "own")
     (own / "NOTICE.md").write_text("the model's")
-    (out / "NOTICE.md").write_text("the user's")
-    before = folder_bytes(out)
-    with pytest.raises(OutputError, match=r"NOTICE\.md"):
-        run_command(command(own, overwrite=True), out)
-    assert folder_bytes(out) == before
+    place.change({"NOTICE.md": b"the user's"})
+    before = place.files()
+    with pytest.raises(OutputError, match=r"NOTICE\.md' exists, and pqweights did not write it"):
+        run_command(command(own, overwrite=True), place.out)
+    assert place.files() == before
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
@@ -86,12 +85,11 @@ def test_result_with_other_small_files_is_not_recognised(file: str, own_source: 
     assert b"changed" in (out / file).read_bytes()
 
 
-def test_result_that_lost_a_shard_is_not_recognised(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run_command(command(source), out)
-    (out / "model-00002-of-00004.safetensors").unlink()
+def test_result_that_lost_a_shard_is_not_recognised(source: Path, place: Place) -> None:
+    run_command(command(source), place.out)
+    place.change({"model-00002-of-00004.safetensors": None})
     with pytest.raises(OutputError, match=r"holds this result, but model-00002-of-00004\.safetensors is missing"):
-        run_command(command(source), out)
+        run_command(command(source), place.out)
 
 
 def test_result_of_another_source_or_target_is_named(source: Path, own_source: Path, tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ def test_result_of_another_source_or_target_is_named(source: Path, own_source: P
     ("other", "differs"),
     [
         ({"recipe": "q4"}, r"a master made with another recipe \(q4, 4 bits\)"),
-        ({"max_shard_bytes": 2 * SHARD_BYTES}, f"a master made with --max-shard-size {2 * SHARD_BYTES}"),
+        ({"max_shard_bytes": 2 * SHARD_BYTES}, f"a master made with `max_shard_size` {2 * SHARD_BYTES}"),
     ],
 )
 def test_finished_folder_of_another_command_is_only_replaced_on_request(
@@ -126,7 +124,7 @@ def test_finished_folder_of_another_command_is_only_replaced_on_request(
     (out / "code/notes.txt").write_text("foreign")
     (out / "model-99999.safetensors").write_bytes(b"foreign")
     before = folder_bytes(out)
-    with pytest.raises(OutputError, match=f"holds another result: {differs}; pass --overwrite"):
+    with pytest.raises(OutputError, match=f"holds another result: {differs}; pass `overwrite`"):
         run_command(command(source), out)
     assert folder_bytes(out) == before
     run_command(command(source, overwrite=True), out)
@@ -149,10 +147,12 @@ def test_overwriting_run_killed_at_any_call_resumes(
     (counts,) = killed_runs(work, [{"out": str(counted)}])
     assert folder_bytes(counted) == undisturbed | foreign
     points = []
-    for number in range(1, counts[function] + 1):
-        for when in ("before", "after"):
-            out = shutil.copytree(old, tmp_path / f"{number}-{when}")
-            points.append({"out": str(out), "function": function, "number": number, "when": when})
+    for number, when in [
+        *((number, "before") for number in range(1, counts[function] + 1)),
+        (counts[function], "after"),
+    ]:
+        out = shutil.copytree(old, tmp_path / f"{number}-{when}")
+        points.append({"out": str(out), "function": function, "number": number, "when": when})
     killed_runs(work, points)
     failures = []
     for point in points:
@@ -167,14 +167,12 @@ def test_overwriting_run_killed_at_any_call_resumes(
     assert not failures, "\n".join(failures)
 
 
-def test_foreign_folder_is_refused(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "thesis.tex").write_text("years of work")
+def test_foreign_folder_is_refused(source: Path, place: Place) -> None:
+    place.change({"notes/thesis.tex": b"years of work"})
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match=r"thesis\.tex"):
-            run_command(command(source, overwrite=overwrite), out)
-        assert folder_bytes(out) == {"thesis.tex": b"years of work"}
+        with pytest.raises(OutputError, match="expected an empty or new folder, found 'notes' in it"):
+            run_command(command(source, overwrite=overwrite), place.out)
+        assert place.files() == {"notes/thesis.tex": b"years of work"}
 
 
 def test_manifest_cannot_make_overwrite_remove_files_elsewhere(source: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from helpers import folder_bytes
 from memory_storage import Kill, Operation, each_operation, objects, put, run_into, staged_tensors, visible
 from rewriting import TENSORS, Killed, command, watched
 
-from pqweights.errors import OutputError, SourceChangedError, StorageError
-from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
+from pqweights.errors import OutputError, StorageError
+from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.storage.bucket import BucketStore
 from pqweights.storage.remote.folder import RemoteFolder
 
@@ -61,7 +61,7 @@ def test_run_killed_at_any_change_of_the_storage_resumes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With nothing there before, and in place of an older result."""
+    """With nothing there before, and in place of an older result; before the change or after it, in turn."""
     before: dict[str, bytes] = {}
     if overwrites:
         run_into({"quantize": str(source), "max_shard_bytes": 8000}, OUT, tmp_path / "old", monkeypatch)
@@ -72,21 +72,21 @@ def test_run_killed_at_any_change_of_the_storage_resumes(
         run_into(work, OUT, tmp_path / "counted", monkeypatch)
     assert len(counted.seen) >= 30
     for number in range(1, len(counted.seen) + 1):
-        for after in (False, True):
-            put(OUT, before)
-            place, where = tmp_path / f"{number}-{after}", f"{'after' if after else 'before'} change {number}"
-            killed(work, place, monkeypatch, Kill(number, after=after))
-            assert overwrites or visible(OUT).items() <= final.items(), where
-            staged = staged_tensors(OUT)
-            elsewhere = place if machine == "same" else tmp_path / "another" / place.name
-            found = objects(OUT)
-            untouched = overwrites and ".pqweights/journal.jsonl" not in found and found.items() >= before.items()
-            resumed, begun = continued(command(source, overwrite=untouched), elsewhere, monkeypatch)
-            assert objects(OUT) == final, where
-            assert not begun & staged, where
-            assert resumed + len(begun) == TENSORS, where
-            assert folder_bytes(elsewhere) == {}, where
-            shutil.rmtree(place)
+        after = (number + (machine == "other")) % 2 == 0 or number == len(counted.seen)
+        put(OUT, before)
+        place, where = tmp_path / str(number), f"{'after' if after else 'before'} change {number}"
+        killed(work, place, monkeypatch, Kill(number, after=after))
+        assert overwrites or visible(OUT).items() <= final.items(), where
+        staged = staged_tensors(OUT)
+        elsewhere = place if machine == "same" else tmp_path / "another" / place.name
+        found = objects(OUT)
+        untouched = overwrites and ".pqweights/journal.jsonl" not in found and found.items() >= before.items()
+        resumed, begun = continued(command(source, overwrite=untouched), elsewhere, monkeypatch)
+        assert objects(OUT) == final, where
+        assert not begun & staged, where
+        assert resumed + len(begun) == TENSORS, where
+        assert folder_bytes(elsewhere) == {}, where
+        shutil.rmtree(place)
 
 
 def test_kills_cover_every_change(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,45 +117,7 @@ def test_machines_in_turn_continue_each_other(
     assert objects(OUT) == final
 
 
-@pytest.mark.parametrize("damage", ["lost", "short", "mark lost", "mark cut"])
-def test_staged_shard_that_was_damaged_is_made_again(
-    damage: str, source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed(command(source), tmp_path / "first", monkeypatch, Kill(10))
-    found = objects(OUT)
-    name = next(each for each in found if each.endswith(SECOND_SHARD))
-    mark = ShardMark.parse(found[name + ".json"])
-    assert mark is not None
-    of_shard = {record.name for record in mark.records}
-    if damage == "lost":
-        del found[name]
-    elif damage == "short":
-        found[name] = found[name][:-1]
-    elif damage == "mark lost":
-        del found[name + ".json"]
-    else:
-        found[name + ".json"] = found[name + ".json"][:-1]
-    put(OUT, found)
-    _, begun = continued(command(source), tmp_path / "second", monkeypatch)
-    assert of_shard and of_shard <= begun
-    assert objects(OUT) == final
-
-
-def test_other_run_is_refused_or_replaces_it(
-    source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = command(source, recipe="q4")
-    killed(other, scratch, monkeypatch, Kill(10))
-    before, kept = objects(OUT), folder_bytes(scratch)
-    with pytest.raises(OutputError, match=r"^memory://resumed/model: holds an interrupted run .* pass --overwrite"):
-        run_into(command(source), OUT, scratch, monkeypatch)
-    assert objects(OUT) == before and folder_bytes(scratch) == kept
-    assert run_into(command(source, overwrite=True), OUT, scratch, monkeypatch).resumed == 0
-    assert objects(OUT) == final
-    assert folder_bytes(scratch) == {}
-
-
-@pytest.mark.parametrize("number", range(3, 22, 2))
+@pytest.mark.parametrize("number", [3, 8, 13, 18, 21])
 def test_run_that_replaces_another_is_killed_and_resumes(
     number: int, source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,33 +153,6 @@ def test_damaged_journal_is_named(source: Path, scratch: Path, monkeypatch: pyte
     put(OUT, objects(OUT) | {".pqweights/journal.jsonl": b'{"work"'})
     with pytest.raises(OutputError, match=r"\.pqweights/journal\.jsonl is damaged"):
         run_into(command(source), OUT, scratch, monkeypatch)
-
-
-def test_changed_source_is_refused(
-    own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed(command(own_source), scratch, monkeypatch, Kill(10))
-    with open(own_source / "tokenizer.json", "ab") as stream:
-        stream.write(b" ")
-    before = objects(OUT)
-    with pytest.raises(SourceChangedError, match=r"tokenizer\.json: the source changed since .* in memory://resumed"):
-        run_into(command(own_source), OUT, scratch, monkeypatch)
-    assert objects(OUT) == before
-    assert run_into(command(own_source, overwrite=True), OUT, scratch, monkeypatch).resumed == 0
-
-
-def test_new_companion_is_copied(
-    own_source: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed(command(own_source), scratch, monkeypatch, Kill(10))
-    staged = staged_tensors(OUT)
-    (own_source / "vocab.txt").write_text("a")
-    (own_source / "NOTICE").unlink()
-    _, begun = continued(command(own_source), tmp_path / "another", monkeypatch)
-    assert staged and not begun & staged
-    run_into(command(own_source), "memory://resumed/fresh", scratch, monkeypatch)
-    assert objects(OUT) == objects("memory://resumed/fresh")
-    assert "vocab.txt" in objects(OUT) and "NOTICE" not in objects(OUT)
 
 
 def first_call(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, act: Callable[[], None]) -> None:

@@ -16,8 +16,7 @@ from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
 from pqweights.options import ExportOptions
-from pqweights.planning.containers import Safetensors
-from pqweights.planning.plan import DEFAULT_METADATA
+from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
 from pqweights.rewrite.transform import EXPORT, Account, Output, Transform
 
 NAME = "test-labelled"

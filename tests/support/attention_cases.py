@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from pqweights.kernels import native
-from pqweights.kernels.native import array, counter
+from pqweights.kernels import attention
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -101,21 +101,16 @@ def polar_exact(case: PolarCase) -> tuple[Doubles, Doubles]:
     return scores, bound + 2.0**-21 * sizes + 1e-30
 
 
-def polar_computed(case: PolarCase, threads: int = 1, tile_groups: int = 2) -> Floats:
-    """Return the scores of the kernel, called without torch."""
-    heads, rows, size = case.queries.shape
-    groups, scales = case.angles.shape[1], case.scales.astype(np.float32)
-    out = np.full((heads, rows, groups * 32), np.nan, dtype=np.float32)
-    arrays = (
-        array(case.queries, "f4", heads * rows * size),
-        array(case.angles, "u1", heads * groups * size * 2 * case.angle_bits),
-        array(case.radii, "u1", heads * groups * size * 2 * case.radius_bits),
-        array(scales, "f4", heads * -(-groups // case.chunk_groups) * size // 2),
-        array(out, "f4", out.size, written=True),
-    )
-    numbers = (heads, rows, groups, size // 2, case.radius_bits, case.halves, case.chunk_groups, tile_groups)
-    native.call("polar_scores", counter(), *arrays, *numbers, threads=threads)
-    return out
+def polar_scores(case: PolarCase) -> Floats:
+    """The scores of the public function."""
+    scores: Floats = attention.polar_rope_scores(
+        *map(torch.from_numpy, case.arrays),
+        angle_bits=case.angle_bits,
+        radius_bits=case.radius_bits,
+        halves=case.halves,
+        chunk_groups=case.chunk_groups,
+    ).numpy()
+    return scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,41 +183,20 @@ def scores_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
     return made, 2.0**-20 * np.einsum("hrd,htd->hrt", np.abs(queries), np.abs(keys)) + 1e-30
 
 
-def sums_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> Floats:
-    """Return the sums of the kernel, called without torch."""
-    heads, rows, tokens = case.weights.shape
-    out = np.full((heads, rows, case.size), np.nan, dtype=np.float32)
-    tiles = -(-tokens // tile_tokens)
-    sums, finished = np.empty(heads * tiles * rows * case.size, np.float32), np.zeros(heads, np.int64)
-    arrays = (
-        array(case.weights, "f4", heads * rows * tokens),
-        array(case.codes, "u1", heads * tokens * case.size * case.bits // 8),
-        array(case.levels, "f4", 1 << case.bits),
-        None if case.lows is None else array(case.norms.view(np.uint16), "u2", heads * tokens),
-        None if case.lows is None else array(case.lows.view(np.uint16), "u2", heads * tokens),
-        array(sums, "f4", sums.size, written=True),
-        array(finished, "i8", heads, written=True),
-        array(out, "f4", out.size, written=True),
-    )
-    numbers = (heads, rows, tokens, case.size, case.bits, tile_tokens)
-    native.call("weighted_values", counter(), *arrays, *numbers, threads=threads)
-    return out
+def value_sums(case: TokenCase) -> Floats:
+    """The sums of the public function."""
+    arrays = (case.weights, case.codes, case.levels)
+    of_tokens = {} if case.lows is None else {"scales": case.norms, "lows": case.lows}
+    more = {name: torch.from_numpy(array) for name, array in of_tokens.items()}
+    sums: Floats = attention.weighted_values(*map(torch.from_numpy, arrays), size=case.size, **more).numpy()
+    return sums
 
 
-def scores_computed(case: TokenCase, threads: int = 1, tile_tokens: int = 16) -> Floats:
-    """Return the scores of the kernel, called without torch."""
-    heads, rows, tokens = case.weights.shape
-    out = np.full((heads, rows, tokens), np.nan, dtype=np.float32)
-    arrays = (
-        array(case.queries, "f4", heads * rows * case.size),
-        array(case.codes, "u1", heads * tokens * case.size * case.bits // 8),
-        array(case.norms.view(np.uint16), "u2", heads * tokens),
-        array(case.levels, "f4", 1 << case.bits),
-        array(out, "f4", out.size, written=True),
-    )
-    numbers = (heads, rows, tokens, case.size, case.bits, tile_tokens)
-    native.call("hadamard_scores", counter(), *arrays, *numbers, threads=threads)
-    return out
+def hadamard_scores(case: TokenCase) -> Floats:
+    """The scores of the public function."""
+    arrays = (case.queries, case.codes, case.norms, case.levels)
+    scores: Floats = attention.hadamard_scores(*map(torch.from_numpy, arrays)).numpy()
+    return scores
 
 
 def excess(made: Floats, exact: tuple[Doubles, Doubles]) -> float:

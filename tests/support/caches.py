@@ -130,7 +130,7 @@ def layer(size: int, *, interleaved: bool = False) -> LayerModel:
 def store(spec: str, size: int, kind: str = "keys") -> PackedStates:
     """The store of the keys or the values of such a layer."""
     scheme = parse_spec(spec)
-    quantizer = scheme.key_quantizer(layer(size)) if kind == "keys" else scheme.value_quantizer(layer(size))
+    quantizer = scheme.quantizers(layer(size))[0 if kind == "keys" else 1]
     return PackedStates(quantizer, scheme.residual)
 
 

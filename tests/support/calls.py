@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,9 +15,11 @@ from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Sensitivity
 from pqweights.publish import card
+from pqweights.publish.options import CardOptions
 from pqweights.quality.evaluate import evaluation
 from pqweights.quality.evaluate.report import EvaluationReport
 from pqweights.quality.measure import sensitivity as measuring
+from pqweights.quality.options import EvaluationOptions, SensitivityOptions
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 
@@ -56,22 +59,21 @@ def make_card(
     folder: Path, repository: str | None = None, base_model: str | None = None, old: str | None = None, **keywords: Any
 ) -> card.Card:
     pushed = keywords.pop("pushed", None)
-    asked = card.CardOptions(repository=repository, base_model=base_model, **keywords)
+    asked = CardOptions(repository=repository, base_model=base_model, **keywords)
     return card.make_card(folder, asked, old=old, pushed=pushed)
 
 
 def write_card(
     folder: Path, repository: str | None = None, base_model: str | None = None, adopt: bool = False
 ) -> card.Card:
-    return card.write_card(folder, card.CardOptions(repository=repository, base_model=base_model, adopt=adopt))
+    return card.write_card(folder, CardOptions(repository=repository, base_model=base_model, adopt=adopt))
 
 
 def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywords: Any) -> EvaluationReport:
-    reading = options_of(evaluation.TextOptions, keywords)
-    options = evaluation.EvaluationOptions(text_name=name, reading=reading, **keywords)
-    return evaluation.evaluate(models, text, options)
+    return evaluation.evaluate(models, text, EvaluationOptions(text_name=name, **keywords))
 
 
 def measure_sensitivity(source: Path, recipe: Recipe, **keywords: Any) -> Sensitivity:
-    options = options_of(measuring.SensitivityOptions, keywords)
-    return measuring.measure_sensitivity(source, recipe, options, **keywords)
+    options = options_of(SensitivityOptions, keywords)
+    with tempfile.TemporaryDirectory() as folder:
+        return measuring.measure_sensitivity(source, recipe, options, **{"out": Path(folder, "s.json"), **keywords})

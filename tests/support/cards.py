@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pqweights.common.strict_json import json_bytes
-from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.manifest import ManifestFile, read_manifest
 
 BASE = {
     "id": "org/base",
@@ -29,7 +29,12 @@ BASE = {
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     data = json.loads((folder / "pqweights.json").read_bytes())
     change(data)
-    (folder / "pqweights.json").write_bytes(json_bytes(data))
+    # What is added to the account stands with the rest of it, before the source.
+    account = {key: value for key, value in data.items() if key not in ManifestFile.__struct_fields__}
+    first = {key: data[key] for key in ("manifest_version", "kind")}
+    ordered = first | account
+    ordered |= {key: value for key, value in data.items() if key not in ordered}
+    (folder / "pqweights.json").write_bytes(json_bytes(ordered))
 
 
 def set_model(folder: Path, about: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import shutil
 import struct
 import subprocess
@@ -118,10 +119,11 @@ def emulated_command(emulator: str, folder: Path) -> list[str]:
     return [emulator, str(program)]
 
 
-def sanitized_command(folder: Path) -> list[str] | None:
+def sanitized_command() -> list[str] | None:
     """The same for the best level of this processor, with the sanitizer of addresses, of which g++ brings the library.
 
     What C++ leaves undefined (indices of arrays, conversions, shifts, ...) ends the program as well. None without g++.
+    The program stays beside the objects of the kernels until a source changes.
     """
     linker, own = shutil.which("g++"), build_kernels.own_target()
     if linker is None:
@@ -131,10 +133,13 @@ def sanitized_command(folder: Path) -> list[str] | None:
     sanitizing = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-fsanitize=address", "-O1", "-g1"]
     defined = ["-DPQWEIGHTS_LEVEL=0", '-DPQWEIGHTS_SOURCES=""', f"-I{build_kernels.SOURCES}"]
     command = [*compiler.compile(build_kernels.levels_of(own, "own")[-1]), *sanitizing, *defined]
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = [*sorted(build_kernels.SOURCES.glob("*.cpp")), SOURCE]
-    jobs = [([*command, "-c", str(path)], folder / f"{path.stem}.o") for path in sources]
-    build_kernels.run_all(jobs)
+    sources = [*sorted(build_kernels.SOURCES.glob("*.?pp")), *sorted(build_kernels.SOURCES.glob("*.inc")), SOURCE]
+    key = hashlib.sha256(repr((compiler.version, command[1:], [path.read_bytes() for path in sources])).encode())
+    folder = build_kernels.OBJECTS / f"sanitized-{key.hexdigest()[:24]}"
     program = folder / "runner"
-    build_kernels.run_to([linker, "-fsanitize=address", *(str(path) for _, path in jobs)], program)
+    if not program.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = [(path, folder / f"{path.stem}.o") for path in sources if path.suffix == ".cpp"]
+        build_kernels.run_all([([*command, "-c", str(path)], out) for path, out in jobs])
+        build_kernels.run_to([linker, "-fsanitize=address", *(str(out) for _, out in jobs)], program)
     return [str(program)]

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
 
 from loopback_repositories import LFS_SUFFIXES, Blob, Commit, Content, Repository, is_lfs, lfs_pointer
 
@@ -187,36 +186,13 @@ def _entry(name: str, blob: Blob) -> dict[str, Any]:
     return entry
 
 
-def _folders(files: Mapping[str, Blob]) -> dict[str, dict[str, Any]]:
-    names = {name[: at.start()] for name in files for at in re.finditer("/", name)} - {""}
-    return {
-        name: {"type": "directory", "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0, "path": name}
-        for name in sorted(names)
-    }
-
-
 def _tree(call: Call) -> Reply:
-    files = call.commit(call.repository()).files
-    entries = _folders(files) | {name: _entry(name, blob) for name, blob in sorted(files.items())}
-    folder = call.names.get("rest") or ""
-    inside = {name: entry for name, entry in entries.items() if not folder or name.startswith(folder + "/")}
+    """The files in a folder or below it, in which transformers looks for templates."""
+    files, folder = call.commit(call.repository()).files, call.names.get("rest") or ""
+    inside = {name: blob for name, blob in sorted(files.items()) if not folder or name.startswith(folder + "/")}
     if folder and not inside:
         raise Refused(404, f"{folder} does not exist on this revision", "EntryNotFound")
-    if not call.flag("recursive"):
-        start = len(folder) + 1 if folder else 0
-        inside = {name: entry for name, entry in inside.items() if "/" not in name[start:]}
-    return json_reply(list(inside.values()))
-
-
-def _paths_info(call: Call) -> Reply:
-    files = call.commit(call.repository()).files
-    text = call.body.read().decode()
-    try:
-        paths = json.loads(text)["paths"]
-    except ValueError:
-        paths = parse_qs(text).get("paths", [])
-    entries = _folders(files) | {name: _entry(name, blob) for name, blob in files.items()}
-    return json_reply([entries[path] for path in paths if path in entries])
+    return json_reply([_entry(name, blob) for name, blob in inside.items()])
 
 
 def _refs(call: Call) -> Reply:
@@ -242,12 +218,6 @@ def _create_branch(call: Call) -> Reply:
             repository.branches[name] = repository.sha(start)
         except KeyError:
             raise Refused(404, f"Invalid rev id: {start}", "RevisionNotFound") from None
-    return json_reply({})
-
-
-def _delete_branch(call: Call) -> Reply:
-    if call.writable().branches.pop(call.names["rest"], None) is None:
-        raise Refused(404, f"Invalid rev id: {call.names['rest']}", "RevisionNotFound")
     return json_reply({})
 
 
@@ -317,8 +287,7 @@ def _commit(call: Call) -> Reply:
             repository.branches[branch] = parent
             url = f"{hub.url}/{repository.id}/discussions/{number}"
             pull_request = {"pullRequestUrl": url, "pullRequestNum": number}
-        description = header.get("description", "")
-        sha = repository.advance(branch, changes, title=header["summary"], description=description)
+        sha = repository.advance(branch, changes, title=header["summary"])
     url = f"{hub.url}/{repository.id}/commit/{sha}"
     return json_reply({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": "", **pull_request})
 
@@ -421,11 +390,9 @@ ROUTES: list[tuple[str, str, Callable[[Call], Reply]]] = [
     ("GET", rf"{_MODEL}/revision/{_REVISION}", _info),
     ("GET", rf"{_MODEL}/tree/{_REVISION}(?:/(?P<rest>.*))?", _tree),
     ("GET", rf"{_MODEL}/refs", _refs),
-    ("POST", rf"{_MODEL}/paths-info/{_REVISION}", _paths_info),
     ("POST", rf"{_MODEL}/preupload/{_REVISION}", _preupload),
     ("POST", rf"{_MODEL}/commit/{_REVISION}", _commit),
     ("POST", rf"{_MODEL}/branch/(?P<rest>.+)", _create_branch),
-    ("DELETE", rf"{_MODEL}/branch/(?P<rest>.+)", _delete_branch),
     ("POST", rf"/{_ID}\.git/info/lfs/objects/batch", _lfs_batch),
     ("PUT", r"/uploads/(?P<oid>[0-9a-f]{64})", _upload),
     ("GET", r"/cdn/(?P<oid>[0-9a-f]{64})", _cdn),

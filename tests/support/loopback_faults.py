@@ -87,7 +87,6 @@ class Fault:
     path: a regular expression that is searched in the decoded path, without the query
     times: how many matching requests are hit
     after: how many matching requests pass before that
-    name: the name in tables; by default made from the action
     """
 
     action: Action
@@ -96,32 +95,9 @@ class Fault:
     _: KW_ONLY
     times: int = 1
     after: int = 0
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            object.__setattr__(self, "name", _describe(self.action))
 
     def matches(self, method: str, path: str) -> bool:
         return self.method in (None, method) and re.search(self.path, path, re.DOTALL) is not None
-
-
-def _describe(action: Action) -> str:
-    match action:
-        case Status(code):
-            return f"status {code}"
-        case Cut(count, reset):
-            return f"cut after {count} bytes" + (" (RST)" if reset else "")
-        case Drop(applied, reset):
-            return ("reply lost" if applied else "dropped") + (" (RST)" if reset else "")
-        case Short(count, consistent):
-            return f"short: {count} bytes" + ("" if consistent else ", wrong Content-Range")
-        case Corrupt(position):
-            return f"bit flipped at {position}"
-        case Stall(seconds, at):
-            return f"stall of {seconds:g} s" + ("" if at is None else f" at byte {at}")
-        case Run():
-            return "run"
 
 
 @dataclass

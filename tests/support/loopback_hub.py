@@ -19,27 +19,12 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from loopback_faults import Corrupt, Cut, Drop, Fault, FaultQueue, Run, Short, Stall, Status
 from loopback_repositories import Blob, Content, Repository
 from loopback_server import Request, Server
 
-__all__ = [
-    "Blob",
-    "Content",
-    "Corrupt",
-    "Cut",
-    "Drop",
-    "Fault",
-    "LoopbackHub",
-    "Repository",
-    "Request",
-    "Run",
-    "Short",
-    "Stall",
-    "Status",
-]
+__all__ = ["Content", "Corrupt", "Cut", "Drop", "Fault", "LoopbackHub", "Request", "Run", "Short", "Stall", "Status"]
 
 
 class LoopbackHub:
@@ -58,7 +43,7 @@ class LoopbackHub:
         self.objects: dict[str, tuple[Content, int]] = {}  # sha256 -> content, bytes
         self.lock = threading.RLock()
         self.stopping = threading.Event()
-        self._faults = FaultQueue()
+        self.pending = FaultQueue()
         self._given_folder = folder
         self._uploads = 0
 
@@ -75,9 +60,7 @@ class LoopbackHub:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stopping.set()
         self._server.shutdown()
         self._thread.join()
@@ -150,18 +133,14 @@ class LoopbackHub:
     @property
     def faults(self) -> list[Fault]:
         """The faults that are not used up."""
-        return self._faults.waiting
+        return self.pending.waiting
 
     def inject(self, *faults: Fault) -> None:
         """Add faults. If several match a request, only the first one that is due acts."""
-        self._faults.add(*faults)
+        self.pending.add(*faults)
 
     def clear_faults(self) -> None:
-        self._faults.clear()
-
-    def take_fault(self, method: str, path: str) -> Fault | None:
-        """Return the fault that hits a request."""
-        return self._faults.take(method, path)
+        self.pending.clear()
 
     def upload_path(self) -> Path:
         """Return where the next upload is written."""

@@ -11,40 +11,20 @@ from pathlib import Path
 
 Content = bytes | Path
 
-# The suffixes in .gitattributes of a new repository; files above MAX_REGULAR_BYTES are stored with LFS too.
+# Some of the suffixes in .gitattributes of a new repository; files above MAX_REGULAR_BYTES are stored with LFS too.
 LFS_SUFFIXES = (
-    ".7z",
     ".arrow",
     ".bin",
-    ".bz2",
-    ".ckpt",
-    ".ftz",
     ".gguf",
     ".gz",
     ".h5",
-    ".joblib",
-    ".mlmodel",
     ".model",
-    ".msgpack",
-    ".npy",
     ".npz",
     ".onnx",
-    ".ot",
     ".parquet",
-    ".pb",
-    ".pickle",
-    ".pkl",
     ".pt",
-    ".pth",
-    ".rar",
     ".safetensors",
-    ".tar",
-    ".tflite",
-    ".tgz",
-    ".wasm",
-    ".xz",
     ".zip",
-    ".zst",
 )
 MAX_REGULAR_BYTES = 1_000_000
 MAX_HASHED_BYTES = 1_000_000_000  # of larger files on disk, the sha256 is made up unless it is given
@@ -108,7 +88,6 @@ class Commit:
     sha: str
     parent: str | None
     title: str
-    description: str
     files: Mapping[str, Blob]
 
 
@@ -148,9 +127,7 @@ class Repository:
     def read(self, name: str, revision: str = "main") -> bytes:
         return self.blobs(revision)[name].read()
 
-    def advance(
-        self, branch: str, changes: Mapping[str, Blob | None], *, title: str = "commit", description: str = ""
-    ) -> str:
+    def advance(self, branch: str, changes: Mapping[str, Blob | None], *, title: str = "commit") -> str:
         """Commit to a branch, which is created if there is none. None deletes a file."""
         parent = self.branches.get(branch)
         files = dict(self.commits[parent].files) if parent else {}
@@ -161,7 +138,7 @@ class Repository:
                 files[name] = blob
         state = [self.id, len(self.commits), parent, title, [[name, blob.oid] for name, blob in sorted(files.items())]]
         sha = hashlib.sha1(json.dumps(state).encode()).hexdigest()
-        self.commits[sha] = Commit(sha=sha, parent=parent, title=title, description=description, files=files)
+        self.commits[sha] = Commit(sha=sha, parent=parent, title=title, files=files)
         self.branches[branch] = sha
         return sha
 

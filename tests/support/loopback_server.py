@@ -34,7 +34,7 @@ class Request:
     authorized: whether it had the token
     status: the status of the reply; 0 if the connection was closed without one
     bytes_sent: how many bytes of the body were sent
-    fault: the name of the fault that hit it
+    fault: whether a fault hit it
     """
 
     method: str
@@ -44,7 +44,7 @@ class Request:
     authorized: bool
     status: int = 0
     bytes_sent: int = 0
-    fault: str | None = None
+    fault: bool = False
 
 
 class Server(ThreadingHTTPServer):
@@ -144,9 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
             int(self.headers.get("Content-Length", 0)),
             "chunked" in self.headers.get("Transfer-Encoding", ""),
         )
-        fault = self.hub.take_fault(self.command, path)
+        fault = self.hub.pending.take(self.command, path)
         action = None if fault is None else fault.action
-        record.fault = None if fault is None else fault.name
+        record.fault = fault is not None
         with self.hub.lock:
             self.hub.requests.append(record)
         match action:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import run_command
+from helpers import folder_bytes, run_command
 from rewriting import Killed
 
 from pqweights.rewrite.finished_shards import ShardMark
@@ -42,6 +42,32 @@ def put(address: str, files: dict[str, bytes]) -> None:
         system.rm_file(f"/{root}/{name}")
     for name, data in files.items():
         system.pipe_file(f"/{root}/{name}", data)
+
+
+class Place:
+    """Where a result goes: a folder, or a bucket in memory."""
+
+    def __init__(self, out: Path | str) -> None:
+        self.out = out
+
+    def files(self) -> dict[str, bytes]:
+        """Every file by name, those of an unfinished run included."""
+        if isinstance(self.out, str):
+            return objects(self.out)
+        return {name: data for name, data in folder_bytes(self.out).items() if not name.endswith("/")}
+
+    def change(self, changes: dict[str, bytes | None]) -> None:
+        """Write files, or remove them where there is None."""
+        if isinstance(self.out, str):
+            files = objects(self.out) | changes
+            put(self.out, {name: data for name, data in files.items() if data is not None})
+            return
+        for name, data in changes.items():
+            (self.out / name).parent.mkdir(parents=True, exist_ok=True)
+            if data is None:
+                (self.out / name).unlink()
+            else:
+                (self.out / name).write_bytes(data)
 
 
 def run_into(

@@ -9,23 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     Measures,
     Part,
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     unknown_rate,
 )
+from pqweights.common.documents import Document, as_document
 from pqweights.common.dtypes import from_float32, to_float32
-from pqweights.common.strict_json import Fields
 
 NAME = "test-polar"
 BLOCK = 96
@@ -33,17 +35,13 @@ STEPS_PER_OCTAVE = 16
 DISTORTIONS = {8: 2.064e-4, 12: 1.564e-4}
 ANGLE_DTYPES = {8: "U8", 12: "U16"}
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class OctaveState:
+class OctaveState(Document, frozen=True):
     """The state of a weight: its largest radius is at most 2**octave."""
 
-    octave: int = 0
+    octave: Annotated[int, Meta(ge=-150, le=130)] = 0
 
     @property
     def rescued(self) -> bool:
@@ -63,15 +61,13 @@ class LargestRadius:
         return LargestRadius(max(self.radius, later.radius))
 
 
-class PolarCodec:
+class PolarCodec(Codec):
     """The codec; see the docstring of the module."""
 
     name = NAME
     format_version = 3
     suffixes = ("_radii", "_angles")
     rates = tuple(DISTORTIONS)
-    any_rate = False
-    efforts = ()
     block_size = BLOCK
     state_defaults: Mapping[str, Any] = {"octave": 0}
     description = ""
@@ -83,28 +79,20 @@ class PolarCodec:
         check_effort(self, effort)
         return PolarCoder(int(bits))
 
-    def coder_from_tables(self, bits: float, tables: Any) -> PolarCoder:
-        if tables is not None:
-            raise ValueError("expected none")
-        return self.coder(bits)
-
 
 @dataclass(frozen=True)
-class PolarCoder:
+class PolarCoder(Coder):
     """The codec at one rate."""
 
-    bits: int
+    rate: int
 
     codec = NAME
     block_size = BLOCK
     orthogonal_error = False
-    depends_on_size = False
 
-    def sized(self, weights: int) -> PolarCoder:
-        return self
-
-    def modelled_errors(self, blocks: Floats) -> None:
-        return None
+    @property
+    def bits(self) -> int:
+        return self.rate
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -113,9 +101,6 @@ class PolarCoder:
     @property
     def distortion(self) -> float:
         return DISTORTIONS[self.bits]
-
-    def tables(self) -> None:
-        return None
 
     def first_state(self) -> OctaveState:
         return OctaveState()
@@ -126,11 +111,8 @@ class PolarCoder:
         needed = OctaveState(math.frexp(found.radius)[1])
         return None if needed == history[-1].state else needed
 
-    def parse_state(self, fields: Fields) -> OctaveState:
-        octave = fields.defaulted("octave", fields.whole, 0)
-        if not -150 <= octave <= 130:
-            raise ValueError(f"octave: expected -150 to 130, found {octave}")
-        return OctaveState(octave)
+    def parse_state(self, values: Mapping[str, Any]) -> OctaveState:
+        return as_document(values, OctaveState, ValueError)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         assert isinstance(state, OctaveState)
@@ -160,9 +142,6 @@ class PolarCoder:
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         pass
-
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        return decode_torch_on_cpu(self, parts, state)
 
     def _decoded(self, parts: Sequence[Bytes], state: OctaveState) -> Floats:
         codes = parts[0].astype(np.float64)

@@ -148,26 +148,3 @@ def prepared_floats(case: Case) -> Floats:
     inputs.prepare(case.x, dtype="F32", basis=basis)
     values: Floats = inputs.arrays[0].owner.reshape(-1, len(case.x), 128)
     return values
-
-
-def rotated_inputs(case: Case) -> Floats:
-    """Return the same in numpy: every step is one operation in float32."""
-    x = case.x if case.awq is None else case.x / case.awq
-    blocks = x.reshape(-1, 128) * np.where(independent_reader.SIGNS & case.coding.signed, np.float32(-1), np.float32(1))
-    h = 1
-    while h < 128:
-        pairs = blocks.reshape(-1, 64 // h, 2, h)
-        blocks = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(-1, 128)
-        h *= 2
-    return np.ascontiguousarray(blocks.reshape(len(x), -1, 128).swapaxes(0, 1))
-
-
-def expected_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:
-    """Return the integers in numpy: every step is one operation in float32."""
-    blocks = rotated_inputs(case)
-    most = np.abs(blocks).max(-1, keepdims=True)
-    zero = most < np.float32(2.0**-100)
-    factor = np.float32(MOST_INPUT) / np.where(zero, np.float32(1), most)
-    values = np.where(zero, 0, np.rint(blocks * factor)).astype(np.int16)
-    scales = np.where(zero, np.float32(0), most / np.float32(MOST_INPUT))
-    return np.sort(values), np.ascontiguousarray(scales[:, :, 0].T)

@@ -71,27 +71,22 @@ class RayCluster:
     nodes: those that were not killed
     """
 
-    def __init__(self, folder: str, **system: Any) -> None:
+    def __init__(self, **system: Any) -> None:
         """Start a head. system: internal settings of Ray, such as health_check_period_ms."""
         from ray.cluster_utils import Cluster
 
-        self.folder, self.nodes = folder, list[RayNode]()
+        self.nodes = list[RayNode]()
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": system})
         self.address: str = self._cluster.address
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment variables with which `--ray auto` of another process means this cluster."""
-        return QUIET | TOKEN | {"RAY_TMPDIR": self.folder}
-
-    def add_node(self, cores: int = 1, **options: Any) -> RayNode:
-        """Start a node, and wait until the cluster has it. options: those of ray start, such as memory in bytes."""
+    def add_node(self) -> RayNode:
+        """Start a node of one core, and wait until the cluster has it."""
         support = Path(__file__).parent
         paths = [str(support), str(support.parent), os.environ.get("PYTHONPATH", "")]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # workers need the classes of this module
-            handle = self._cluster.add_node(num_cpus=cores, object_store_memory=OBJECT_STORE_BYTES, **options)
+            handle = self._cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
         node = RayNode(handle.node_id, handle)
         self.nodes.append(node)
         return node
@@ -104,23 +99,11 @@ class RayCluster:
         self._cluster.remove_node(node.handle, allow_graceful=False)
         self.nodes.remove(node)
 
-    @contextlib.contextmanager
-    def frozen(self, node: RayNode) -> Iterator[None]:
-        """Stop all processes of a node until the context ends, as if its network were down."""
-        processes = [node.raylet, *_children(node.raylet)]
-        try:
-            for pid in processes:
-                kill_process(pid, signal.SIGSTOP)
-            yield
-        finally:
-            for pid in processes:
-                kill_process(pid, signal.SIGCONT)
-
-    def wait_for_worker(self, task: str, node: RayNode | None = None) -> int:
-        """Wait until a task runs, on a node or on any, and return the process that runs it."""
+    def wait_for_worker(self, task: str) -> int:
+        """Wait until a task runs, and return the process that runs it."""
 
         def find() -> int | None:
-            pids = [pid for each in self.nodes if node in (None, each) for pid in each.workers(task)]
+            pids = [pid for node in self.nodes for pid in node.workers(task)]
             return pids[0] if pids else None
 
         return wait_until(find, f"no worker ran {task}")
@@ -152,20 +135,10 @@ def _children(pid: int) -> dict[int, str]:
     return found
 
 
-def kill_process(pid: int, how: int = signal.SIGKILL) -> None:
-    """Send a signal to a process that may have ended."""
+def kill_process(pid: int) -> None:
+    """End a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, how)
-
-
-def is_running(pid: int) -> bool:
-    """Say whether a process has not ended."""
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+        os.kill(pid, signal.SIGKILL)
 
 
 def wait_until(find: Callable[[], Any], otherwise: str) -> Any:
@@ -185,7 +158,7 @@ def running_cluster(count: int, **system: Any) -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         try:
-            cluster = RayCluster(folder, **system)
+            cluster = RayCluster(**system)
             try:
                 cluster.restore(count)
                 yield cluster

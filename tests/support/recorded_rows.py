@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Place = tuple[str, int | None]
+MatrixId = tuple[str, int | None]
 
 
 class RecordedRows:
-    """along_rows: by place, whether the model stores the matrix as [N, K]."""
+    """along_rows: by matrix, whether the model stores the matrix as [N, K]."""
 
     def __init__(self) -> None:
         self.windows = 0
-        self.along_rows: dict[Place, bool] = {}
-        self._rows: dict[tuple[Place, bool], list[npt.NDArray[np.float32]]] = {}
+        self.along_rows: dict[MatrixId, bool] = {}
+        self._rows: dict[tuple[MatrixId, bool], list[npt.NDArray[np.float32]]] = {}
 
-    def add(self, place: Place, values: Any, *, along_rows: bool, window: int, held_back: bool) -> None:
-        self.along_rows[place] = along_rows
+    def add(self, matrix_id: MatrixId, values: Any, *, along_rows: bool, window: int, held_back: bool) -> None:
+        self.along_rows[matrix_id] = along_rows
         rows = values.detach().reshape(-1, values.shape[-1]).float().numpy().copy()
-        self._rows.setdefault((place, held_back), []).append(rows)
+        self._rows.setdefault((matrix_id, held_back), []).append(rows)
 
-    def rows(self, place: Place, *, held_back: bool) -> npt.NDArray[np.float32]:
+    def rows(self, matrix_id: MatrixId, *, held_back: bool) -> npt.NDArray[np.float32]:
         """All rows of a matrix, [rows, K]."""
-        return np.concatenate(self._rows[place, held_back])
+        return np.concatenate(self._rows[matrix_id, held_back])

@@ -1,4 +1,4 @@
-"""What levels of transform codes and nearest levels are, and the kernels for them, without torch."""
+"""What levels of transform codes and nearest levels are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy.typing as npt
 from attention_cases import Bytes, Floats, unpacked
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.kernels import native
-from pqweights.kernels.native import array, counter
 from pqweights.kernels.transform_codes import CodeTables, code_tables
 
 # How many coefficients a run has, and their bits.
@@ -54,33 +52,3 @@ def expected_codes(values: Floats, runs: Runs) -> tuple[Bytes, Floats]:
         levels.append(books()[bits][0][code])
         begin += count
     return np.concatenate(codes, axis=-1), np.concatenate(levels, axis=-1)
-
-
-def computed_levels(codes: Bytes, factors: npt.NDArray[np.float16], runs: Runs) -> Floats:
-    """Return what the kernel makes of codes [heads, tokens, bytes] and factors [heads, tokens]."""
-    (heads, tokens, size), used = codes.shape, sum(count for count, _ in runs)
-    out, tables = np.full((heads, tokens, used), np.nan, dtype=np.float32), code_tables_of_all()
-    arrays = (
-        array(codes, "u1", heads * tokens * size),
-        array(factors.view(np.uint16), "u2", heads * tokens),
-        array(np.array(runs, dtype=np.int64), "i8", 2 * len(runs)),
-        array(tables.levels, "f4", tables.levels.size),
-        array(out, "f4", out.size, written=True),
-    )
-    native.call("restore_levels", counter(), *arrays, heads, tokens, tokens * size, tokens, len(runs), 7)
-    return out
-
-
-def computed_codes(values: Floats, runs: Runs) -> tuple[Bytes, Floats]:
-    """Return what the kernel makes of numbers, [rows, size]."""
-    codes, levels, tables = np.zeros(values.shape, np.uint8), np.empty_like(values), code_tables_of_all()
-    arrays = (
-        array(values, "f4", values.size),
-        array(np.array(runs, dtype=np.int64), "i8", 2 * len(runs)),
-        array(tables.thresholds, "f4", tables.thresholds.size),
-        array(tables.levels, "f4", tables.levels.size),
-        array(codes, "u1", values.size, written=True),
-        array(levels, "f4", values.size, written=True),
-    )
-    native.call("nearest_levels", counter(), *arrays, *values.shape, len(runs), 3)
-    return codes, levels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def command(source: Path, **options: Any) -> dict[str, Any]:
     return {"quantize": str(source), "max_shard_bytes": SHARD_BYTES, **options}
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path, shards: int = 2) -> None:
-    """Leave what a run leaves that is killed when it has finished some shards."""
+def killed_after(monkeypatch: pytest.MonkeyPatch, shards: int, run: Callable[[], object]) -> None:
+    """Kill a run when it has finished some shards."""
     left, add = iter(range(shards)), FinishedShards.add
 
     def add_or_die(self: FinishedShards, *given: Any) -> None:
@@ -40,7 +41,12 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path, 
     with monkeypatch.context() as patch:
         patch.setattr(FinishedShards, "add", add_or_die)
         with pytest.raises(Killed):
-            run_command(work, out)
+            run()
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path | str, shards: int = 2) -> None:
+    """Leave what a run leaves that is killed when it has finished some shards."""
+    killed_after(monkeypatch, shards, lambda: run_command(work, out))
 
 
 def marks(out: Path) -> list[Path]:

@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from pqweights.codecs.protocol import (
     Bytes,
+    Codec,
+    Coder,
     DamagedBlock,
     Doubles,
     Measures,
@@ -26,14 +28,13 @@ from pqweights.codecs.protocol import (
     PassResult,
     State,
     check_effort,
-    decode_torch_on_cpu,
     exact_rate,
     exceeds_promise,
     has_rate,
     unknown_rate,
 )
+from pqweights.common.documents import Document, Number, as_document
 from pqweights.common.dtypes import from_float32, to_float32
-from pqweights.common.strict_json import Fields
 
 NAME = "test-superblocks"
 GROUP = 128
@@ -48,7 +49,7 @@ SMALLER = 0.9
 LARGEST_SQUARE = 8.07
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 Floats = npt.NDArray[np.float32]
 Levels = dict[str, list[float]]
@@ -60,11 +61,10 @@ def levels_of(bits: float) -> Levels:
     return {"wide": np.linspace(-1, 1, 2 ** (low + 1)).tolist(), "narrow": np.linspace(-1, 1, 2**low).tolist()}
 
 
-@dataclass(frozen=True)
-class ClipState:
+class ClipState(Document, frozen=True):
     """The state of a weight: the largest magnitude that is coded, relative to that of the group."""
 
-    clip: float = 1.0
+    clip: Number = 1.0
 
     @property
     def rescued(self) -> bool:
@@ -82,7 +82,7 @@ class Nothing:
         return later
 
 
-class SuperblockCodec:
+class SuperblockCodec(Codec):
     """The codec; see the docstring of the module."""
 
     name = NAME
@@ -100,7 +100,7 @@ class SuperblockCodec:
         if not has_rate(self, bits):
             raise unknown_rate(self, bits)
         check_effort(self, effort)
-        return SuperblockCoder(bits=exact_rate(bits), levels=levels_of(bits), effort=effort or self.efforts[0])
+        return SuperblockCoder(rate=exact_rate(bits), levels=levels_of(bits), effort=effort or self.efforts[0])
 
     def coder_from_tables(self, bits: float, tables: Any) -> SuperblockCoder:
         coder = self.coder(bits)
@@ -110,10 +110,10 @@ class SuperblockCodec:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SuperblockCoder:
+class SuperblockCoder(Coder):
     """The codec at one rate. weights: those of the weight that it is sized for."""
 
-    bits: float
+    rate: float
     levels: Levels
     effort: int
     weights: int | None = None
@@ -121,6 +121,10 @@ class SuperblockCoder:
     codec = NAME
     orthogonal_error = False
     depends_on_size = True
+
+    @property
+    def bits(self) -> float:
+        return self.rate
 
     def sized(self, weights: int) -> SuperblockCoder:
         return replace(self, weights=weights)
@@ -185,11 +189,11 @@ class SuperblockCoder:
             return ClipState(CLIPPED) if exceeds_promise(self, errors[0]) else None
         return ClipState() if len(errors) == 2 and errors[0] < errors[1] else None
 
-    def parse_state(self, fields: Fields) -> ClipState:
-        clip = fields.defaulted("clip", fields.number, 1.0)
-        if clip not in (1.0, CLIPPED):
-            raise ValueError(f"clip: expected 1 or {CLIPPED}, found {clip}")
-        return ClipState(float(clip))
+    def parse_state(self, values: Mapping[str, Any]) -> ClipState:
+        state = as_document(values, ClipState, ValueError)
+        if state.clip not in (1.0, CLIPPED):
+            raise ValueError(f"clip: expected 1 or {CLIPPED}, found {state.clip}")
+        return state
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         assert isinstance(state, ClipState)
@@ -232,9 +236,6 @@ class SuperblockCoder:
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """What is wrong shows when blocks are decoded, as with the trellis."""
-
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        return decode_torch_on_cpu(self, parts, state)
 
     def _scales(self, x: Floats, clip: float) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The unit of every superblock, and the scale of every group in that unit."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pqweights.gguf import pretokenizers
+from pqweights.gguf import vocabulary
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog's back, and I've 123 reasons; they're 4567 in all, aren't they?",
@@ -136,13 +136,13 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> None:
 _MADE: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": byte_level,
     "digits": lambda: byte_level(digits=True),
-    "llama3": lambda: byte_level(pretokenizers.LLAMA3, whole_words=True, starts=True),
-    "llama3 with merges": lambda: byte_level(pretokenizers.LLAMA3),
-    "qwen2": lambda: byte_level(pretokenizers.QWEN2),
-    "qwen3.5": lambda: byte_level(pretokenizers.QWEN35),
-    "tekken": lambda: byte_level(pretokenizers.TEKKEN, whole_words=True, starts=True),
-    "gpt-4o": lambda: byte_level(pretokenizers.GPT4O),
-    "deepseek3": lambda: byte_level(r"\p{N}{1,3}", pretokenizers.CJK, pretokenizers.DEEPSEEK3),
+    "llama3": lambda: byte_level(vocabulary.LLAMA3, whole_words=True, starts=True),
+    "llama3 with merges": lambda: byte_level(vocabulary.LLAMA3),
+    "qwen2": lambda: byte_level(vocabulary.QWEN2),
+    "qwen3.5": lambda: byte_level(vocabulary.QWEN35),
+    "tekken": lambda: byte_level(vocabulary.TEKKEN, whole_words=True, starts=True),
+    "gpt-4o": lambda: byte_level(vocabulary.GPT4O),
+    "deepseek3": lambda: byte_level(r"\p{N}{1,3}", vocabulary.CJK, vocabulary.DEEPSEEK3),
     "llama2": lambda: sentencepiece(prefix="legacy"),
     "metaspace": sentencepiece,
     "gemma": lambda: sentencepiece(gemma=True),

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import mpmath
 import numpy as np
+from independent_reader import BLOCK, SIGNS, hadamard
 
-BLOCK, LANES = 128, 16
+LANES = 16
 LEAST = 1 << 16
-SIGN_HEX = "243F6A8885A308D313198A2E03707344"
-SIGNS = np.array([int(SIGN_HEX, 16) >> (127 - j) & 1 for j in range(BLOCK)], dtype=bool)
 # bits of a state -> what the parity and the bit above it flip
 TRELLISES = {2: (2, 1), 3: (5, 2), 4: (9, 2), 5: (18, 4), 6: (33, 10), 7: (78, 43), 8: (166, 121)}
 EXPONENTS = range(-6, 33)
@@ -261,18 +260,10 @@ def decode_superblock(row: bytes, blocks: int, *, signed: bool) -> np.ndarray:
                     large.append(first + lane)
     if any(state != LEAST for state in header.states) or any(stream.words[stream.place :]):
         raise Damaged("the stream does not end as it should")
-    butterflies(values)
+    values = hadamard(values)
     with np.errstate(over="ignore"):
         values[large] *= np.float32(2.0**96)
     return np.where(SIGNS, -values, values) if signed else values
-
-
-def butterflies(x: np.ndarray) -> None:
-    """The unnormalised Walsh-Hadamard transform of rows, in place."""
-    for h in (1, 2, 4, 8, 16, 32, 64):
-        pairs = x.reshape(len(x), BLOCK // (2 * h), 2, h)
-        low, high = pairs[:, :, 0].copy(), pairs[:, :, 1].copy()
-        pairs[:, :, 0], pairs[:, :, 1] = low + high, low - high
 
 
 def decode(rows: np.ndarray, blocks: int, *, signed: bool) -> np.ndarray:

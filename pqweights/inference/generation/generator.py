@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from pqweights.errors import GenerationError
-from pqweights.inference.generation.choosing import Chooser, Floats
-from pqweights.inference.generation.options import choose_tokens, read_settings
+from pqweights.inference.generation.choosing import Chooser, Floats, choose_tokens, read_settings
 from pqweights.inference.generation.packing import check_fits, choose_packed, read_needs
 from pqweights.inference.generation.prompts import (
     ASSISTANT,
+    CONTEXT_TOKENS,
     SYSTEM,
     USER,
     Message,
+    TextStream,
     chat_ids,
     check_ids,
     check_prompt,
@@ -35,12 +36,11 @@ from pqweights.inference.generation.report import (
     GenerationSettings,
     Timings,
 )
-from pqweights.inference.generation.text import CONTEXT_TOKENS, TextStream
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import read_model
-from pqweights.inference.runtimes.llama_tokens import GgufTokenizer
+from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.memory import peak_bytes
-from pqweights.inference.runtimes.models import Model, check_llama_cpp, check_options, choose_device, open_model
+from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.steps import TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
 from pqweights.options import GenerationOptions
@@ -75,8 +75,10 @@ class Generator:
             check_spec(options.kv_cache)
         self._folder, self._options, self._tell = read_model(path), options, tell
         self._name = name or str(path)
-        check_options(self._folder, options.device, bool(options.packed))
-        check_llama_cpp([self._folder], dtype=options.dtype, has_kv_cache=options.kv_cache is not None)
+        if options.packed:
+            check_packed(self._folder)
+        has_kv_cache = options.kv_cache is not None
+        check_options([self._folder], device=options.device, dtype=options.dtype, has_kv_cache=has_kv_cache)
         self._device = choose_device(options.device, [self._folder])
         self._settings = read_settings(self._folder)
         self._choice = choose_tokens(options, self._settings)
@@ -88,9 +90,9 @@ class Generator:
             self._ends |= self._tokenizer.ends
         self.chats = not options.no_chat and has_chat_template(self._tokenizer)
         if options.system is not None and not self.chats:
-            raise GenerationError(f"{path}: --system: the model has no chat template; put the text into the prompt")
+            raise GenerationError(f"{path}: `system`: the model has no chat template; put the text into the prompt")
         if options.system is not None:
-            check_prompt(options.system, "--system")
+            check_prompt(options.system, "`system`")
         self._turns = [] if options.system is None else [Message(SYSTEM, options.system)]
         self._reserved = min(options.max_tokens, (self._folder.context or 0) // PART_FOR_REPLY)
         self._packed = False
@@ -113,22 +115,15 @@ class Generator:
             self._tell(why)
         self._model = open_model(self._folder.path, device=self._device, dtype=self._options.dtype, packed=self._packed)
         if self._options.kv_cache is not None:
-            self._quantize_cache(self._options.kv_cache)
+            self._run = CachedRun(self._model.net, self._options.kv_cache)
+            self._model = replace(self._model, stepper=self._run.stepper())
         self._load_seconds += time.perf_counter() - start
         if self._settings.not_applied:
             self._tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
         if not self._options.no_chat and not self.chats:
             self._tell("the model has no chat template: it continues the text as it is")
 
-    def _quantize_cache(self, spec: str) -> None:
-        """Let the model generate with a quantized cache."""
-        assert self._model is not None
-        if self._model.net is None:
-            raise GenerationError(f"{self._folder.path}: --kv-cache: {self._model.runtime} has a cache of its own")
-        self._run = CachedRun(self._model.net, spec)
-        self._model = replace(self._model, stepper=self._run.stepper())
-
-    def check(self, prompt: str, name: str = "--prompt") -> Ids:
+    def check(self, prompt: str, name: str = "`prompt`") -> Ids:
         """Return the tokens of a prompt, or of the conversation with it as the last turn.
 
         The oldest turns of a conversation are left out if they leave too little room for a reply.

@@ -11,7 +11,7 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
-from pqweights.common.markdown import size as shown
+from pqweights.common.units import size_text as shown
 from pqweights.errors import GenerationError
 from pqweights.exports.target import MLX
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, size
@@ -74,13 +74,13 @@ def read_needs(folder: Folder, dtype: str) -> Needs:
     """
     stored = size(folder.path)
     encoded: list[EncodedTensor] = []
-    if folder.kind == MASTER:
-        encoded = [each for each in open_local(folder.path).tensors if isinstance(each, EncodedTensor)]
+    if folder.runtime == MASTER:
+        encoded = [tensor for tensor in open_local(folder.path).tensors if isinstance(tensor, EncodedTensor)]
     decoded = stored.bytes
-    if folder.kind not in (MLX, LLAMA_CPP) and stored.parameters is not None:
+    if folder.runtime not in (MLX, LLAMA_CPP) and stored.parameters is not None:
         decoded = stored.parameters * BYTES_PER_WEIGHT[_own_dtype(folder.config) if dtype == AUTO else dtype]
     return Needs(
-        codecs=frozenset(each.coder.codec for each in encoded),
+        codecs=frozenset(tensor.coder.codec for tensor in encoded),
         decoded=decoded,
         packed=stored.bytes,
         multiplied=_multiplied(encoded, folder.config),
@@ -94,11 +94,11 @@ def _multiplied(encoded: Sequence[EncodedTensor], config: Mapping[str, Any]) -> 
         return False
     weights = [
         (
-            math.prod(each.shape),
-            isinstance(CODECS.get(each.coder.codec), HadamardLloydMax) and not each.shape[-1] % BLOCK_SIZE,
+            math.prod(tensor.shape),
+            isinstance(CODECS.get(tensor.coder.codec), HadamardLloydMax) and not tensor.shape[-1] % BLOCK_SIZE,
         )
-        for each in encoded
-        if len(each.shape) > 1
+        for tensor in encoded
+        if len(tensor.shape) > 1
     ]
     return sum(size for size, whole in weights if whole) >= MOSTLY * sum(size for size, _ in weights)
 
@@ -108,9 +108,9 @@ def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
     needed = needs.packed if packed else needs.decoded
     if needs.fits(needed):
         return
-    if packed or folder.kind in (MLX, LLAMA_CPP):
+    if packed or folder.runtime in (MLX, LLAMA_CPP):
         remedy = "quantize it with fewer bits, or use a machine with more memory"
-    elif folder.kind == MASTER:
+    elif folder.runtime == MASTER:
         remedy = "leave out --no-packed"
     else:
         remedy = f"quantize it and run the master packed: pqweights quantize {folder.path} MASTER, then pqweights "
@@ -125,5 +125,5 @@ def _own_dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype that a configuration states, or float32."""
     text = config.get("text_config")
     nested = text if isinstance(text, dict) else {}
-    stated = (each.get(key) for each in (config, nested) for key in ("dtype", "torch_dtype"))
+    stated = (settings.get(key) for settings in (config, nested) for key in ("dtype", "torch_dtype"))
     return next((name for name in map(str, stated) if name in BYTES_PER_WEIGHT), "float32")

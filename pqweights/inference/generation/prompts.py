@@ -1,4 +1,4 @@
-"""Prompts as token ids: a text as it is, or a conversation in the form of the model's chat template."""
+"""Prompts as token ids (a text as it is, or a conversation in the model's chat template), and tokens as text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from pqweights.inference.runtimes.folders import Folder
 from pqweights.inference.runtimes.packages import Refused, package, silent
 from pqweights.inference.runtimes.texts import Ids, check_vocabulary
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no character, or not yet
+# So many tokens of a prompt come before the text that continues it.
+CONTEXT_TOKENS = 8
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
@@ -26,7 +29,7 @@ class Message:
     text: str
 
 
-def check_prompt(text: str, name: str = "--prompt") -> None:
+def check_prompt(text: str, name: str = "`prompt`") -> None:
     """Raise GenerationError if a prompt is empty or cannot be written as UTF-8. name: where it comes from"""
     if not text.strip():
         raise GenerationError(f"{name}: expected a text, found {'only white space' if text else 'an empty one'}")
@@ -56,14 +59,14 @@ def chat_ids(tokenizer: Any, turns: Sequence[Message], where: Path) -> Ids:
     messages = [{"role": turn.role, "content": turn.text} for turn in turns]
     try:
         with Refused(f"{where}: transformers cannot apply the chat template"), silent():
-            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     except template_error as error:
         said = " ".join(str(error).split())[:200]
         raise GenerationError(
-            f"{where}: the chat template refuses this conversation: {said}; leave out --system, or continue the text "
-            "without it: --no-chat"
+            f"{where}: the chat template refuses this conversation: {said}; leave out `system`, or continue the text "
+            "without it: `no_chat`"
         ) from None
-    return np.array(found, dtype=np.int64)
+    return np.array(ids, dtype=np.int64)
 
 
 def check_ids(folder: Folder, ids: Ids) -> None:
@@ -79,3 +82,41 @@ def check_ids(folder: Folder, ids: Ids) -> None:
         check_vocabulary(folder, ids)
     except EvaluationError as error:
         raise GenerationError(str(error)) from None
+
+
+class TextStream:
+    """The text of tokens that come one by one: a piece is given out once no later token can change it.
+
+    A token may end within a character, and how a token is written may depend on those before it (SentencePiece leaves
+    out a space at the start of a text). So each piece is the difference of two texts that begin at the same, earlier
+    token.
+
+    tokenizer: a tokenizer of transformers
+    before: the ids that come before the text
+    """
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(before)
+        # Tokens [start, done) have been given out, and serve as the context of those that follow.
+        self._start, self._done = 0, len(self._ids)
+
+    def add(self, token: int) -> str:
+        """Return what is certain of the text now and was not before; often nothing."""
+        self._ids.append(token)
+        return self._new(last=False)
+
+    def end(self) -> str:
+        """Return the rest of the text."""
+        return self._new(last=True)
+
+    def _new(self, *, last: bool) -> str:
+        known, now = self._text(self._start, self._done), self._text(self._start, len(self._ids))
+        if len(now) <= len(known) or (now.endswith(UNFINISHED) and not last):
+            return ""
+        self._start, self._done = self._done, len(self._ids)
+        return now[len(known) :]
+
+    def _text(self, start: int, stop: int) -> str:
+        ids = self._ids[start:stop]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.inference.generation.options import TokenChoice
+from pqweights.inference.generation.choosing import TokenChoice
 from pqweights.inference.runtimes.cached import CacheFigures
 
 # How a reply ends: with a token that ends a text, at the most tokens asked for, at the most that the model takes, or
@@ -36,20 +36,8 @@ class GenerationSettings:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as generate --json prints them."""
-        choice = self.choice
-        return {
-            "runtime": self.runtime,
-            "device": self.device,
-            "dtype": self.dtype,
-            "packed": self.packed,
-            "chat": self.chat,
-            "max_tokens": self.max_tokens,
-            "temperature": choice.temperature,
-            "top_p": choice.top_p,
-            "top_k": choice.top_k,
-            "repetition_penalty": choice.repetition_penalty,
-            "seed": choice.seed,
-        }
+        settings = {name: value for name, value in vars(self).items() if name != "choice"}
+        return settings | vars(self.choice)
 
 
 @dataclass(frozen=True, kw_only=True)

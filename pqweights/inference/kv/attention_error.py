@@ -31,7 +31,7 @@ class _Comparison:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
-        found = _attention(query, key, value, attention_mask, options)
+        outputs = _attention(query, key, value, attention_mask, options)
         layer = self._layers[module.layer_idx]
         if isinstance(layer, PackedLayer):
             before = key.shape[2] - self._queries
@@ -41,9 +41,9 @@ class _Comparison:
             last = slice(query.shape[2] - self._queries, None)
             mask = None if attention_mask is None else attention_mask[:, :, last]
             other = _attention(query[:, :, last], *kept, mask, options)
-            self.error += float((other - found[:, last]).double().square().sum())
-            self.energy += float(found[:, last].double().square().sum())
-        return found, None
+            self.error += float((other - outputs[:, last]).double().square().sum())
+            self.energy += float(outputs[:, last].double().square().sum())
+        return outputs, None
 
 
 def attention_error(net: Any, cache: KVCache, ids: Tensor, queries: int) -> float | None:

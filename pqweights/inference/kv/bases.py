@@ -28,17 +28,17 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
     Raises OptionError for a model whose attention is not made of four projections.
     """
     modules = list(_attentions(net))
-    numbers = [number for number, kind in enumerate(model.layers) if kind in (FULL, HYBRID)]
-    found = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
+    numbers = [number for number, layer_type in enumerate(model.layers) if layer_type in (FULL, HYBRID)]
+    attentions = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
     result = {}
     for number in numbers:
-        if number not in found:
+        if number not in attentions:
             raise OptionError(
                 f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
                 "from which the transform is made; take hadamard"
             )
-        turning = _turning(net, model, number, found[number][0])
-        result[number] = _layer_bases(*found[number], _key_heads(model.config), turning)
+        turning = _turning(net, model, number, attentions[number][0])
+        result[number] = _layer_bases(*attentions[number], _key_heads(model.config), turning)
     return result
 
 
@@ -78,7 +78,7 @@ def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | Non
     with torch.no_grad():
         size = attention.head_dim
         gain = _norm_gain(parent, attention)
-        query_weight, keys, values = (each * gain for each in _projections(attention, heads))
+        query_weight, keys, values = (weight * gain for weight in _projections(attention, heads))
         key_heads = keys.unflatten(0, (-1, size))
         heads = len(key_heads)  # not all models follow their configuration
         value_heads = values.unflatten(0, (heads, -1))
@@ -186,7 +186,7 @@ def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turni
     # A tower for images has angles of its own, which come first.
     decoder = net.get_decoder() if hasattr(net, "get_decoder") else net
     buffers = (getattr(module, name, None) for module in decoder.modules() for name in names)
-    frequencies = next((found for found in buffers if isinstance(found, Tensor) and found.dim() == 1), None)
+    frequencies = next((buffer for buffer in buffers if isinstance(buffer, Tensor) and buffer.dim() == 1), None)
     if frequencies is None or 2 * len(frequencies) > model.size:
         return None
     pairs = RopePairs(model.size, 2 * len(frequencies), model.pairs.interleaved)
@@ -195,7 +195,7 @@ def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turni
 
 def _is_rotated(model: CachedModel, number: int, attention: Any) -> bool:
     """Whether RoPE turns the keys of a layer in a model that has RoPE."""
-    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(kind != FULL for kind in model.layers):
+    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(layer_type != FULL for layer_type in model.layers):
         return False
     listed = getattr(model.config, "no_rope_layers", None)  # in spite of the name, 1 stands for layers with RoPE
     return bool(getattr(attention, "use_rope", True) and (not listed or listed[number]))

@@ -18,7 +18,7 @@ from pqweights.inference.kv.model import FULL, HYBRID, CachedModel, cached_model
 from pqweights.inference.kv.on_codes import NAME as ON_CODES
 from pqweights.inference.kv.on_codes import VALUE_UNIT, may_attend_on_codes
 from pqweights.inference.kv.schemes import UNQUANTIZED, Hadamard, PolarRope, Scheme, parse_spec
-from pqweights.inference.kv.states import TOKENS_TOGETHER, tensor_bytes
+from pqweights.inference.kv.states import TOKENS_TOGETHER, PackedStates, tensor_bytes
 
 
 class KVCache(Cache):
@@ -57,30 +57,26 @@ class KVCache(Cache):
         model of BF16, even if the model computes in float32. 0 for an empty cache.
         """
         bits, count = 0, 0
-        for layer in self.packed_layers:
-            for states in layer.states if layer.is_initialized else ():
-                window = states.window
-                if window is None:
-                    continue
-                bits += 8 * states.packed_bytes() + 16 * window.numel()
-                batch, heads, _, size = window.shape
-                count += batch * heads * states.tokens * size
+        for states, window in self._states():
+            bits += 8 * states.packed_bytes() + 16 * window.numel()
+            batch, heads, _, size = window.shape
+            count += batch * heads * states.tokens * size
         return bits / count if count else 0.0
 
     def coordinates_per_token(self) -> int:
         """Return how many coordinates the keys and values of one token have in all packed layers that hold any."""
-        count = 0
+        return sum(window.shape[1] * window.shape[3] for _, window in self._states())
+
+    def _states(self) -> Iterator[tuple[PackedStates, Tensor]]:
+        """Yield the keys and the values of all packed layers that hold any, each with its window."""
         for layer in self.packed_layers:
             for states in layer.states if layer.is_initialized else ():
                 if states.window is not None:
-                    count += states.window.shape[1] * states.window.shape[3]
-        return count
+                    yield states, states.window
 
     def _tensors(self) -> Iterator[Tensor]:
-        for layer in self.packed_layers:
-            if layer.is_initialized:
-                for states in layer.states:
-                    yield from states.tensors()
+        for states, _ in self._states():
+            yield from states.tensors()
 
 
 def kv_cache(model: Any, spec: str, *, on_codes: bool = False) -> KVCache:
@@ -159,9 +155,9 @@ def _takes_codes(net: Any, model: CachedModel) -> bool:
 
 
 def _layer(model: CachedModel, scheme: Scheme, number: int, bases: LayerBases | None) -> Any:
-    kind, options = model.layers[number], model.options[number]
-    if kind == FULL:
+    layer_type, options = model.layers[number], model.options[number]
+    if layer_type == FULL:
         return PackedLayer(scheme, model, bases)
-    if kind == HYBRID:
+    if layer_type == HYBRID:
         return PackedHybridLayer(scheme, model, bases, **options)
-    return DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)
+    return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options)

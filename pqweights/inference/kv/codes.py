@@ -47,28 +47,28 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     missing = padded(codes.shape[-1], bits) - codes.shape[-1]
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    packed, place = [], 0
+    packed, shift = [], 0
     for width in fields(bits):
-        field = (codes >> place) & ((1 << width) - 1)
+        field = (codes >> shift) & ((1 << width) - 1)
         parts = field.unflatten(-1, (8 // width, -1))
         whole = parts[..., 0, :]
         for number in range(1, 8 // width):
             whole = whole | (parts[..., number, :] << (number * width))
         packed.append(whole)
-        place += width
+        shift += width
     return packed[0].contiguous() if len(packed) == 1 else torch.cat(packed, dim=-1)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack`, [..., bytes] u8 -> [..., count] u8."""
-    codes, start, place = None, 0, 0
+    codes, start, shift = None, 0, 0
     for width in fields(bits):
         size = packed.shape[-1] * width // bits
         whole = packed[..., start : start + size]
         parts = [(whole >> (number * width)) & ((1 << width) - 1) for number in range(8 // width)]
-        field = torch.cat(parts, dim=-1) << place
+        field = torch.cat(parts, dim=-1) << shift
         codes = field if codes is None else codes | field
-        start, place = start + size, place + width
+        start, shift = start + size, shift + width
     assert codes is not None
     return codes[..., :count]
 
@@ -117,8 +117,8 @@ def levels_of(rows: Parts, runs: Runs) -> Tensor:
 @functools.cache
 def _code_tables() -> CodeTables:
     """Return the levels and thresholds of all widths, for kernels."""
-    found = {bits: width_tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
-    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in found.items()})
+    tables = {bits: width_tables(bits, torch.device("cpu")) for bits in range(1, MOST_BITS + 1)}
+    return code_tables({bits: (levels.numpy(), thresholds.numpy()) for bits, (levels, thresholds) in tables.items()})
 
 
 @functools.cache
@@ -127,5 +127,5 @@ def width_tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # later calls may need gradients
         if bits == 1:
             return torch.tensor([-ONE_BIT, ONE_BIT], device=device), torch.zeros(1, device=device)
-        found = codebook(bits)
-        return torch.from_numpy(found.levels).to(device), torch.from_numpy(found.thresholds).to(device)
+        book = codebook(bits)
+        return torch.from_numpy(book.levels).to(device), torch.from_numpy(book.thresholds).to(device)

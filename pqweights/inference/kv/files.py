@@ -103,10 +103,12 @@ def load_kv_cache(path: str | os.PathLike[str], model: Any, *, on_codes: bool = 
     cache = kv_cache(model, about["spec"], on_codes=on_codes)
     expected = _identity(cache)
     for name in (*IDENTITY, WEIGHTS):
-        found = about["model"].get(name)
-        if not _agrees(name, found, expected.get(name)):
-            raise SourceError(f"{file}: it is the cache of another model: {name} is {shown(found)}, that of this model "
-                              f"{shown(expected.get(name))}")  # fmt: skip
+        stated = about["model"].get(name)
+        if not _agrees(name, stated, expected.get(name)):
+            raise SourceError(
+                f"{file}: it is the cache of another model: {name} is {shown(stated)}, that of this model "
+                f"{shown(expected.get(name))}"
+            )
     dtype = None if getattr(model, "config", None) is None else model.dtype
     parts = SavedParts(file, tensors, dtype)
     ids = tensors.get(IDS)
@@ -131,10 +133,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise SourceError(f"{file}: expected a cache that save_kv_cache wrote, found another file")
     if about.get("version") != VERSION:
         raise SourceError(f"{file}: it has version {shown(about.get('version'))}; this pqweights reads {VERSION}")
-    kinds = {"spec": str, "model": dict, "layers": list}
-    for name, kind in kinds.items():
-        if not isinstance(about.get(name), kind):
-            raise SourceError(f"{file}: {name}: expected a {kind.__name__}, found {shown(about.get(name))}")
+    json_types = {"spec": str, "model": dict, "layers": list}
+    for name, json_type in json_types.items():
+        if not isinstance(about.get(name), json_type):
+            raise SourceError(f"{file}: {name}: expected a {json_type.__name__}, found {shown(about.get(name))}")
     return about, tensors
 
 
@@ -150,18 +152,18 @@ def _check_not_withdrawn(file: Path, spec: str) -> None:
 def _identity(cache: KVCache) -> dict[str, Any]:
     """Return what tells the model of a cache from others."""
     model: CachedModel = cache.model
-    found = {name: getattr(model.config, name) for name in IDENTITY if getattr(model.config, name, None) is not None}
+    identity = {name: getattr(model.config, name) for name in IDENTITY if getattr(model.config, name, None) is not None}
     if cache.bases:
-        found[WEIGHTS] = summary(dict(cache.bases))
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+        identity[WEIGHTS] = summary(dict(cache.bases))
+    plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return plain
 
 
-def _agrees(name: str, found: Any, expected: Any) -> bool:
+def _agrees(name: str, stated: Any, expected: Any) -> bool:
     """Whether what a file says of its model is what the model says."""
-    if name != WEIGHTS or not isinstance(found, list) or not isinstance(expected, list):
-        return bool(found == expected)
-    return all(is_number(each) for each in found) and is_same_summary(found, expected)
+    if name != WEIGHTS or not isinstance(stated, list) or not isinstance(expected, list):
+        return bool(stated == expected)
+    return all(is_number(number) for number in stated) and is_same_summary(stated, expected)
 
 
 def _saved_layer(number: int, layer: Any, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
@@ -181,9 +183,9 @@ def _saved_layer(number: int, layer: Any, tensors: dict[str, Tensor]) -> dict[st
     for name, states in zip(("keys", "values"), layer.states, strict=True):
         assert states.window is not None
         tensors[f"{number}.{name}.window"] = states.window
-        for place, chunk in enumerate(states.chunks):
+        for index, chunk in enumerate(states.chunks):
             for part, tensor in _named_parts(states, chunk):
-                tensors[f"{number}.{name}.{place}.{part}"] = tensor
+                tensors[f"{number}.{name}.{index}.{part}"] = tensor
         chunks.append([chunk.tokens for chunk in states.chunks])
     return {"chunks": chunks}
 
@@ -202,9 +204,9 @@ def _load_layers(parts: SavedParts, cache: KVCache, saved: list[Any], ids: Tenso
     if len(saved) != len(cache.layers):
         raise parts.damaged(f"expected {len(cache.layers)} layers, found {len(saved)}")
     held = {
-        _load_layer(number, layer, each, parts)
-        for number, (layer, each) in enumerate(zip(cache.layers, saved, strict=True))
-        if each is not None
+        _load_layer(number, layer, stated, parts)
+        for number, (layer, stated) in enumerate(zip(cache.layers, saved, strict=True))
+        if stated is not None
     }
     if len(held) != 1:
         raise parts.damaged("expected as many tokens in all layers" if held else "expected tokens, found none")
@@ -236,7 +238,7 @@ def _load_layer(number: int, layer: Any, saved: Any, parts: SavedParts) -> tuple
 def _load_packed(number: int, layer: PackedLayer, saved: Any, parts: SavedParts) -> tuple[int, int]:
     """Load a layer with packed keys and values, and return how many sequences and tokens it has."""
     chunks = saved.get("chunks") if isinstance(saved, dict) else None
-    if not isinstance(chunks, list) or len(chunks) != 2 or not all(isinstance(each, list) for each in chunks):
+    if not isinstance(chunks, list) or len(chunks) != 2 or not all(isinstance(counts, list) for counts in chunks):
         raise parts.damaged(f"layer {number}: expected the chunks of keys and values, found {shown(saved)}")
     names = [f"{number}.{name}" for name in ("keys", "values")]
     windows = [parts.states(f"{name}.window") for name in names]
@@ -274,14 +276,14 @@ class SavedParts:
 
     def states(self, name: str) -> Tensor:
         """Return states that are not packed, [batch, heads, tokens, size]."""
-        found = self._tensor(name)
-        shape = found.shape
-        if found.dtype not in DTYPES or len(shape) != 4 or not all((shape[0], shape[1], shape[3])):
-            raise self.damaged(f"{name}: expected states, found {list(shape)} of {found.dtype}")
+        states = self._tensor(name)
+        shape = states.shape
+        if states.dtype not in DTYPES or len(shape) != 4 or not all((shape[0], shape[1], shape[3])):
+            raise self.damaged(f"{name}: expected states, found {list(shape)} of {states.dtype}")
         # A window may have no tokens, and then any shape; but a vector takes a bit for each coordinate somewhere.
-        if shape[0] * shape[1] * shape[3] > 8 * sum(tensor_bytes(each) for each in self.tensors.values()):
+        if shape[0] * shape[1] * shape[3] > 8 * sum(tensor_bytes(tensor) for tensor in self.tensors.values()):
             raise self.damaged(f"{name}: the file has no states of {list(shape)}")
-        return found if self.dtype not in DTYPES else found.to(self.dtype)
+        return states if self.dtype not in DTYPES else states.to(self.dtype)
 
     def chunks(self, name: str, quantizer: StateQuantizer | None, window: Tensor, tokens: list[Any]) -> list[Chunk]:
         """Return the chunks of keys or values. tokens: how many each chunk has, as the file says"""
@@ -294,8 +296,8 @@ class SavedParts:
         zeros = torch.zeros(batch, heads, quantizer.first, size, device="cpu")
         expected = quantizer.fit(zeros, None, 0)
         start = 0
-        for place, count in enumerate(tokens):
-            prefix = f"{name}.{place}"
+        for index, count in enumerate(tokens):
+            prefix = f"{name}.{index}"
             shared = self._parts(f"{prefix}.shared", expected, None)
             first = self._first_row(prefix, quantizer, zeros[:, :, : quantizer.step], shared)
             rows = self._parts(f"{prefix}.rows", first, -(-count // quantizer.step))
@@ -312,7 +314,7 @@ class SavedParts:
 
     def _parts(self, prefix: str, expected: Parts, rows: int | None) -> dict[str, Tensor]:
         """Return the tensors that are like the expected ones, but have `rows` rows if that is given."""
-        found = {}
+        parts = {}
         for name, like in expected.items():
             part = self._tensor(f"{prefix}.{name}")
             shape = list(like.shape) if rows is None else [*like.shape[:2], rows, *like.shape[3:]]
@@ -322,8 +324,8 @@ class SavedParts:
                 )
             if part.is_floating_point() and not part.isfinite().all():
                 raise self.damaged(f"{prefix}.{name}: expected finite numbers, found NaN or an infinity")
-            found[name] = part
-        return found
+            parts[name] = part
+        return parts
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self.tensors:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pqweights.inference.kv.codes import MOST_BITS, Runs, coded, halves, levels_of
 from pqweights.inference.kv.polar_rope import RopePairs
-from pqweights.inference.kv.states import Parts
+from pqweights.inference.kv.states import Parts, StateQuantizer
 
 # Coefficients with the same number of bits, in the order of their variances.
 TOGETHER = 8
@@ -116,7 +116,7 @@ class LayerBases:
     turning: Turning | None
 
 
-class KarhunenLoeve:
+class KarhunenLoeve(StateQuantizer):
     """The quantizer.
 
     basis: of the layer's keys or values
@@ -124,7 +124,6 @@ class KarhunenLoeve:
     turning: the angles of RoPE for keys; None for values, and for models without RoPE
     """
 
-    step = 1
     first = FIRST_TOKENS
 
     def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
@@ -135,17 +134,17 @@ class KarhunenLoeve:
         """See StateQuantizer."""
         if shared is not None:
             return shared
-        found = self._coefficients(states, start)
-        count = found.shape[2]
-        mean = halves(found.sum(2) / (count + PRIOR_MEAN))
-        squares = found.sub_(mean.float()[:, :, None]).square_().sum(2)
-        prior = self._basis.variances.to(found.device)
+        coefficients = self._coefficients(states, start)
+        count = coefficients.shape[2]
+        mean = halves(coefficients.sum(2) / (count + PRIOR_MEAN))
+        squares = coefficients.sub_(mean.float()[:, :, None]).square_().sum(2)
+        prior = self._basis.variances.to(coefficients.device)
         prior = prior * (squares.mean(-1, keepdim=True) / count / prior.mean(-1, keepdim=True))
         variance = (squares + PRIOR_VARIANCE * prior) / (count + PRIOR_VARIANCE)
         spread, order = variance.sqrt().sort(dim=-1, descending=True)
         spread = halves(spread).clamp(min=torch.finfo(torch.float16).tiny)
         widths = allocated(spread.float().log().mean((0, 1)).exp().square(), self.bits)
-        repeated = torch.tensor(widths, dtype=torch.uint8, device=found.device).expand(len(found), 1, -1)
+        repeated = torch.tensor(widths, dtype=torch.uint8, device=coefficients.device).expand(len(coefficients), 1, -1)
         order = order.to(torch.uint8 if order.shape[-1] <= 256 else torch.int16)
         return {"mean": mean, "spread": spread, "order": order, "widths": repeated.contiguous()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +42,9 @@ class PackedLayer(DynamicLayer):
         pairs = self._model.pairs_of(sizes[0])
         layer = LayerModel(key_size=sizes[0], value_size=sizes[1], pairs=pairs, bases=self._bases)
         states = DecodedStates if self.keeps_decoded else PackedStates
-        self.packed_keys = states(scheme.key_quantizer(layer), scheme.residual)
-        self.packed_values = states(scheme.value_quantizer(layer), scheme.residual)
+        self.packed_keys, self.packed_values = (
+            states(quantizer, scheme.residual) for quantizer in scheme.quantizers(layer)
+        )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -109,35 +111,38 @@ class PackedLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence i become sequence beam_idx[i]."""
-        self._choose(beam_idx)
+        self._replace_tensors(lambda part: part.index_select(0, beam_idx.to(part.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences of these numbers only."""
-        self._choose(indices)
+        self._replace_tensors(lambda part: part.index_select(0, indices.to(part.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        if self.is_initialized:
-            for states in self.states:
-                states.each(lambda part: part.repeat_interleave(repeats, dim=0))
+        self._replace_tensors(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
         """Move everything to the memory of the CPU."""
-        self._move("cpu")
+        self._replace_tensors(lambda part: part.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move everything back."""
-        self._move(self.device)
+        self._replace_tensors(lambda part: part.to(self.device, non_blocking=True))
 
-    def _choose(self, index: Tensor) -> None:
+    def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
             for states in self.states:
-                states.each(lambda part: part.index_select(0, index.to(part.device)))
+                states.replace_tensors(change)
 
-    def _move(self, device: Any) -> None:
-        if self.is_initialized:
-            for states in self.states:
-                states.each(lambda part: part.to(device, non_blocking=True))
+
+def _both(name: str) -> Any:
+    """Return a method that calls those with this name of the attention and of the recurrent state."""
+
+    def method(layer: Any, *args: Any) -> None:
+        for of_layer in (LinearAttentionLayer, PackedLayer):
+            getattr(of_layer, name)(layer, *args)
+
+    return method
 
 
 class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
@@ -158,27 +163,5 @@ class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def offload(self) -> None:
-        """See PackedLayer."""
-        PackedLayer.offload(self)
-        LinearAttentionLayer.offload(self)
-
-    def prefetch(self) -> None:
-        """See PackedLayer."""
-        PackedLayer.prefetch(self)
-        LinearAttentionLayer.prefetch(self)
-
-    def reset(self) -> None:
-        """See PackedLayer."""
-        LinearAttentionLayer.reset(self)
-        PackedLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """See PackedLayer."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        PackedLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """See PackedLayer."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        PackedLayer.crop(self, tokens_to_remove)
+    offload, prefetch, reset = _both("offload"), _both("prefetch"), _both("reset")
+    reorder_cache, crop = _both("reorder_cache"), _both("crop")

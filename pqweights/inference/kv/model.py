@@ -48,18 +48,20 @@ def cached_model(config: Any, scheme: Scheme) -> CachedModel:
     Raises OptionError for a model whose cache the method cannot quantize.
     """
     decoder = config.get_text_config(decoder=True)
-    kind = f"KV cache {scheme.name}: {decoder.model_type}"
+    subject = f"KV cache {scheme.name}: {decoder.model_type}"
     if getattr(decoder, "kv_lora_rank", None) is not None:
-        raise OptionError(f"{kind} has multi-head latent attention, whose cache is compressed already; leave the KV "
+        raise OptionError(f"{subject} has multi-head latent attention, whose cache is compressed already; leave the KV "
                           "cache as it is")  # fmt: skip
     if getattr(config, "is_encoder_decoder", False) or not getattr(decoder, "num_attention_heads", None):
-        raise OptionError(f"{kind}: expected a decoder with attention, found a model without keys and values to keep")
+        raise OptionError(
+            f"{subject}: expected a decoder with attention, found a model without keys and values to keep"
+        )
     layers, options = get_layer_types_and_kwargs(decoder)
     if not {FULL, HYBRID} & set(layers):
-        raise OptionError(f"{kind}: expected layers with full attention, found {', '.join(sorted(set(layers)))}")
+        raise OptionError(f"{subject}: expected layers with full attention, found {', '.join(sorted(set(layers)))}")
     size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
     scheme.check_size(size)
-    found = CachedModel(config=decoder, layers=tuple(layers), options=tuple(options), size=size)
-    if scheme.needs_rope and found.pairs is None:
-        raise OptionError(f"{kind} has no rotary position embedding, on which the method rests; take hadamard")
-    return found
+    model = CachedModel(config=decoder, layers=tuple(layers), options=tuple(options), size=size)
+    if scheme.needs_rope and model.pairs is None:
+        raise OptionError(f"{subject} has no rotary position embedding, on which the method rests; take hadamard")
+    return model

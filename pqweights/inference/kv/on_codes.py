@@ -6,7 +6,7 @@ registered here takes products on codes, and adds those with the recent tokens, 
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pqweights.inference.kv.model import CachedModel
-from pqweights.inference.kv.states import Chunk, PackedStates, Parts
+from pqweights.inference.kv.states import Chunk, PackedStates
 from pqweights.kernels.attention import MOST_ROWS, MOST_SIZE
 
 NAME = "pqweights_codes"
@@ -24,35 +24,6 @@ PAST = "pqweights_past"
 OTHERS = ("s_aux", "softcap", "position_bias", "output_attentions")
 # Sizes of values that the kernels take are multiples of this.
 VALUE_UNIT = 32
-
-
-@runtime_checkable
-class TakesScores(Protocol):
-    """A quantizer of keys with a kernel for products with queries."""
-
-    def can_score(self) -> bool:
-        """Whether there is a kernel for these options."""
-        ...
-
-    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """Return the products of queries [batch, heads, n, size] f32 with all keys in `rows`, [batch, heads, n, keys].
-
-        The parts have room for more rows than are used; what is returned for those means nothing.
-        """
-        ...
-
-
-@runtime_checkable
-class TakesWeights(Protocol):
-    """A quantizer of values with a kernel for weighted sums."""
-
-    def can_weigh(self) -> bool:
-        """Whether there is a kernel for these options."""
-        ...
-
-    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """Return the sums of values with weights [batch, heads, n, values] f32, [batch, heads, n, size] f32."""
-        ...
 
 
 class Past:
@@ -91,15 +62,11 @@ def has_kernels(keys: PackedStates, values: PackedStates) -> bool:
     """Whether attention can run on these states as they are stored."""
     if keys.window is None or values.window is None or keys.window.device.type != "cpu":
         return False
-    scores, weights = keys.quantizer, values.quantizer
     key_size, value_size = keys.window.shape[-1], values.window.shape[-1]
-    takes_keys = scores is None or (
-        key_size <= MOST_SIZE and isinstance(scores, TakesScores) and scores.can_score()
-    )  # fmt: skip
-    takes_values = weights is None or (
-        value_size <= MOST_SIZE and not value_size % VALUE_UNIT
-        and isinstance(weights, TakesWeights) and weights.can_weigh()
-    )  # fmt: skip
+    takes_keys = keys.quantizer is None or (key_size <= MOST_SIZE and keys.quantizer.can_score())
+    takes_values = values.quantizer is None or (
+        value_size <= MOST_SIZE and not value_size % VALUE_UNIT and values.quantizer.can_weigh()
+    )
     return takes_keys and takes_values
 
 
@@ -152,12 +119,12 @@ def _of_heads(mask: Tensor | None) -> bool:
 def _scores(queries: Tensor, past: Past, key: Tensor) -> Tensor:
     """Return the scores of all tokens, [batch, heads, groups, tokens] f32."""
     assert past.window is not None
-    found: list[Tensor] = []
+    packed: list[Tensor] = []
     for chunk, tokens in past.chunks:
-        assert isinstance(past.states.quantizer, TakesScores)
-        found.append(past.states.quantizer.scores(queries, chunk.rows, chunk.shared)[..., :tokens])
+        assert past.states.quantizer is not None
+        packed.append(past.states.quantizer.scores(queries, chunk.rows, chunk.shared)[..., :tokens])
     recent = torch.cat([past.window, key], dim=2).float()
-    return torch.cat([*found, queries @ recent.transpose(-1, -2)], dim=-1)
+    return torch.cat([*packed, queries @ recent.transpose(-1, -2)], dim=-1)
 
 
 def _sums(weights: Tensor, past: Past, value: Tensor) -> Tensor:
@@ -168,7 +135,7 @@ def _sums(weights: Tensor, past: Past, value: Tensor) -> Tensor:
     total = weights[..., packed:] @ recent
     start = 0
     for chunk, tokens in past.chunks:
-        assert isinstance(past.states.quantizer, TakesWeights)
+        assert past.states.quantizer is not None
         room = next(iter(chunk.rows.values())).shape[2]
         some = torch.nn.functional.pad(weights[..., start : start + tokens], (0, room - tokens)).contiguous()
         total = total + past.states.quantizer.weighted(some, chunk.rows, chunk.shared)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pqweights.inference.kv.codes import halves, pack, unpack
-from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts
+from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 from pqweights.kernels.attention import POLAR_WIDTHS, polar_rope_scores, weighted_values
 
 # Rotary models whose modules have no function that shows the layout: they rotate neighbours.
@@ -69,8 +69,10 @@ def rope_pairs(config: Any, size: int) -> RopePairs | None:
     if (not parameters and rotary is None) or getattr(config, "alibi", False):
         return None
     nested = (parameters or {}).values()
-    of_layers = [each for each in (parameters, *nested) if isinstance(each, dict)]
-    share = next((each["partial_rotary_factor"] for each in of_layers if "partial_rotary_factor" in each), 1.0)
+    of_layers = [settings for settings in (parameters, *nested) if isinstance(settings, dict)]
+    share = next(
+        (settings["partial_rotary_factor"] for settings in of_layers if "partial_rotary_factor" in settings), 1.0
+    )
     rotated = int(rotary if rotary is not None else size * share) // 2 * 2
     return RopePairs(size, min(size, rotated), _is_interleaved(config))
 
@@ -98,7 +100,7 @@ OVERSHOOT = 1.375
 UNIT = 8
 
 
-class PolarPairs:
+class PolarPairs(StateQuantizer):
     """The quantizer. Codes of 32 tokens lie together, so that a product looks up 32 tokens in one table (Section 3.3).
 
     pairs: which coordinates are pairs
@@ -143,13 +145,13 @@ class PolarPairs:
         return self.pairs.joined(table[0][codes] * radii, table[1][codes] * radii)
 
     def can_score(self) -> bool:
-        """See TakesScores."""
+        """See StateQuantizer."""
         return (self.angle_bits, self.radius_bits) in POLAR_WIDTHS and not self.pairs.size % UNIT
 
     def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See TakesScores: the product by table look-up of Section 3.3."""
+        """See StateQuantizer: the product by table look-up of Section 3.3."""
         batch, heads = queries.shape[:2]
-        found = polar_rope_scores(
+        scores = polar_rope_scores(
             torch.cat(self.pairs.split(queries), dim=-1).flatten(0, 1),
             rows["angles"].flatten(0, 1),
             rows["radii"].flatten(0, 1),
@@ -157,7 +159,7 @@ class PolarPairs:
             angle_bits=self.angle_bits,
             radius_bits=self.radius_bits,
         )
-        return found.view(batch, heads, *found.shape[1:])
+        return scores.view(batch, heads, *scores.shape[1:])
 
     def directions(self, device: torch.device) -> Tensor:
         """Return cosine and sine of every angle code, [2, 2**angle_bits] f32."""
@@ -187,20 +189,14 @@ def affine_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8), scale, low
 
 
-class TokenWise:
+class TokenWise(StateQuantizer):
     """Each token apart, with a scale and a lowest value, as arXiv:2502.00527 stores values.
 
     bits: of a code
     """
 
-    step = first = 1
-
     def __init__(self, bits: int) -> None:
         self.bits = bits
-
-    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer."""
-        return {} if shared is None else shared
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
@@ -213,13 +209,13 @@ class TokenWise:
         return codes * rows["scale"].float() + rows["low"].float()
 
     def can_weigh(self) -> bool:
-        """See TakesWeights."""
+        """See StateQuantizer."""
         return True
 
     def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See TakesWeights."""
+        """See StateQuantizer."""
         batch, heads = weights.shape[:2]
-        found = weighted_values(
+        sums = weighted_values(
             weights.flatten(0, 1),
             rows["codes"].flatten(0, 1),
             torch.arange(1 << self.bits, dtype=torch.float32, device=weights.device),
@@ -227,4 +223,4 @@ class TokenWise:
             scales=rows["scale"].flatten(0, 1).squeeze(-1),
             lows=rows["low"].flatten(0, 1).squeeze(-1),
         )
-        return found.view(batch, heads, *found.shape[1:])
+        return sums.view(batch, heads, *sums.shape[1:])

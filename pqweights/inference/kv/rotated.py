@@ -21,10 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, LEVELS
-from pqweights.codecs.polar_transform import angle_codes, directions, transform, unit_vectors
+from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, LEVELS, angle_codes, directions, transform, unit_vectors
 from pqweights.inference.kv.codes import coded, halves, levels_of, pack, packed_bytes, unpack, width_tables
-from pqweights.inference.kv.states import Parts
+from pqweights.inference.kv.states import Parts, StateQuantizer
 from pqweights.kernels.attention import MOST_SIZE, hadamard_scores, weighted_values
 
 SEED = 0x51A75
@@ -67,7 +66,7 @@ TOKENS_OF_A_MEAN = 32
 UNIT = 32
 
 
-class RotatedScalar:
+class RotatedScalar(StateQuantizer):
     """The quantizer.
 
     size: coordinates of a vector, a multiple of 8
@@ -77,17 +76,15 @@ class RotatedScalar:
         back all the same, so that decoded states are near the given ones.
     """
 
-    step = 1
-
     def __init__(self, size: int, bits: int, *, centred: bool = False) -> None:
         self.size, self.bits, self.centred = size, bits, centred
         self.first = TOKENS_OF_A_MEAN if centred else 1
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """See StateQuantizer."""
-        if shared is not None:
-            return shared
-        return {"mean": halves(states.mean(2, keepdim=True))} if self.centred else {}
+        if shared is None and self.centred:
+            return {"mean": halves(states.mean(2, keepdim=True))}
+        return super().fit(states, shared, start)
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
@@ -95,8 +92,8 @@ class RotatedScalar:
             states = states - shared["mean"].float()
         rotated = states @ rotation(self.size, states.device).T
         rms = rotated.square().mean(-1, keepdim=True).sqrt()
-        codes, found = coded(rotated / torch.where(rms > 0, rms, 1), [(self.size, self.bits)])
-        factor = halves((rotated * found).sum(-1) / found.square().sum(-1))
+        codes, levels = coded(rotated / torch.where(rms > 0, rms, 1), [(self.size, self.bits)])
+        factor = halves((rotated * levels).sum(-1) / levels.square().sum(-1))
         return {"codes": codes, "factor": factor}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
@@ -105,35 +102,35 @@ class RotatedScalar:
         return states + shared["mean"].float() if self.centred else states
 
     def can_score(self) -> bool:
-        """See TakesScores."""
+        """See StateQuantizer."""
         return self.size % UNIT == 0 and self.size <= MOST_SIZE
 
     def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See TakesScores: queries are rotated in place of keys."""
+        """See StateQuantizer: queries are rotated in place of keys."""
         batch, heads = queries.shape[:2]
-        found = hadamard_scores(
+        scores = hadamard_scores(
             (queries @ rotation(self.size, queries.device).T).flatten(0, 1),
             rows["codes"].flatten(0, 1),
             rows["factor"].flatten(0, 1),
             width_tables(self.bits, queries.device)[0],
         ).view(batch, heads, queries.shape[2], -1)
-        return found + queries @ shared["mean"].float().transpose(-1, -2) if self.centred else found
+        return scores + queries @ shared["mean"].float().transpose(-1, -2) if self.centred else scores
 
     def can_weigh(self) -> bool:
-        """See TakesWeights."""
+        """See StateQuantizer."""
         return self.can_score() and not self.centred
 
     def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See TakesWeights: the sum is rotated back in place of values."""
+        """See StateQuantizer: the sum is rotated back in place of values."""
         batch, heads = weights.shape[:2]
-        found = weighted_values(
+        sums = weighted_values(
             weights.flatten(0, 1),
             rows["codes"].flatten(0, 1),
             width_tables(self.bits, weights.device)[0],
             size=self.size,
             scales=rows["factor"].flatten(0, 1),
         )
-        return found.view(batch, heads, *found.shape[1:]) @ rotation(self.size, weights.device)
+        return sums.view(batch, heads, *sums.shape[1:]) @ rotation(self.size, weights.device)
 
 
 # Rounds of k-means on a prompt's angles; the centroids of the densities, from which it starts, are near already.
@@ -142,7 +139,7 @@ ROUNDS = 8
 TOKENS_OF_CODEBOOKS = 64
 
 
-class RecursivePolar:
+class RecursivePolar(StateQuantizer):
     """The quantizer.
 
     size: coordinates of a vector, a multiple of 16
@@ -151,25 +148,21 @@ class RecursivePolar:
     rotated: whether vectors are rotated first; without it, this is what the paper calls PolarQuant without the R
     """
 
-    step = 1
-
     def __init__(self, size: int, *, online: bool = False, rotated: bool = True) -> None:
         self.size, self.online, self.rotated = size, online, rotated
         self.first = TOKENS_OF_CODEBOOKS if online else 1
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """See StateQuantizer."""
-        if shared is not None:
-            return shared
-        if not self.online:
-            return {}
+        if shared is not None or not self.online:
+            return super().fit(states, shared, start)
         angles, _ = transform(self._turned(states), _angles)
-        return {f"centroids{level}": _k_means(each, level) for level, each in enumerate(angles, 1)}
+        return {f"centroids{level}": _k_means(of_level, level) for level, of_level in enumerate(angles, 1)}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
         codes, radius = transform(self._turned(states), self._code_rule(shared))
-        packed = [pack(each, bits) for each, bits in zip(codes, ANGLE_BITS, strict=True)]
+        packed = [pack(of_level, bits) for of_level, bits in zip(codes, ANGLE_BITS, strict=True)]
         return {"angles": torch.cat(packed, dim=-1), "radius": halves(radius)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
@@ -177,7 +170,7 @@ class RecursivePolar:
         counts = [self.size >> level for level in range(1, len(ANGLE_BITS) + 1)]
         sizes = [packed_bytes(count, bits) for count, bits in zip(counts, ANGLE_BITS, strict=True)]
         packed = rows["angles"].split(sizes, dim=-1)
-        codes = [unpack(*each) for each in zip(packed, ANGLE_BITS, counts, strict=True)]
+        codes = [unpack(*of_level) for of_level in zip(packed, ANGLE_BITS, counts, strict=True)]
         groups: Tensor = directions(codes, functools.partial(self._pairs_of, shared)).unflatten(-1, (-1, GROUP))
         values: Tensor = (groups * rows["radius"].float()[..., None]).flatten(-2)
         return values @ rotation(self.size, values.device) if self.rotated else values
@@ -238,13 +231,13 @@ def _k_means(angles: Tensor, level: int) -> Tensor:
     angles: [batch, heads, tokens, n]
     """
     flat = angles.flatten(1)
-    found = _offline(level, angles.device).expand(len(flat), -1).contiguous()
+    centroids = _offline(level, angles.device).expand(len(flat), -1).contiguous()
     for _ in range(ROUNDS):
-        codes = _nearest(flat, found)
-        counts = torch.zeros_like(found).scatter_add_(1, codes, torch.ones_like(flat))
-        sums = torch.zeros_like(found).scatter_add_(1, codes, flat)
-        found = torch.where(counts > 0, sums / counts.clamp(min=1), found)
-    return found[:, None]
+        codes = _nearest(flat, centroids)
+        counts = torch.zeros_like(centroids).scatter_add_(1, codes, torch.ones_like(flat))
+        sums = torch.zeros_like(centroids).scatter_add_(1, codes, flat)
+        centroids = torch.where(counts > 0, sums / counts.clamp(min=1), centroids)
+    return centroids[:, None]
 
 
 @functools.cache
@@ -258,7 +251,7 @@ def _offline(level: int, device: torch.device) -> Tensor:
 def _unit_vectors(level: int, device: torch.device) -> Tensor:
     """Return the unit vectors of these as complex numbers, [entries] c64."""
     with torch.inference_mode(False):
-        cosines, sines = (torch.from_numpy(each) for each in unit_vectors(level))
+        cosines, sines = (torch.from_numpy(table) for table in unit_vectors(level))
         return torch.complex(cosines, sines).to(device)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pqweights.codecs.polar_codebook import GROUP
+from pqweights.codecs.polar_transform import GROUP
 from pqweights.common.suggestions import instead, nearest
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import KarhunenLoeve, LayerBases
@@ -66,12 +66,8 @@ class Scheme(ABC):
     size_unit: ClassVar[int] = 8
 
     @abstractmethod
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer | None:
-        """Return what quantizes the keys of a layer; None if they stay as they are."""
-
-    @abstractmethod
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer | None:
-        """Return what quantizes the values of a layer; None if they stay as they are."""
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
+        """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
 
     def check_size(self, size: int) -> None:
         """Raise OptionError for a size of heads that the method cannot take."""
@@ -89,13 +85,13 @@ class Scheme(ABC):
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default or field.name in self.always
         }
-        found = []
+        written = []
         for word, meant in self.words.items():
             if all(given.get(key) == value for key, value in meant.items()):
-                found.append(word)
+                written.append(word)
                 given = {key: value for key, value in given.items() if key not in meant}
-        found += [f"{key}={value:.9g}" for key, value in given.items()]
-        return f"{self.name}:{','.join(found)}" if found else self.name
+        written += [f"{key}={value:.9g}" for key, value in given.items()]
+        return f"{self.name}:{','.join(written)}" if written else self.name
 
 
 def digits(option: str, values: Collection[float]) -> dict[str, Mapping[str, float]]:
@@ -126,15 +122,11 @@ class Klt(Scheme):
     needs_weights: ClassVar[bool] = True
     mixes_sequences: ClassVar[bool] = True  # kernels want the same widths for all
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """See Scheme."""
         assert layer.bases is not None
-        return KarhunenLoeve(layer.bases.keys, self.keys or self.bits, layer.bases.turning)
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        """See Scheme."""
-        assert layer.bases is not None
-        return KarhunenLoeve(layer.bases.values, self.values or self.bits, None)
+        keys = KarhunenLoeve(layer.bases.keys, self.keys or self.bits, layer.bases.turning)
+        return keys, KarhunenLoeve(layer.bases.values, self.values or self.bits, None)
 
 
 BITS = range(2, 9)
@@ -161,13 +153,10 @@ class Hadamard(Scheme):
     choices = {"bits": BITS, "keys": BITS, "values": BITS, "centred": (0, 1), "residual": WINDOWS}
     words = digits("bits", BITS)
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """See Scheme."""
-        return RotatedScalar(layer.key_size, self.keys or self.bits, centred=bool(self.centred))
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        """See Scheme."""
-        return RotatedScalar(layer.value_size, self.values or self.bits)
+        keys = RotatedScalar(layer.key_size, self.keys or self.bits, centred=bool(self.centred))
+        return keys, RotatedScalar(layer.value_size, self.values or self.bits)
 
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -195,14 +184,11 @@ class PolarRope(Scheme):
     always: ClassVar[Collection[str]] = ("angle", "radius")
     needs_rope: ClassVar[bool] = True
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """See Scheme."""
         assert layer.pairs is not None
-        return PolarPairs(layer.pairs, self.angle, self.radius)
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer | None:
-        """See Scheme."""
-        return None if self.values == UNQUANTIZED else TokenWise(self.values)
+        values = None if self.values == UNQUANTIZED else TokenWise(self.values)
+        return PolarPairs(layer.pairs, self.angle, self.radius), values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,13 +209,13 @@ class Polar(Scheme):
     words = {"online": {"online": 1}}
     size_unit: ClassVar[int] = GROUP
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer:
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """See Scheme."""
-        return RecursivePolar(layer.key_size, online=bool(self.online), rotated=bool(self.rotation))
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer:
-        """See Scheme."""
-        return RecursivePolar(layer.value_size, online=bool(self.online), rotated=bool(self.rotation))
+        online, rotated = bool(self.online), bool(self.rotation)
+        return (
+            RecursivePolar(layer.key_size, online=online, rotated=rotated),
+            RecursivePolar(layer.value_size, online=online, rotated=rotated),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +227,9 @@ class Unquantized(Scheme):
     words = {}
     size_unit: ClassVar[int] = 1
 
-    def key_quantizer(self, layer: LayerModel) -> StateQuantizer | None:
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """See Scheme."""
-        return None
-
-    def value_quantizer(self, layer: LayerModel) -> StateQuantizer | None:
-        """See Scheme."""
-        return None
+        return None, None
 
 
 SCHEMES: dict[str, type[Scheme]] = {

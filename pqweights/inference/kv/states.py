@@ -5,9 +5,9 @@ A `StateQuantizer` packs the rows: two functions between states and parts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,22 +19,17 @@ Parts = Mapping[str, Tensor]
 TOKENS_TOGETHER = 32
 
 
-class StateQuantizer(Protocol):
+class StateQuantizer(ABC):
     """A quantizer of states: the keys or the values of a layer, [batch, heads, tokens, size].
 
     Tokens are encoded in rows of `step` tokens, and decoded from the parts of their rows and from `shared` parts, which
     many rows have in common.
+
+    step: how many tokens are encoded together
+    first: how many tokens there must be before the first are encoded, because something is measured on them
     """
 
-    @property
-    def step(self) -> int:
-        """How many tokens are encoded together."""
-        ...
-
-    @property
-    def first(self) -> int:
-        """How many tokens there must be before the first are encoded, because something is measured on them."""
-        ...
+    step = first = 1
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
         """Return the shared parts with which states are encoded: those of earlier states if they serve.
@@ -43,15 +38,34 @@ class StateQuantizer(Protocol):
         shared: those of earlier states of the same layer; None for the first ones
         start: the position of the first of the tokens
         """
-        ...
+        return {} if shared is None else shared
 
+    @abstractmethod
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
-        ...
 
+    @abstractmethod
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """Decode whole rows, into [batch, heads, rows * step, size] f32."""
-        ...
+
+    def can_score(self) -> bool:
+        """Whether there is a kernel for products of queries with these keys."""
+        return False
+
+    def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """Return the products of queries [batch, heads, n, size] f32 with all keys in `rows`, [batch, heads, n, keys].
+
+        The parts have room for more rows than are used; what is returned for those means nothing.
+        """
+        raise NotImplementedError
+
+    def can_weigh(self) -> bool:
+        """Whether there is a kernel for weighted sums of these values."""
+        return False
+
+    def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
+        """Return the sums of values with weights [batch, heads, n, values] f32, [batch, heads, n, size] f32."""
+        raise NotImplementedError
 
 
 # Room for more rows is added in proportion to those there are, so that a token is copied a bounded number of times.
@@ -142,7 +156,7 @@ class PackedStates:
             if not kept:
                 self.chunks.pop()
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by what `change` makes of it: a choice of sequences, or a copy on another device."""
         changed: dict[int, Tensor] = {}  # chunks may share tensors
 
@@ -254,9 +268,9 @@ class DecodedStates(PackedStates):
         super().crop(tokens)
         self._forget()
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """See PackedStates."""
-        super().each(change)
+        super().replace_tensors(change)
         self._forget()
 
     def _forget(self) -> None:

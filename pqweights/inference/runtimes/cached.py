@@ -50,7 +50,7 @@ def check_spec(spec: str) -> None:
     Raises MissingDependencyError without torch and transformers.
     """
     for name in ("torch", "transformers"):
-        package(name, "transformers", "--kv-cache")
+        package(name, "transformers", "`kv_cache`")
     from pqweights.inference.kv.schemes import parse_spec
 
     parse_spec(spec)
@@ -77,8 +77,8 @@ class CachedRun:
 
     def logits(self, ids: Ids, last: int) -> Floats:
         """Return the predictions after each of the last tokens of one window, see logits_of."""
-        (found,) = self.logits_of([ids], last)
-        return found
+        (logits,) = self.logits_of([ids], last)
+        return logits
 
     def logits_of(self, windows: Sequence[Ids], last: int) -> Iterator[Floats]:
         """Yield the predictions after each of the last tokens of each window, as they come when a text is generated.
@@ -112,7 +112,7 @@ class CachedRun:
     def _batch(self, ids: Ids, last: int) -> Iterator[Floats]:
         """Yield the predictions of windows that are read together, [windows, tokens]."""
         torch = package("torch", "transformers")
-        cache, found = self.new_cache(), []
+        cache, logits = self.new_cache(), []
         for layer in cache.packed_layers:
             layer.keeps_decoded = True
         given = torch.from_numpy(ids).to(self._net.device)
@@ -120,12 +120,12 @@ class CachedRun:
         with torch.inference_mode(), quiet():
             for piece in (given[:, :start], *(given[:, at : at + 1] for at in range(start, ids.shape[1]))):
                 result = self._net(piece, past_key_values=cache, use_cache=True, **self._keep)
-                found.append(result.logits[:, -1].clone())
+                logits.append(result.logits[:, -1].clone())
             for layer in cache.packed_layers:
                 layer.batch_select_indices(torch.tensor([len(ids) - 1]))  # figures are of one window
         self._last = cache
         for number in range(len(ids)):
-            yield torch.stack([each[number] for each in found]).float().cpu().numpy()
+            yield torch.stack([of_token[number] for of_token in logits]).float().cpu().numpy()
 
     def stepper(self) -> TorchStepper:
         """Return what generates with such a cache."""

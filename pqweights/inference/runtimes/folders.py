@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.header import gguf_refused
-from pqweights.checkpoint.interrupted import describe_interrupted, is_interrupted
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
-from pqweights.checkpoint.storage import local_work_folder
+from pqweights.checkpoint.storage import describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.gguf.file import is_gguf, open_gguf
@@ -29,14 +28,14 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the 
 class Folder:
     """A model's folder, as its config.json describes it; or a GGUF file, as its metadata do.
 
-    kind: MASTER, or the runtime that loads it (exports/target.py); TRANSFORMERS for everything else.
+    runtime: MASTER, or the runtime that loads it (exports/target.py); TRANSFORMERS for everything else.
     config: the content of config.json; empty for GGUF.
     context: the most tokens that the model takes at once; None if the files do not say.
     vocabulary: how many token ids the model knows; None if the files do not say.
     """
 
     path: Path
-    kind: str
+    runtime: str
     config: dict[str, Any]
     context: int | None
     vocabulary: int | None
@@ -44,7 +43,7 @@ class Folder:
     @property
     def stated_in(self) -> str:
         """Where its files state these limits, for messages."""
-        return "metadata" if self.kind == LLAMA_CPP else CONFIG_FILE
+        return "metadata" if self.runtime == LLAMA_CPP else CONFIG_FILE
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def read_model(path: Path) -> Folder:
             f"{path}: its model, {contents.architecture or 'without a name'}, is not a causal language model, which "
             "predicts the next token"
         )
-    return Folder(path=path, kind=LLAMA_CPP, config={}, context=contents.context, vocabulary=contents.vocabulary)
+    return Folder(path=path, runtime=LLAMA_CPP, config={}, context=contents.context, vocabulary=contents.vocabulary)
 
 
 def read_folder(path: Path) -> Folder:
@@ -96,21 +95,21 @@ def read_folder(path: Path) -> Folder:
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")
-    found = config.get("quantization_config")
-    settings = found if isinstance(found, dict) else {}
+    stated = config.get("quantization_config")
+    settings = stated if isinstance(stated, dict) else {}
     method = settings.get("quant_method")
-    kinds = {QUANT_METHOD: MASTER, "torchao": TORCHAO, "compressed-tensors": COMPRESSED_TENSORS}
-    kind = kinds.get(str(method), TRANSFORMERS)
-    if kind == COMPRESSED_TENSORS:
+    runtimes = {QUANT_METHOD: MASTER, "torchao": TORCHAO, "compressed-tensors": COMPRESSED_TENSORS}
+    runtime = runtimes.get(str(method), TRANSFORMERS)
+    if runtime == COMPRESSED_TENSORS:
         refuse_transforms(path, settings)
     if method is None and "quantization" in config:
-        kind = MLX
+        runtime = MLX
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     limits = (_positive(text, key) for key in CONTEXT_KEYS)
     return Folder(
         path=path,
-        kind=kind,
+        runtime=runtime,
         config=config,
         context=next((limit for limit in limits if limit), None),
         vocabulary=_positive(text, "vocab_size"),

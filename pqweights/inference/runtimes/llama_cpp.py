@@ -55,15 +55,15 @@ class LlamaRun:
 
     def generate(self, ids: Ids, count: int) -> Ids:
         """Return the likeliest next tokens, [count]. ids: [tokens]"""
-        found: list[int] = []
+        tokens: list[int] = []
 
         def likeliest(logits: npt.NDArray[np.float32]) -> int | None:
-            found.append(int(logits.argmax()))
-            return found[-1] if len(found) < count else None
+            tokens.append(int(logits.argmax()))
+            return tokens[-1] if len(tokens) < count else None
 
         self._ids = NOTHING
         self.run(ids, likeliest)
-        return np.array(found, dtype=np.int64)
+        return np.array(tokens, dtype=np.int64)
 
     def kept(self, ids: Ids) -> int:
         """See Stepper."""
@@ -112,7 +112,7 @@ class LlamaRun:
             )
         self._room = room
         if state is not None and not self._llama.llama_state_seq_set_data(self._held.context, state, len(state), 0):
-            raise GenerationError(f"{self._path}: llama.cpp cannot go on beyond {kept} tokens; give --max-tokens")
+            raise GenerationError(f"{self._path}: llama.cpp cannot go on beyond {kept} tokens; give `max_tokens`")
 
     def _state(self) -> Any:
         """Return what the context holds of the tokens."""
@@ -146,8 +146,8 @@ class LlamaRun:
             if code:
                 raise SourceError(f"{self._path}: llama.cpp fails with code {code}: {self._log.first_error()}")
             if scored:
-                found = self._llama.llama_get_logits(self._held.context)
-                result[done : done + scored] = np.ctypeslib.as_array(found, (scored, self._vocabulary))
+                logits = self._llama.llama_get_logits(self._held.context)
+                result[done : done + scored] = np.ctypeslib.as_array(logits, (scored, self._vocabulary))
                 done += scored
         return result
 
@@ -159,9 +159,9 @@ class _Held:
         self._llama, self.model = llama, model
         self.context: Any = None
         self._batch = llama.llama_batch_init(BATCH_TOKENS, 0, 1)
-        for place in range(BATCH_TOKENS):
-            self._batch.n_seq_id[place] = 1
-            self._batch.seq_id[place][0] = 0
+        for slot in range(BATCH_TOKENS):
+            self._batch.n_seq_id[slot] = 1
+            self._batch.seq_id[slot][0] = 0
 
     def batch(self, ids: Ids, start: int, scored: int) -> Any:
         """Return the batch with tokens from a position on; the logits of the last ones are computed."""

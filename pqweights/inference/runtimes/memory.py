@@ -18,8 +18,8 @@ def peak_bytes(device: str) -> int:
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # On Linux, ru_maxrss starts at the memory of the process that started this one.
-    found = _kilobytes(Path("/proc/self/status"), "VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if found is None else found
+    peak = _kilobytes(Path("/proc/self/status"), "VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
@@ -41,16 +41,16 @@ def _left_in_groups(root: Path) -> list[int]:
         _, _, controllers_and_path = line.partition(":")
         controllers, _, path = controllers_and_path.partition(":")
         if controllers == "":
-            place, names = root / GROUPS, ("memory.max", "memory.current", "inactive_file")
+            mounted, names = root / GROUPS, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            place = root / GROUPS / "memory"
+            mounted = root / GROUPS / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         # In a container, the path may be one of the host, which is not mounted there: its own group is then the root.
         group = Path(path.strip("/"))
-        for each in (group, *group.parents):
-            result += _left(place / each, *names)
+        for ancestor in (group, *group.parents):
+            result += _left(mounted / ancestor, *names)
     return result
 
 

@@ -18,16 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.source import read_header
+from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.units import counted
 from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.gguf.file import open_gguf
-from pqweights.inference.runtimes.decoders import Stored, stored_parts, unpack_nibbles, unpack_tiles
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
-from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
-from pqweights.inference.runtimes.texts import Ids, load_tokenizer
+from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper, greedy_config
+from pqweights.inference.runtimes.texts import Ids
+from pqweights.inference.runtimes.torchao import decode_on_cpu
 
 Floats = npt.NDArray[np.float32]
 
@@ -74,7 +76,9 @@ def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packe
     EvaluationError for options that do not fit the folder, MissingDependencyError.
     """
     folder = read_model(path)
-    check_options(folder, device, packed)
+    check_options([folder], device=device)
+    if packed:
+        check_packed(folder)
     loaders: dict[str, Callable[[], Model]] = {
         MASTER: lambda: _open_master(folder, device=device, dtype=dtype, packed=packed),
         TORCHAO: lambda: _open_torchao(folder, device, dtype),
@@ -82,35 +86,42 @@ def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packe
         MLX: lambda: _open_mlx(folder, dtype),
         LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype),
     }
-    if folder.kind in loaders:
-        return loaders[folder.kind]()
+    if folder.runtime in loaders:
+        return loaders[folder.runtime]()
     return _in_torch("transformers", _from_pretrained(folder, dtype).to(device))
 
 
-def check_options(folder: Folder, device: str, packed: bool) -> None:
-    """Raise EvaluationError if a folder of this kind cannot run on this device or with packed weights.
+# How messages call the runtimes that have a device and a cache of their own.
+APART = {MLX: "mlx-lm", LLAMA_CPP: "llama.cpp"}
+
+
+def check_options(
+    folders: Sequence[Folder], *, device: str = "cpu", dtype: str | None = None, has_kv_cache: bool = False
+) -> None:
+    """Raise EvaluationError for options that mean nothing to one of these folders.
 
     device: cpu, cuda or auto
-    """
-    if packed and folder.kind != MASTER:
-        raise EvaluationError(f"{folder.path}: --packed: expected a pqweights master, found another checkpoint")
-    if folder.kind == MLX and device == "cuda":
-        raise EvaluationError(f"{folder.path}: mlx-lm chooses its device itself; leave out --device {device}")
-    if folder.kind == LLAMA_CPP and device == "cuda":
-        raise EvaluationError(f"{folder.path}: llama.cpp runs on the CPU here; leave out --device {device}")
-
-
-def check_llama_cpp(folders: Sequence[Folder], *, dtype: str | None, has_kv_cache: bool) -> None:
-    """Raise EvaluationError for options that mean nothing to the GGUF files among these folders.
-
-    dtype: one of DTYPES, AUTO or None; other folders may take it
+    dtype: one of DTYPES, AUTO or None; GGUF files do not take it, other folders may
     has_kv_cache: whether keys and values are to be quantized
     """
-    found = [folder for folder in folders if folder.kind == LLAMA_CPP]
-    if found and has_kv_cache:
-        raise EvaluationError(f"{found[0].path}: --kv-cache: llama.cpp has a cache of its own; leave it out")
-    if found == list(folders) and dtype not in (None, AUTO, "float32"):
-        raise EvaluationError(f"{found[0].path}: --dtype {dtype}: llama.cpp computes in types of its own; leave it out")
+    for folder in folders:
+        runtime = APART.get(folder.runtime)
+        if runtime and device == "cuda":
+            how = "chooses its device itself" if folder.runtime == MLX else "runs on the CPU here"
+            raise EvaluationError(f"{folder.path}: {runtime} {how}; leave out `device` {device}")
+        if runtime and has_kv_cache:
+            raise EvaluationError(f"{folder.path}: `kv_cache`: {runtime} has a cache of its own; leave it out")
+    takes_none = all(folder.runtime == LLAMA_CPP for folder in folders)
+    if takes_none and dtype not in (None, AUTO, "float32"):
+        raise EvaluationError(
+            f"{folders[0].path}: `dtype` {dtype}: llama.cpp computes in types of its own; leave it out"
+        )
+
+
+def check_packed(folder: Folder) -> None:
+    """Raise EvaluationError for a folder whose weights cannot stay packed."""
+    if folder.runtime != MASTER:
+        raise EvaluationError(f"{folder.path}: `packed`: expected a pqweights master, found another checkpoint")
 
 
 def choose_device(asked: str, folders: Sequence[Folder]) -> str:
@@ -118,24 +129,14 @@ def choose_device(asked: str, folders: Sequence[Folder]) -> str:
 
     Raises DeviceError, MissingDependencyError.
     """
-    if asked == "cpu" or (asked == "auto" and any(folder.kind in (MLX, LLAMA_CPP) for folder in folders)):
+    if asked == "cpu" or (asked == "auto" and any(folder.runtime in (MLX, LLAMA_CPP) for folder in folders)):
         return "cpu"
-    torch = package("torch", "transformers", f"--device {asked}")
+    torch = package("torch", "transformers", f"`device` {asked}")
     if torch.cuda.is_available():
         return "cuda"
     if asked == "cuda":
-        raise DeviceError(f"--device cuda: torch {torch.__version__} finds no GPU that it can use; use --device cpu")
+        raise DeviceError(f"`device` cuda: torch {torch.__version__} finds no GPU that it can use; use `device` cpu")
     return "cpu"
-
-
-def continuation(path: Path, model: Model, *, prompt: str, tokens: int) -> str:
-    """Return the model's continuation of a prompt, as text.
-
-    path: the folder of the tokenizer. Raises what load_tokenizer raises.
-    """
-    tokenizer = load_tokenizer(path)
-    ids = np.array(tokenizer(prompt)["input_ids"], dtype=np.int64)
-    return str(tokenizer.decode(model.generate(ids, tokens).tolist()))
 
 
 # transformers, and the runtimes that build on it.
@@ -202,17 +203,30 @@ def check_loaded(path: Path, model: str, *, missing: Collection[str], unexpected
 
 
 def _refuse(path: Path, runtime: str, **names: Any) -> None:
-    for kind, found in names.items():
-        if found:
+    for problem, tensors in names.items():
+        if tensors:
             raise SourceError(
-                f"{path}: {runtime} finds {counted(len(found), f'{kind} tensor')}, the first is "
-                f"{sorted(found)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
+                f"{path}: {runtime} finds {counted(len(tensors), f'{problem} tensor')}, the first is "
+                f"{sorted(tensors)[0]!r}; the folder is incomplete or meant for another runtime: check it with "
                 "`pqweights verify`, or export it again"
             )
 
 
+def _stored(folder: Path) -> tuple[set[str], dict[str, str]]:
+    """Return the names of all tensors in the safetensors files of a folder, and the metadata of these files."""
+    names: set[str] = set()
+    metadata: dict[str, str] = {}
+    storage = LocalStorage(folder)
+    for file in storage.files():
+        if file.endswith(".safetensors"):
+            tensors, stated = read_header(storage, file)
+            names |= {tensor.name for tensor in tensors}
+            metadata |= stated
+    return names, metadata
+
+
 def _in_torch(runtime: str, model: Any) -> Model:
-    torch, transformers = package("torch", "transformers"), package("transformers", "transformers")
+    torch = package("torch", "transformers")
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def tensor(ids: Ids) -> Any:
@@ -226,21 +240,11 @@ def _in_torch(runtime: str, model: Any) -> Model:
         return values
 
     def generate(ids: Ids, count: int) -> Ids:
-        given = tensor(ids)
-        # Names every setting that the model's own generation_config.json could change.
-        how = transformers.GenerationConfig(
-            max_new_tokens=count,
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            use_cache=True,
-            eos_token_id=-1,
-            pad_token_id=0,
-        )
+        given, how = tensor(ids), greedy_config(count)
         with torch.inference_mode(), quiet():
             result = model.generate(given, attention_mask=torch.ones_like(given), generation_config=how)
-        found: Ids = result[0, len(ids) :].cpu().numpy()
-        return found
+        tokens: Ids = result[0, len(ids) :].cpu().numpy()
+        return tokens
 
     dtype = str(model.dtype).removeprefix("torch.")
     stepper = TorchStepper(model)
@@ -282,16 +286,19 @@ def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
     """
     package("torchao", "torchao")
     torch = package("torch", "torchao")
-    stored = Stored(folder.path)
-    names = json.loads(stored.metadata.get("tensor_names", "[]"))
-    parts = {part for name in names for part in stored_parts(stored, name)}
-    _refuse(folder.path, "torchao", missing=parts - stored.tensors.keys())  # transformers would raise a RuntimeError
+    stored, metadata = _stored(folder.path)
+    # Each weight that is listed has its description, which names the tensors that it is stored as.
+    parts = set()
+    for name in json.loads(metadata.get("tensor_names", "[]")):
+        module, _, parameter = name.rpartition(".")
+        parts |= {f"{module}._{parameter}_{part}" for part in json.loads(metadata[name])["_tensor_data_names"]}
+    _refuse(folder.path, "torchao", missing=parts - stored)  # transformers would raise a RuntimeError
     model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the GPU kernel takes nothing else
     integers = _torchao_modules(folder, model)
     if device != "cpu":
         return _in_torch("torchao, its INT4 kernel", model.to(device))
     for module in integers:
-        decoded = _through_cpu_kernel(torch, module.weight).to(model.dtype)
+        decoded = decode_on_cpu(module.weight).to(model.dtype)
         module.weight = torch.nn.Parameter(decoded, requires_grad=False)
     return _in_torch("torchao's tensors, the CPU's INT4 kernel", model.to(device))
 
@@ -306,37 +313,13 @@ def _torchao_modules(folder: Folder, model: Any) -> list[Any]:
         weight: Any = getattr(module, "weight", None)
         if type(weight).__name__ not in ("Int4TilePackedTo4dTensor", "Int4Tensor"):
             continue
-        expected, found = [module.out_features, module.in_features], list(weight.shape)
-        if found != expected:
-            raise SourceError(f"{folder.path}: {name}.weight: expected shape {expected}, found {found}")
+        expected, shape = [module.out_features, module.in_features], list(weight.shape)
+        if shape != expected:
+            raise SourceError(f"{folder.path}: {name}.weight: expected shape {expected}, found {shape}")
         result.append(module)
     if not result:
         raise SourceError(f"{folder.path}: expected INT4 tensors, torchao loaded none; export it again")
     return result
-
-
-def _through_cpu_kernel(torch: Any, weight: Any) -> Any:
-    """Decode a weight with aten's CPU kernel for (code - 8) * scale + zero: [N, K] f32.
-
-    The kernel multiplies the identity by the weight. It is slow in float32 (0.6 G multiply-adds a second), so it runs
-    once for each weight; in BF16 it would round.
-    """
-    rows, columns = weight.shape
-    group_size = weight.block_size[-1]
-    if type(weight).__name__ == "Int4Tensor":
-        codes = unpack_nibbles(weight.qdata.numpy().view(np.uint8) ^ np.uint8(0x88))
-        scales = torch.stack([weight.scale, weight.zero_point], dim=-1)
-    else:
-        codes = unpack_tiles(weight.qdata.numpy())
-        scales = weight.scale_and_zero
-    padded = -(-rows // 16) * 16  # the kernel takes a multiple of 16 rows
-    whole = np.zeros((padded, columns), dtype=np.int32)
-    whole[:rows] = codes[:rows, :columns]
-    pairs = torch.zeros(columns // group_size, padded, 2)
-    pairs[:, :rows] = scales[: columns // group_size, :rows].float()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(whole), 1)
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(columns), packed, group_size, pairs)
-    return product.T[:rows].contiguous()
 
 
 # MLX.
@@ -350,7 +333,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
     with refused, quiet():
         model, _ = utils.load_model(folder.path, lazy=True, strict=False)
         there = {name for name, _ in tree_flatten(model.parameters())}
-    stored = set(Stored(folder.path).tensors)
+    stored, _ = _stored(folder.path)
     _refuse(folder.path, "mlx-lm", missing=there - stored, unexpected=stored - there)
     with refused, quiet():
         model, _ = utils.load_model(folder.path)
@@ -363,8 +346,8 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         return np.array(model(mx.array(ids)[None])[0, -last:].astype(mx.float32))
 
     def generate(ids: Ids, count: int) -> Ids:
-        found = steps.generate_step(mx.array(ids), model, max_tokens=count)
-        return np.array([int(token) for token, _ in found], dtype=np.int64)
+        generated = steps.generate_step(mx.array(ids), model, max_tokens=count)
+        return np.array([int(token) for token, _ in generated], dtype=np.int64)
 
     computed_in = str(computed.dtype).removeprefix("mlx.core.")
     return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate, stepper=MlxStepper(model))

@@ -64,8 +64,8 @@ def silent() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-    for each in heard:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    for warning in heard:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextlib.contextmanager
@@ -94,13 +94,13 @@ class Refused(contextlib.AbstractContextManager["Refused"]):
         self._what = what
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or error is None:
+        if error_type is None or error is None:
             return
         if not isinstance(error, OSError) and _is_bug(error):
             return  # a bug keeps its traceback
         # For files that they cannot parse, safetensors raises its own child of Exception, and tokenizers Exception
         # itself.
-        if isinstance(error, REFUSALS) or kind is Exception or kind.__name__ == "SafetensorError":
-            raise SourceError(f"{self._what}: {kind.__name__}: {' '.join(str(error).split())[:300]}") from error
+        if isinstance(error, REFUSALS) or error_type is Exception or error_type.__name__ == "SafetensorError":
+            raise SourceError(f"{self._what}: {error_type.__name__}: {' '.join(str(error).split())[:300]}") from error

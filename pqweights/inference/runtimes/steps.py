@@ -76,7 +76,7 @@ class TorchStepper:
         """Whether tokens can be taken off the end of the cache: a sliding window has dropped those before."""
         caches = package("transformers.cache_utils", "transformers")
         fixed = (caches.DynamicSlidingWindowLayer, caches.LinearAttentionCacheLayerMixin)
-        return all(each.is_croppable and not isinstance(each, fixed) for each in self._cache.layers)
+        return all(layer.is_croppable and not isinstance(layer, fixed) for layer in self._cache.layers)
 
     def run(self, ids: Ids, step: Step) -> None:
         """See Stepper."""
@@ -119,8 +119,8 @@ class TorchStepper:
             chosen[0, 0 if token is None else token] = 0
             return chosen
 
-        def has_ended(found: Any, _: Any) -> Any:
-            return torch.full((len(found),), ended, device=found.device)
+        def has_ended(ids_so_far: Any, _: Any) -> Any:
+            return torch.full((len(ids_so_far),), ended, device=ids_so_far.device)
 
         given = torch.tensor([ids.tolist()], device=self._model.device)
         self._cache = self._new_cache() if self._is_quantized else None
@@ -128,7 +128,7 @@ class TorchStepper:
             given,
             past_key_values=self._cache,
             attention_mask=torch.ones_like(given),
-            generation_config=_endless(transformers),
+            generation_config=greedy_config(1 << 30),
             logits_processor=transformers.LogitsProcessorList([_called(transformers.LogitsProcessor, choose)]),
             stopping_criteria=transformers.StoppingCriteriaList([_called(transformers.StoppingCriteria, has_ended)]),
         )
@@ -149,7 +149,7 @@ def _is_plain(model: Any, cache: Any) -> bool:
     recurrent = caches.LinearAttentionCacheLayerMixin
     layers = cache.layers
     return bool(layers) and all(
-        isinstance(each, caches.DynamicLayer) and not isinstance(each, recurrent) for each in layers
+        isinstance(layer, caches.DynamicLayer) and not isinstance(layer, recurrent) for layer in layers
     )
 
 
@@ -159,10 +159,13 @@ def _new_cache(model: Any) -> Any:
     return cache(config=model.config.get_text_config(decoder=True))
 
 
-def _endless(transformers: Any) -> Any:
-    """Return settings of generate that neither choose nor end, whatever generation_config.json says."""
-    return transformers.GenerationConfig(
-        max_new_tokens=1 << 30,
+def greedy_config(most: int) -> Any:
+    """Return settings of generate that never end a text; all that generation_config.json could change are named.
+
+    most: how many tokens are generated
+    """
+    return package("transformers", "transformers").GenerationConfig(
+        max_new_tokens=most,
         do_sample=False,
         num_beams=1,
         repetition_penalty=1.0,
@@ -205,7 +208,7 @@ class MlxStepper:
             for start in range(kept, len(ids) - MLX_PREFILL_TOKENS, MLX_PREFILL_TOKENS):
                 kept = start + MLX_PREFILL_TOKENS
                 self._model(mx.array(fed[start:kept])[None], cache=cache)
-                mx.eval([each.state for each in cache])
+                mx.eval([layer.state for layer in cache])
             tokens = fed[kept:]
             while True:
                 logits = self._model(mx.array(tokens)[None], cache=cache)[0, -1].astype(mx.float32)
@@ -235,5 +238,5 @@ def _memory() -> Iterator[None]:
             raise
         raise GenerationError(
             f"not enough memory to generate ({said[:200] or 'MemoryError'}); give a shorter prompt, or run a master "
-            "with --packed"
+            "with `packed`"
         ) from None

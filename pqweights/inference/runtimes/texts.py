@@ -12,7 +12,7 @@ from pqweights.checkpoint.names import CONFIG_FILE, TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.gguf.file import is_gguf
 from pqweights.inference.runtimes.folders import Folder, transformers_config
-from pqweights.inference.runtimes.llama_tokens import GgufTokenizer
+from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 
 Ids = npt.NDArray[np.int64]  # [tokens]
@@ -51,20 +51,20 @@ def wikitext() -> str:
 
     Raises EvaluationError if it cannot be loaded, MissingDependencyError.
     """
-    datasets = package("datasets", "eval", "--dataset wikitext")
+    datasets = package("datasets", "eval", "`dataset` wikitext")
     try:
         with quiet():
             lines = datasets.load_dataset(*WIKITEXT, split="test")["text"]
     except (OSError, ValueError) as error:
         # There is no network, no such data set, or this version of datasets cannot read it.
         said = " ".join(str(error).split())[:200]
-        raise EvaluationError(f"--dataset wikitext: {said}; give a file: --text FILE") from None
+        raise EvaluationError(f"`dataset` wikitext: {said}; give a file: `text`") from None
     return "\n\n".join(lines)
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has files of a tokenizer."""
-    return any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern))
+    return any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -76,7 +76,7 @@ def load_tokenizer(folder: Path) -> Any:
         return GgufTokenizer(folder)
     transformers = package("transformers", "transformers")
     if not has_tokenizer(folder):
-        raise SourceError(f"{folder}: expected a tokenizer, found none; --tokenizer DIR names a folder that has it")
+        raise SourceError(f"{folder}: expected a tokenizer, found none; `tokenizer` names a folder that has it")
     try:
         with Refused(f"{folder}: transformers cannot load this tokenizer"), quiet():
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -148,5 +148,5 @@ def check_vocabulary(folder: Folder, ids: Ids, bos: int | None = None) -> None:
     if folder.vocabulary is not None and largest >= folder.vocabulary:
         raise EvaluationError(
             f"{folder.path}: the text contains token {largest}, but the model has only {folder.vocabulary} tokens: the "
-            "tokenizer belongs to another model; name this model's with --tokenizer DIR"
+            "tokenizer belongs to another model; name this model's with `tokenizer`"
         )

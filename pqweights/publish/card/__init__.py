@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.links import LEADS_OUTSIDE, leads_outside
+from pqweights.checkpoint.companions import LEADS_OUTSIDE, leads_outside
 from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
@@ -29,12 +29,13 @@ from pqweights.publish.card.recipe import recipe
 from pqweights.publish.card.recipe import title as recipe_title
 from pqweights.publish.card.values import main_bits
 from pqweights.publish.card.weights import weights
+from pqweights.publish.options import CardOptions
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord, read_records
 from pqweights.rewrite.results.inspect import Inspection, inspect
 from pqweights.storage.hub.ids import is_repository_id
 
-__all__ = ["Card", "CardOptions", "check_names", "make_card", "read_card", "save_card", "write_card"]
+__all__ = ["Card", "check_branch", "make_card", "read_card", "save_card", "write_card"]
 
 # Stands for the folder in commands if no repository is known.
 HERE = "DIR"
@@ -62,23 +63,6 @@ class Card:
     quick_evaluations: int
     changed: bool
     replaced: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardOptions:
-    """What is asked of a card.
-
-    repository: the repository of the folder on the Hub (or a folder, for the commands); by default that of the old
-        card.
-    revision: the branch; by default that of the old card if it was for the same repository, else main.
-    base_model: the original on the Hub, for a manifest that does not name it.
-    adopt: keep all text of a card that pqweights did not write.
-    """
-
-    repository: str | None = None
-    revision: str | None = None
-    base_model: str | None = None
-    adopt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +122,7 @@ def make_card(
     Raises MasterError if pqweights did not write or finish the folder, SourceError if its config.json cannot be read,
     OutputError if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
     """
-    check_names(options.base_model, options.revision)
+    check_branch(options.revision)
     here = OldCard() if old is None else read_old_card(old, options.adopt)
     there = OldCard() if pushed is None else read_old_card(pushed, options.adopt, f"{CARD_FILE} on the Hub")
     both = _kept(here, there)
@@ -247,12 +231,10 @@ def _loading(subject: _Subject) -> list[str]:
     return [f"{HERE} stands for this folder.", *lines] if subject.names.repository is None else lines
 
 
-def check_names(base_model: str | None, revision: str | None) -> None:
-    """Raise OutputError for a base model or branch that a card cannot name."""
-    if base_model is not None and not is_repository_id(base_model, namespace=False):
-        raise OutputError(f"base model {base_model[:100]!a}: expected ORG/NAME, a repository on the Hub")
-    if revision is not None and not is_branch(revision):
-        raise OutputError(f"branch {revision[:100]!a}: expected a name of letters, digits and any of . _ / + @ -")
+def check_branch(name: str | None) -> None:
+    """Raise OutputError for a branch that a card cannot name."""
+    if name is not None and not is_branch(name):
+        raise OutputError(f"branch {name[:100]!a}: expected a name of letters, digits and any of . _ / + @ -")
 
 
 def _kept(here: OldCard, there: OldCard) -> OldCard:
@@ -262,7 +244,7 @@ def _kept(here: OldCard, there: OldCard) -> OldCard:
     """
     if there.adopted and here.notes.strip() and here.notes != there.notes:
         raise OutputError(
-            f"{CARD_FILE} on the Hub: --adopt cannot keep its text, because {CARD_FILE} in the folder has notes: add "
+            f"{CARD_FILE} on the Hub: `adopt` cannot keep its text, because {CARD_FILE} in the folder has notes: add "
             f"the text to these, and delete {CARD_FILE} on the Hub; nothing was pushed"
         )
     ours = {key: value for card in (there, here) for key, value in card.facts.items() if key in OURS and key != "tags"}

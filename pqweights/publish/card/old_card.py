@@ -69,7 +69,7 @@ def read_old_card(text: str, adopt: bool, where: str = CARD_FILE) -> OldCard:
     if not begins and not ends and not generated:
         if not adopt:
             raise OutputError(
-                f"{where}: the file exists, and pqweights card did not write it; pass --adopt to keep its text as the "
+                f"{where}: the file exists, and pqweights card did not write it; pass `adopt` to keep its text as the "
                 "notes of the new card, or move it away"
             )
         return OldCard(notes="\n" + body + ("" if body.endswith("\n") else "\n"), facts=facts, adopted=True)

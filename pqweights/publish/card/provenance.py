@@ -5,7 +5,8 @@ from __future__ import annotations
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS
-from pqweights.common.markdown import code, size, table
+from pqweights.common.markdown import code, table
+from pqweights.common.units import size_text
 from pqweights.exports import target_name
 from pqweights.options import ExportOptions
 from pqweights.parameters import parameters
@@ -45,12 +46,12 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
 def _sizes(manifest: Manifest, totals: Totals) -> str:
     before, after = totals.source_bytes, totals.output_bytes
     source = "source" if manifest.kind == "master" else "master that it was made from"
-    sizes = f"The weight files take {size(after)}"
+    sizes = f"The weight files take {size_text(after)}"
     if before and after:
         factor = (
             f"{before / after:.2f} times smaller than" if before > after else f"{after / before:.2f} times the size of"
         )
-        sizes += f" and are {factor} those of the {source}, which take {size(before)}"
+        sizes += f" and are {factor} those of the {source}, which take {size_text(before)}"
     bits, weights = totals.bits_per_weight, totals.weights
     if bits is None:
         return f"{sizes}."

@@ -7,7 +7,7 @@ from typing import Any
 
 from pqweights.codecs import CODECS
 from pqweights.common.markdown import code, number, words
-from pqweights.planning.recipe import Recipe, load_recipe, recipe_names
+from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.planning.target import SizeTarget
 from pqweights.publish.card.values import as_number, as_text
 from pqweights.rewrite.manifest import Manifest
@@ -68,53 +68,37 @@ def title(made_by: Mapping[str, Any]) -> str:
     stated = made_by.get("recipe")
     if not isinstance(stated, dict):
         return ""
-    name = as_text(stated.get("name"))
+    name, changed = as_text(stated.get("name")), _changed(stated)
     if "fit" in made_by:
         return f"{name}, fitted to a size"
-    codec = f" with {as_text(stated.get('codec'))}" if _other_codec(stated) else ""
-    return f"{name}{codec} at {as_text(stated.get('bits'))} bits" if codec or _other_bits(stated) else name
+    codec = f" with {as_text(stated.get('codec'))}" if "codec" in changed else ""
+    return f"{name}{codec} at {as_text(stated.get('bits'))} bits" if changed & {"codec", "bits"} else name
 
 
 def _recipe_line(made_by: Mapping[str, Any]) -> str:
     """Return the name of a recipe with its description, or with what was asked for in place of its bit width."""
     stated = made_by["recipe"]
-    name = code(as_text(stated.get("name")))
+    name, changed = code(as_text(stated.get("name"))), _changed(stated)
+    codec, bits = code(as_text(stated.get("codec"))), words(as_text(stated.get("bits")))
     if "fit" in made_by:
-        codec = f"{code(as_text(stated.get('codec')))} and " if _other_codec(stated) else ""
-        return f"{name}, with {codec}bit widths chosen to meet a target."
-    changes = [f"{code(as_text(stated.get('codec')))} in place of its own codec"] if _other_codec(stated) else []
-    changes += (
-        [f"{words(as_text(stated.get('bits')))} bits in place of its own bit width"] if _other_bits(stated) else []
-    )
-    changes += ["rules that options put before its own"] if _other_rules(stated) else []
-    if changes:
-        return f"{name}, with {' and '.join(changes)}."
+        return f"{name}, with {f'{codec} and ' if 'codec' in changed else ''}bit widths chosen to meet a target."
+    said = {
+        "codec": f"{codec} in place of its own codec",
+        "bits": f"{bits} bits in place of its own bit width",
+        "rules": "rules that options put before its own",
+    }
+    if changed:
+        return f"{name}, with {' and '.join(text for key, text in said.items() if key in changed)}."
     return f"{name}: {words(as_text(stated.get('description')))}".rstrip(": ")
 
 
-def _other_bits(stated: Mapping[str, Any]) -> bool:
-    """Whether a recipe that comes with pqweights was used with another bit width than its own."""
-    own = _built_in(stated)
-    return own is not None and own.bits != stated.get("bits")
-
-
-def _other_codec(stated: Mapping[str, Any]) -> bool:
-    """Whether a recipe that comes with pqweights was used with another codec than its own."""
-    own = _built_in(stated)
-    return own is not None and own.codec != stated.get("codec")
-
-
-def _other_rules(stated: Mapping[str, Any]) -> bool:
-    """Whether a recipe that comes with pqweights was used with other rules than its own."""
-    own = _built_in(stated)
-    return own is not None and own.to_json()["rules"] != stated.get("rules")
-
-
-def _built_in(stated: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe that comes with pqweights by its name and description; None for any other."""
+def _changed(stated: Mapping[str, Any]) -> set[str]:
+    """Return which of bits, codec and rules are not those of the recipe that comes with pqweights, if it is one."""
     name = stated.get("name")
-    own = load_recipe(name) if name in recipe_names() else None
-    return own if own is not None and own.description == stated.get("description") else None
+    own = load_recipe(name).to_json() if name in recipe_names() else {}
+    if own.get("description") != stated.get("description"):
+        return set()
+    return {key for key in ("bits", "codec", "rules") if own.get(key) != stated.get(key)}
 
 
 def _rule(rule: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 
 from pqweights.common.units import counted
 from pqweights.errors import HubUnavailableError, MasterError
-from pqweights.publish.card import Card, CardOptions, make_card, read_card, save_card
+from pqweights.publish.card import Card, make_card, read_card, save_card
+from pqweights.publish.options import CardOptions, PushOptions
 from pqweights.publish.push.changes import UNKNOWN, Change, find_changes, has_card
 from pqweights.publish.push.destination import (
     Destination,
@@ -26,13 +27,13 @@ from pqweights.publish.push.destination import (
 )
 from pqweights.publish.push.folder import FinishedFolder, read_folder
 from pqweights.publish.push.hashing import hash_files
-from pqweights.publish.push.options import PushOptions
 from pqweights.publish.push.sending import PushTask, check_card, repository_url, send, sent_bytes
-from pqweights.rewrite.results.verify import NOT_IN_MANIFEST, verify
+from pqweights.rewrite.results.verify import verify
+from pqweights.rewrite.task import usable_cores
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.sources import Access
 
-__all__ = ["PushOptions", "PushReport", "push"]
+__all__ = ["PushReport", "push"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
 
     Raises MasterError for a broken folder, HubError, OutputError.
     """
-    branch = checked_branch(repository, access.revision, options.base_model)
+    branch = checked_branch(repository, access.revision)
     finished = read_folder(folder)
     old_card = read_card(folder)
     hub = access.hub()
@@ -173,10 +174,10 @@ def _card_options(destination: Destination, options: PushOptions) -> CardOptions
 
 def _check_folder(folder: Path, options: PushOptions) -> None:
     """Verify the folder. Raises MasterError for the first problem."""
-    checked = verify(folder, threads=options.threads, progress=options.verifying)
+    checked = verify(folder, threads=options.threads or usable_cores(), progress=options.verifying)
     if not checked.ok:
         first = checked.problems[0]
-        remedy = "; remove that file from the folder" if first.endswith(NOT_IN_MANIFEST) else ""
+        remedy = "; remove that file from the folder" if len(checked.unlisted) == len(checked.problems) else ""
         raise MasterError(
             f"{folder}: {first}{remedy} ({counted(len(checked.problems), 'problem')}): nothing was pushed; "
             "pqweights verify lists them all"

@@ -11,8 +11,8 @@ from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
 from pqweights.errors import HubError, MasterError
-from pqweights.publish.card import check_names
-from pqweights.publish.push.options import PushOptions
+from pqweights.publish.card import check_branch
+from pqweights.publish.options import PushOptions
 from pqweights.rewrite.manifest import parse_manifest, shards_of
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.ids import is_repository_id
@@ -47,16 +47,16 @@ class Destination:
         return MAIN if _PULL_REQUEST.fullmatch(self.branch) else self.branch
 
 
-def checked_branch(repository: str, revision: str | None, base_model: str | None) -> str:
+def checked_branch(repository: str, revision: str | None) -> str:
     """Return the branch that --revision names. Raises HubError, OutputError for names that cannot be pushed to."""
     if not is_repository_id(repository):
         hint = "" if "/" in repository else "; include the user or organization"
         raise HubError(f"{repository}: expected ORG/NAME{hint}")
     branch = (revision or MAIN).removeprefix("refs/heads/")
-    check_names(base_model, branch)
+    check_branch(branch)
     if _COMMIT.fullmatch(branch):
         raise HubError(
-            f"{repository}: --revision {branch}: expected a branch, found a commit; name a branch to push to"
+            f"{repository}: `revision` {branch}: expected a branch, found a commit; name a branch to push to"
         )
     return branch
 
@@ -68,7 +68,7 @@ def find_destination(hub: Hub, repository: str, *, branch: str, options: PushOpt
     if options.create_pr and not has_branch:
         raise HubError(
             f"{repository}: has no branch {branch!a} to open a pull request against: create the branch, or leave out "
-            "--revision or --create-pr"
+            "`revision` or `create_pr`"
         )
     remote = Repository(id=repository, commit="", files={})
     if exists:
@@ -89,7 +89,7 @@ def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
     if any(branch in (ref.name, ref.ref) for ref in [*found.branches, *(found.pull_requests or [])]):
         return True
     if any(branch in (ref.name, ref.ref) for ref in found.tags):
-        raise HubError(f"{repository}: --revision {branch}: expected a branch, found a tag; name a branch to push to")
+        raise HubError(f"{repository}: `revision` {branch}: expected a branch, found a tag; name a branch to push to")
     return False
 
 
@@ -98,7 +98,7 @@ def check_private(remote: Repository, private: bool) -> None:
     if private and not remote.private:
         raise HubError(
             f"{remote.id}: exists and is public: make it private in its settings on the Hub, choose another "
-            "repository, or leave out --private; nothing was pushed"
+            "repository, or leave out `private`; nothing was pushed"
         )
 
 

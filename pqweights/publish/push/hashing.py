@@ -12,8 +12,10 @@ from pathlib import Path
 from threading import Event
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
+from pqweights.options import Progress
+from pqweights.publish.options import PushOptions
 from pqweights.publish.push.folder import FinishedFolder
-from pqweights.publish.push.options import Progress, PushOptions
+from pqweights.rewrite.task import usable_cores
 from pqweights.storage.hub.repository import RemoteFile, Repository, pieces_of
 
 # The Hub keeps smaller files in git. Should a .gitattributes say otherwise, the official client hashes them itself.
@@ -35,7 +37,7 @@ def hash_files(folder: FinishedFolder, remote: Repository, options: PushOptions)
         for name, byte_count in _without_hash(folder).items()
         if _is_needed(name, byte_count, remote.files.get(name), options)
     }
-    hashes |= _side_by_side(folder.path, missing, threads=options.threads, progress=options.hashing)
+    hashes |= _side_by_side(folder.path, missing, threads=options.threads or usable_cores(), progress=options.hashing)
     for name in hashes.keys() & folder.stamps.keys():
         folder.check_unchanged(name)
     return hashes

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.errors import HubError
 from pqweights.publish.card import Card
+from pqweights.publish.options import PushOptions
 from pqweights.publish.push.changes import CHANGED, DELETED, NEW, SAME, UNKNOWN, Change, find_changes
 from pqweights.publish.push.destination import Destination, check_private
 from pqweights.publish.push.folder import FinishedFolder
-from pqweights.publish.push.options import PushOptions
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.repository import Repository
 from pqweights.storage.hub.transfers import Upload, upload

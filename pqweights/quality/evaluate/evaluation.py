@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,78 +14,23 @@ from pqweights.inference.runtimes.cached import MEASURED_QUERIES, CachedRun, Cac
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import (
     AUTO,
-    DTYPES,
     Model,
-    check_llama_cpp,
     check_options,
+    check_packed,
     choose_device,
     open_model,
 )
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
+from pqweights.options import path_of
 from pqweights.quality.evaluate.protocol import Scores, Windows, compare
 from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.quality.evaluate.speed import Speed, measure_speed
+from pqweights.quality.options import EvaluationOptions, TextOptions
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
 # Called with the steps done, the steps in all (windows of all models, runs for speed), and what is being done.
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """How a text is turned into tokens and cut into windows.
-
-    window: tokens of a window; by default 2048, or the limit of the model that takes the fewest.
-    stride: tokens between the starts of two windows; by default a quarter of the window, at most 512.
-    score_first: whether the first window scores all its predictions, not only its last ones.
-    max_tokens: how many tokens of the text to use, from its start; by default all.
-    tokenizer: the folder of the tokenizer; by default the model's own.
-    bos: whether each window begins with the token BOS if the tokenizer puts one before a text; never in the protocol of
-        arXiv:2603.29078.
-    """
-
-    window: int | None = None
-    stride: int | None = None
-    score_first: bool = False
-    max_tokens: int | None = None
-    tokenizer: Path | None = None
-    bos: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """What is measured, and how models are computed.
-
-    text_name: the name of the text in the report.
-    reading: how the text is read.
-    reference: the model that the others are compared with, if any.
-    dtype: one of DTYPES; by default float32, and the model's own for speed.
-    device: cpu, cuda or auto.
-    packed: whether masters compute with packed weights; the reference never does.
-    kv_caches: how keys and values are quantized, each in a row of its own; the reference's never are. Without a
-        reference, each model is compared with itself.
-    speed: whether tokens per second and peak memory are measured, too.
-    """
-
-    text_name: str = "the text"
-    reading: TextOptions = TextOptions()
-    reference: Path | None = None
-    dtype: str | None = None
-    device: str = "cpu"
-    packed: bool = False
-    kv_caches: tuple[str, ...] = ()
-    speed: bool = False
-
-
-class _Computed(NamedTuple):
-    """What a loaded model says: its runtime, its dtype, its scores, and what its quantized cache takes."""
-
-    folder: Folder
-    runtime: str
-    dtype: str
-    scores: Scores
-    kv_cache: CacheFigures | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,73 +104,59 @@ def evaluate(
     """
     with slow_step("reading the text with transformers"):
         job = _prepare(models, text, options, progress=progress)
-    computed = _score_all(job)
-    paths = [folder.path for folder in job.folders]
-    speeds = dict(zip(paths, _measure_speeds(job), strict=True)) if options.speed else {}
-    sizes = dict(zip(paths, job.sizes, strict=True))
-    rows = [
-        ModelScores(
-            model=str(found.folder.path),
-            runtime=found.runtime,
-            dtype=found.dtype,
-            size=sizes[found.folder.path],
-            scores=found.scores,
-            speed=speeds.get(found.folder.path),
-            kv_cache=found.kv_cache,
-        )
-        for found in computed
-    ]
+    rows = _score_all(job)
+    if options.speed:
+        speeds = {str(folder.path): _measure_speed(job, number) for number, folder in enumerate(job.folders)}
+        rows = [replace(row, speed=speeds[row.model]) for row in rows]
     return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
 
 
 def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _EvaluationJob:
     """Read and check everything that needs no model in memory."""
-    if options.dtype not in (None, *DTYPES):
-        raise EvaluationError(f"dtype {options.dtype!r}: expected {', '.join(DTYPES)}")
     if not models:
         raise EvaluationError("expected at least one model, found none")
     for spec in options.kv_caches:
         check_spec(spec)
     if options.kv_caches and options.speed:
         raise EvaluationError(
-            "--speed: it measures models as they are; `pqweights generate --kv-cache` prints its speed"
+            "`speed`: it measures models as they are; pqweights generate with `kv_cache` prints its speed"
         )
     compared = [read_model(path) for path in models]
-    base = [] if options.reference is None else [read_model(options.reference)]
+    base = [] if options.reference is None else [read_model(Path(options.reference))]
     folders = [*base, *compared]
-    for folder in folders:
-        check_options(folder, options.device, options.packed and folder in compared)
-    check_llama_cpp(folders, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
+    for folder in compared if options.packed else ():
+        check_packed(folder)
+    check_options(folders, device=options.device, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
     device = choose_device(options.device, folders)
-    windows = choose_windows(folders, options.reading)
+    windows = choose_windows(folders, options)
     if base:
         _check_same_vocabulary(base[0], compared)
-    ids, bos = _encoded(folders, text, options.reading)
+    ids, bos = _encoded(folders, text, options)
     windows = replace(windows, bos=bos)
     return _EvaluationJob(
         folders=tuple(folders),
         sizes=tuple(size(folder.path) for folder in folders),
         ids=ids,
         windows=windows,
-        starts=windows.starts(len(ids), max_tokens=options.reading.max_tokens),
+        starts=windows.starts(len(ids), max_tokens=options.max_tokens),
         device=device,
         options=options,
         progress=progress,
     )
 
 
-def _score_all(job: _EvaluationJob) -> list[_Computed]:
+def _score_all(job: _EvaluationJob) -> list[ModelScores]:
     """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
     base = None if job.base is None else job.open(job.base, 0)
     result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
     if base is not None and job.base is not None:
         losses = result[0].scores.reference_losses
         assert losses is not None
-        result.insert(0, _Computed(job.base, base.runtime, base.dtype, Scores(losses)))
+        result.insert(0, _row(job, job.base, base, Scores(losses)))
     return result
 
 
-def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[_Computed]:
+def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[ModelScores]:
     """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
     folder, specs = job.compared[number], job.options.kv_caches
     before = number * len(job.starts) * max(1, len(specs))
@@ -234,7 +164,21 @@ def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[_Comput
     if specs:
         return _score_caches(job, folder, model, base=base, before=before)
     scores = _compared(job, folder, model, base=base, before=before)
-    return [_Computed(folder, model.runtime, model.dtype, scores)]
+    return [_row(job, folder, model, scores)]
+
+
+def _row(
+    job: _EvaluationJob, folder: Folder, model: Model, scores: Scores, *, kv_cache: CacheFigures | None = None
+) -> ModelScores:
+    """Return the row of a model in the report, without its speed."""
+    return ModelScores(
+        model=str(folder.path),
+        runtime=model.runtime,
+        dtype=model.dtype,
+        size=job.sizes[job.folders.index(folder)],
+        scores=scores,
+        kv_cache=kv_cache,
+    )
 
 
 def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int) -> Scores:
@@ -251,10 +195,8 @@ def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model 
 
 def _score_caches(
     job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
-) -> list[_Computed]:
+) -> list[ModelScores]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
-    if model.net is None:
-        raise EvaluationError(f"{folder.path}: --kv-cache: {model.runtime} has a cache of its own")
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
     rows = []
     for number, run in enumerate(runs):
@@ -264,21 +206,19 @@ def _score_caches(
         ids = job.windows.piece(job.ids, 0)
         error = run.attention_error(ids) if len(ids) > 2 * MEASURED_QUERIES else None
         figures = run.figures(attention_error=error)
-        rows.append(_Computed(folder, model.runtime, model.dtype, scores, figures))
+        rows.append(_row(job, folder, model, scores, kv_cache=figures))
     losses = rows[0].scores.reference_losses
     if base is None and losses is not None:
-        rows.insert(0, _Computed(folder, model.runtime, model.dtype, Scores(losses)))
+        rows.insert(0, _row(job, folder, model, Scores(losses)))
     return rows
 
 
-def _measure_speeds(job: _EvaluationJob) -> list[Speed | None]:
-    """Measure the speed of all models, one after the other."""
-    result: list[Speed | None] = []
-    for number, folder in enumerate(job.folders):
-        job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
-        dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
-        result.append(measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed))
-    return result
+def _measure_speed(job: _EvaluationJob, number: int) -> Speed:
+    """Measure the speed of one of the models."""
+    folder = job.folders[number]
+    job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
+    dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
+    return measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed)
 
 
 def _settings(job: _EvaluationJob) -> EvaluationSettings:
@@ -311,7 +251,7 @@ def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
         window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
     elif shortest is not None and folder is not None and window > shortest:
         raise EvaluationError(
-            f"--window {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
+            f"`window` {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
         )
     stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
     return Windows(size=window, stride=stride, score_first=options.score_first)
@@ -332,12 +272,12 @@ def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> Enco
 
     Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
     """
-    first = encode(options.tokenizer or folders[0].path, text, options.max_tokens, bos=options.bos)
+    first = encode(path_of(options.tokenizer) or folders[0].path, text, options.max_tokens, bos=not options.no_bos)
     for folder in folders:
         if options.tokenizer is None and folder is not folders[0]:
-            found = encode(folder.path, text, options.max_tokens, bos=options.bos)
-            _check_same_tokens(folder, found.ids, other=folders[0], expected=first.ids)
-            _check_same_bos(folder, found.bos, other=folders[0], expected=first.bos)
+            own = encode(folder.path, text, options.max_tokens, bos=not options.no_bos)
+            _check_same_tokens(folder, own.ids, other=folders[0], expected=first.ids)
+            _check_same_bos(folder, own.bos, other=folders[0], expected=first.bos)
         check_vocabulary(folder, *first)
     return first
 
@@ -348,7 +288,7 @@ def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected:
         ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
         raise EvaluationError(
             f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
-            "be compared; choose one of them with --tokenizer DIR, or pass --no-bos"
+            "be compared; choose one of them with `tokenizer`, or pass `no_bos`"
         )
 
 

@@ -60,17 +60,17 @@ class Windows:
         """
         if not 1 <= self.stride <= self.size or self.size < 2:
             raise EvaluationError(
-                f"--stride {self.stride}: expected at least 1 and at most the window, "
+                f"`stride` {self.stride}: expected at least 1 and at most the window, "
                 f"which has {self.size} tokens (at least 2)"
             )
         needed = self.size + ((self.count or 1) - 1) * self.stride
         if tokens < needed:
-            found = f"found {tokens}; give a longer text"
+            remedy = f"found {tokens}; give a longer text"
             if tokens == max_tokens:
-                found = f"--max-tokens {tokens} leaves fewer; raise it"
+                remedy = f"`max_tokens` {tokens} leaves fewer; raise it"
             raise EvaluationError(
                 f"the text: expected at least {needed} tokens for {counted(self.count or 1, 'window')} of {self.size}, "
-                f"{found}, or pass a smaller --window"
+                f"{remedy}, or pass a smaller `window`"
             )
         fitting = (tokens - self.size) // self.stride + 1
         return range(0, (self.count or fitting) * self.stride, self.stride)
@@ -166,12 +166,12 @@ def compare(
     """
     starts = windows.starts(len(ids))
     of_windows = []
-    streams = [_predictions(each, ids, windows, starts) for each in (model, reference) if each is not None]
+    streams = [_predictions(one, ids, windows, starts) for one in (model, reference) if one is not None]
     for done, (start, *logits) in enumerate(zip(starts, *streams, strict=True)):
         of_windows.append(_score(logits, windows.piece(ids, start)[-windows.scored(start) :], start))
         progress(done + 1, len(starts))
     losses, reference_losses = (
-        tuple(Loss(float(each.losses[row].sum()), each.losses.shape[1]) for each in of_windows)
+        tuple(Loss(float(one.losses[row].sum()), one.losses.shape[1]) for one in of_windows)
         for row in (0, 0 if reference is None else 1)
     )
     if reference is None:
@@ -184,18 +184,10 @@ def _predictions(model: Model, ids: Ids, windows: Windows, starts: Sequence[int]
     for scored, alike in itertools.groupby(starts, windows.scored):
         pieces = (windows.piece(ids, start) for start in alike)
         if model.logits_of is not None:
-            found = model.logits_of(list(pieces), scored + 1)
+            logits_of = model.logits_of(list(pieces), scored + 1)
         else:
-            found = (model.logits(piece, scored + 1) for piece in pieces)
-        yield from (logits[:-1] for logits in found)
-
-
-def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:
-    """Return the loss of each window, on the same tokens for every model, so that windows can be paired.
-
-    Raises what compare raises.
-    """
-    return compare(model, None, ids=ids, windows=windows).losses
+            logits_of = (model.logits(piece, scored + 1) for piece in pieces)
+        yield from (logits[:-1] for logits in logits_of)
 
 
 def perplexity(losses: Sequence[Loss]) -> float:
@@ -262,7 +254,7 @@ def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
     chosen: the tokens that the text has there, [tokens].
     start: the first token of the window, for messages.
     """
-    sizes = [each.shape[1] for each in logits]
+    sizes = [one.shape[1] for one in logits]
     if len(set(sizes)) > 1:
         raise EvaluationError(
             f"the model has {sizes[0]} logits, the reference {sizes[1]}: expected models with the same vocabulary"
@@ -273,11 +265,11 @@ def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
     def rows(first: int) -> None:
         place = slice(first, min(first + step, tokens))
         probabilities = [
-            _log_softmax(each[place], f"the window from token {start} on: the {name}'s")
-            for each, name in zip(logits, ("model", "reference"), strict=False)
+            _log_softmax(one[place], f"the window from token {start} on: the {name}'s")
+            for one, name in zip(logits, ("model", "reference"), strict=False)
         ]
-        for row, each in enumerate(probabilities):
-            result.losses[row, place] = -each[np.arange(len(each)), chosen[place]]
+        for row, one in enumerate(probabilities):
+            result.losses[row, place] = -one[np.arange(len(one)), chosen[place]]
         if len(probabilities) == 2:
             result.agreements[place] = probabilities[0].argmax(axis=1) == probabilities[1].argmax(axis=1)
             result.divergences[place] = _kl(*probabilities)
@@ -304,22 +296,22 @@ def _log_softmax(logits: Floats, name: str) -> Doubles:
     totals = np.log(np.exp(values).sum(axis=1, keepdims=True))
     if np.isnan(totals).any():
         raise EvaluationError(
-            f"{name} logits are NaN or infinite; the weights are broken, or --dtype float32 is needed"
+            f"{name} logits are NaN or infinite; the weights are broken, or `dtype` float32 is needed"
         )
     values -= totals
     return values
 
 
 def _divergence(of_windows: Sequence[_Tokens]) -> Divergence:
-    divergences = np.concatenate([each.divergences for each in of_windows])
-    agreements = np.concatenate([each.agreements for each in of_windows])
+    divergences = np.concatenate([window.divergences for window in of_windows])
+    agreements = np.concatenate([window.agreements for window in of_windows])
     # Without interpolation, which would compute inf - inf.
     median, high, higher = np.quantile(divergences, (0.5, 0.99, 0.999), method="inverted_cdf")
     return Divergence(
-        mean=Estimate(float(divergences.mean()), _standard_error([each.divergences.mean() for each in of_windows])),
+        mean=Estimate(float(divergences.mean()), _standard_error([window.divergences.mean() for window in of_windows])),
         median=float(median),
         percentile_99=float(high),
         percentile_99_9=float(higher),
         maximum=float(divergences.max()),
-        top1=Estimate(float(agreements.mean()), _standard_error([each.agreements.mean() for each in of_windows])),
+        top1=Estimate(float(agreements.mean()), _standard_error([window.agreements.mean() for window in of_windows])),
     )

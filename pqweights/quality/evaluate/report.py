@@ -1,17 +1,31 @@
-"""The report of an evaluation: the settings that all models share, a row for each model, and both as JSON."""
+"""The report of an evaluation: the settings that all models share, a row for each model, and both as JSON.
+
+A row also makes the record that is kept beside its model (rewrite/results/evaluation_record.py), with figures as they
+were measured: a card that rounds them shows what `eval` showed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from msgspec import convert
+
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import MasterError, SourceError
 from pqweights.inference.runtimes.cached import CacheFigures
 from pqweights.inference.runtimes.folders import Size
 from pqweights.quality.evaluate.protocol import Divergence, Estimate, Scores
 from pqweights.quality.evaluate.speed import Speed
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord
+
+# How the name of mlx-lm's runtime begins; it chooses its device itself.
+CHOOSES_ITS_DEVICE = "mlx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +80,7 @@ class ModelScores:
     dtype: str
     size: Size
     scores: Scores
-    speed: Speed | None
+    speed: Speed | None = None
     kv_cache: CacheFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -153,3 +167,45 @@ def _kl_json(divergence: Divergence) -> dict[str, Any]:
 def _finite(value: float | None) -> float | None:
     """Return a value, or None if JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def make_record(
+    report: EvaluationReport,
+    row: ModelScores,
+    text: str,
+    *,
+    tokenizer: Path | None = None,
+    reference: str | None = None,
+) -> EvaluationRecord:
+    """Make the record of one row of a report.
+
+    text: the text that was evaluated.
+    tokenizer: the folder of the tokenizer, if it was not the model's own.
+    reference: the name of the reference, if it is not that of its folder.
+    """
+    settings, fingerprint = report.settings, None
+    if settings.reference is not None:
+        reference = reference or _base_name(settings.reference)
+        fingerprint = _fingerprint(Path(settings.reference))
+    known = report.to_json()["settings"] | row.to_json()
+    known |= {
+        "text": _base_name(settings.text),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokenizer": None if tokenizer is None else _base_name(tokenizer),
+        "device": None if row.runtime.startswith(CHOOSES_ITS_DEVICE) else settings.device,
+        "reference": reference,
+        "reference_fingerprint": fingerprint,
+    }
+    return convert({name: known[name] for name in EvaluationRecord.__struct_fields__}, EvaluationRecord)
+
+
+def _base_name(path: str | Path) -> str:
+    """Return the last component of a path, which may be relative."""
+    return os.path.basename(os.path.abspath(path))
+
+
+def _fingerprint(reference: Path) -> str | None:
+    try:
+        return open_local(reference).fingerprint()
+    except (SourceError, MasterError, OSError):  # its format is one that only its runtime reads
+        return None

@@ -80,20 +80,20 @@ def measure_speed(path: Path, ids: Ids, *, device: str, dtype: str, packed: bool
             last_line = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
             how = f"signal {-done.returncode} (9: out of memory?)" if done.returncode < 0 else f"code {done.returncode}"
             raise EvaluationError(f"{path}: the process that measures its speed ended with {how}: {last_line[:300]}")
-        found = json.loads(answer.read_text())
-    if "error" in found:
-        raise getattr(errors, found["error"])(found["message"])
-    return Speed(tuple(found["tokens_per_second"]), found["peak_bytes"], found["dtype"])
+        answered = json.loads(answer.read_text())
+    if "error" in answered:
+        raise getattr(errors, answered["error"])(answered["message"])
+    return Speed(tuple(answered["tokens_per_second"]), answered["peak_bytes"], answered["dtype"])
 
 
 def main() -> None:
     """Run in the new process: measure what the JSON argument asks for and write the answer to its file."""
     request = json.loads(sys.argv[1])
     try:
-        found = _measured(request)
+        measured = _measured(request)
     except PqweightsError as error:
-        found = {"error": type(error).__name__, "message": str(error)}
-    Path(request["answer"]).write_text(json.dumps(found))
+        measured = {"error": type(error).__name__, "message": str(error)}
+    Path(request["answer"]).write_text(json.dumps(measured))
 
 
 def _measured(request: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pqweights.errors import SourceError
 
-Place = tuple[str, int | None]  # a parameter of the model, and the number of a matrix if it is a stack
+MatrixId = tuple[str, int | None]  # a parameter of the model, and the number of a matrix if it is a stack
 
 # Functions that multiply: the names of their arguments up to the two that are multiplied, and the axis of the second
 # one that is summed over.
@@ -49,8 +49,8 @@ class Recorder(Protocol):
 
     windows: int
 
-    def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
-        """Take the inputs [..., K] of the matrix at `place`; along_rows: whether the model stores it as [N, K]."""
+    def add(self, matrix_id: MatrixId, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Take the inputs [..., K] of a matrix; along_rows: whether the model stores it as [N, K]."""
         ...
 
 
@@ -91,9 +91,9 @@ class _Watch(TorchFunctionMode):
             for own, parameter in module._parameters.items():
                 inputs = [] if parameter is None else _inputs_of_matrices(values, weight, parameter)
                 for number, rows in inputs:
-                    place = (f"{self._names[id(module)]}.{own}".lstrip("."), number)
+                    matrix_id = (f"{self._names[id(module)]}.{own}".lstrip("."), number)
                     self._activations.add(
-                        place, rows, along_rows=along_rows, window=self.window, held_back=self.held_back
+                        matrix_id, rows, along_rows=along_rows, window=self.window, held_back=self.held_back
                     )
                 if inputs:
                     return
@@ -157,14 +157,14 @@ def _without_cache(model: Any) -> dict[str, bool]:
     return {"use_cache": False} if hasattr(model.config, "use_cache") and model.can_generate() else {}
 
 
-class WeightPlace(NamedTuple):
+class WeightLocation(NamedTuple):
     """The matrix or stack of the model that holds a tensor of a checkpoint, and whether it is transposed there."""
 
-    place: Place
+    matrix_id: MatrixId
     transposed: bool
 
 
-def places(model: Any, names: Sequence[str]) -> dict[str, WeightPlace]:
+def locate(model: Any, names: Sequence[str]) -> dict[str, WeightLocation]:
     """Return where tensors of a checkpoint are in the model, by transformers' own rules for renaming and stacking."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, rename_source_key
@@ -185,16 +185,16 @@ def places(model: Any, names: Sequence[str]) -> dict[str, WeightPlace]:
             expert = re.search(r"\.experts\.(\d+)\.", name) if pattern and "*" in pattern else None
             converter = next((c for c in converters if pattern in c.source_patterns), None)
             transposed = any(isinstance(op, Transpose) for op in converter.operations) if converter else False
-            result[name] = WeightPlace((multiplied[renamed], int(expert[1]) if expert else None), transposed)
+            result[name] = WeightLocation((multiplied[renamed], int(expert[1]) if expert else None), transposed)
     return result
 
 
-def places_of(shape: tuple[int, ...], where: WeightPlace) -> list[Place]:
-    """Return the places of the matrices of a weight of this shape, in order.
+def matrix_ids(shape: tuple[int, ...], where: WeightLocation) -> list[MatrixId]:
+    """Return the matrices of a weight of this shape, in order.
 
     A stack in the file is a stack in the model; an expert that is a tensor of its own is a part of a stack there.
     """
-    name, expert = where.place
+    name, expert = where.matrix_id
     if len(shape) == 3:
         return [(name, number) for number in range(shape[0])]
     return [(name, expert)]

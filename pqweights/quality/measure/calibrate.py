@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import convert
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.writer import COPY_BYTES
+from pqweights.checkpoint.writer import COPY_BYTES, check_free
+from pqweights.common.documents import as_json
 from pqweights.common.notices import slow_step
 from pqweights.errors import RecipeError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import package
+from pqweights.options import path_of
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.result_file import check_free
 from pqweights.planning.statistics_file import (
     VERSION,
     InputVector,
@@ -42,6 +44,8 @@ from pqweights.quality.measure.layer_search import LayerReport, layer_from_recor
 from pqweights.quality.measure.preparation import LoadedModel, TextWindows, plan_original, text_windows, window_size
 from pqweights.quality.measure.scale_search import FEWEST_WINDOWS
 from pqweights.quality.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.quality.options import CalibrationOptions
+from pqweights.rewrite.task import usable_cores
 
 if TYPE_CHECKING:
     from pqweights.quality.measure.inputs import VectorInputs
@@ -51,7 +55,6 @@ Progress = Callable[[int, int, str], None]  # called with the steps done, the st
 
 # Tokens that the model reads together, unless it takes fewer.
 WINDOW = 512
-DEFAULT_TOKENS = 16384
 # One window in this many is held back from the search, to check its result.
 HELD_BACK_OF = 4
 # The record of the layout in the journal.
@@ -93,30 +96,6 @@ class Calibration:
         if self.vectors is not None:
             result["inputs"] = [vars(vector) for vector in self.vectors]
         return result | {"weights": weights}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationOptions:
-    """How a checkpoint is calibrated.
-
-    max_tokens: how many tokens of the text are read at most.
-    window: tokens that are read together; by default 512, or the model's limit if that is smaller.
-    tokenizer: the folder of the tokenizer; by default the model's own.
-    bos: whether windows begin with the token BOS, if the tokenizer puts one before a text.
-    dtype: the dtype that the model runs in; auto for its own.
-    device_map: as in transformers.
-    threads: how many threads search.
-    overwrite: whether an existing file of statistics may be replaced.
-    """
-
-    max_tokens: int = DEFAULT_TOKENS
-    window: int | None = None
-    tokenizer: Path | None = None
-    bos: bool = True
-    dtype: str = "auto"
-    device_map: str | None = None
-    threads: int = 1
-    overwrite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +187,6 @@ def calibrate(
     return result
 
 
-def _moments(work: Unfinished, vectors: Sequence[InputVector], weights: dict[str, WeightInputs]) -> MomentsToWrite:
-    return MomentsToWrite(vectors=vectors, weights=weights, data=_data(work.moments, vectors))
-
-
 def _scales(layers: Sequence[tuple[LayerReport, Floats | None]]) -> ScalesToWrite:
     return ScalesToWrite(
         weights={layer.name: layer.to_json() for layer, _ in layers},
@@ -262,9 +237,9 @@ def calibration_windows(source: Path, text: str, options: CalibrationOptions) ->
         text,
         size=size,
         fewest=fewest_tokens(size) // size,
-        tokenizer=options.tokenizer,
+        tokenizer=path_of(options.tokenizer),
         max_tokens=options.max_tokens,
-        bos=options.bos,
+        bos=not options.no_bos,
     )
 
 
@@ -304,8 +279,8 @@ def _collect(job: _CalibrationJob, work: Unfinished) -> tuple[list[InputVector],
     model = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
     windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.text.ids)]
     if LAYOUT not in work.found:
-        work.keep(LAYOUT, find_layout(model, job.shapes, windows[0]).to_json())
-    layout = Layout.from_json(work.found[LAYOUT])
+        work.keep(LAYOUT, as_json(find_layout(model, job.shapes, windows[0])))
+    layout = convert(work.found[LAYOUT], Layout)
     collection = Collection.of(layout, scales=job.planned is not None, moments=job.moments)
     names = list(layout.weights)
     # The matrices of a weight are searched together, but moments may be collected one vector at a time.
@@ -364,11 +339,11 @@ def _search_all(
 ) -> None:
     """Search weights in threads, each of which keeps what it found; the first error stops the search."""
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
-    pool = ThreadPoolExecutor(job.options.threads)
+    pool = ThreadPoolExecutor(job.options.threads or usable_cores())
 
     def search_one(plan: TensorPlan) -> None:
-        found = search_layer(plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
-        work.keep(plan.name, layer_to_record(*found))
+        layer, scales = search_layer(plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
+        work.keep(plan.name, layer_to_record(layer, scales))
 
     try:
         results = [pool.submit(search_one, plan) for plan in planned]

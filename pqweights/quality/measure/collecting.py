@@ -26,7 +26,7 @@ from pqweights.quality.measure.scale_search import FEWEST_ROWS
 from pqweights.quality.measure.unfinished import Unfinished
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.activations import Place, TextWindow
+    from pqweights.quality.measure.activations import MatrixId, TextWindow
     from pqweights.quality.measure.inputs import SeenInputs, VectorInputs
 
 # The most rows of inputs that are kept of each vector, to search on and held back; fewer of both if the disk space is
@@ -49,67 +49,50 @@ class Layout:
     """Which vectors there are: for each its K, and the matrix at which it is collected; and what each weight reads."""
 
     sizes: list[int]
-    places: list[Place]
+    places: list[tuple[str, int | None]]
     weights: dict[str, WeightInputs]
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> Layout:
-        """Return the layout of which the journal has the record."""
-        return Layout(
-            sizes=record["sizes"],
-            places=[(name, number) for name, number in record["places"]],
-            weights={
-                name: WeightInputs(vectors=tuple(reads["vectors"]), transposed=reads["transposed"])
-                for name, reads in record["weights"].items()
-            },
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record for the journal."""
-        weights = {name: vars(reads) for name, reads in self.weights.items()}
-        return {"sizes": self.sizes, "places": self.places, "weights": weights}
 
 
 def find_layout(model: LoadedModel, shapes: Mapping[str, tuple[int, ...]], window: TextWindow) -> Layout:
     """Find out which matrices of some weights read the same in a window. shapes: those of the weights, by name"""
-    from pqweights.quality.measure.activations import places_of, watch
+    from pqweights.quality.measure.activations import matrix_ids, watch
     from pqweights.quality.measure.inputs import SeenInputs
 
-    where = model.places(list(shapes))
+    where = model.locate(list(shapes))
     seen = SeenInputs()
     loaded = model.get()
     with Refused(model.cannot_run):
         watch(loaded, [window], seen, progress=lambda done, total: None)
     layout = Layout(sizes=[], places=[], weights={})
     known: dict[Any, int] = {}
-    for name, found in where.items():
-        matrices = places_of(shapes[name], found)
+    for name, location in where.items():
+        matrices = matrix_ids(shapes[name], location)
         stored = _stored(matrices, seen)
         if stored is None:
             continue
         size, along_rows = stored
-        vectors = tuple(_numbered(place, size, seen, known=known, layout=layout) for place in matrices)
-        layout.weights[name] = WeightInputs(vectors=vectors, transposed=along_rows == found.transposed)
+        vectors = tuple(_numbered(matrix_id, size, seen, known=known, layout=layout) for matrix_id in matrices)
+        layout.weights[name] = WeightInputs(vectors=vectors, transposed=along_rows == location.transposed)
     return layout
 
 
-def _stored(matrices: Sequence[Place], seen: SeenInputs) -> tuple[int, bool] | None:
+def _stored(matrices: Sequence[MatrixId], seen: SeenInputs) -> tuple[int, bool] | None:
     """Return K and whether the model stores matrices as [N, K]; None if it multiplies by none of their stack."""
     names = {name for name, _ in matrices}
-    return next((found[:2] for (name, _), found in seen.found.items() if name in names), None)
+    return next((stored[:2] for (name, _), stored in seen.found.items() if name in names), None)
 
 
-def _numbered(place: Place, size: int, seen: SeenInputs, *, known: dict[Any, int], layout: Layout) -> int:
+def _numbered(matrix_id: MatrixId, size: int, seen: SeenInputs, *, known: dict[Any, int], layout: Layout) -> int:
     """Return the number of the vector that a matrix reads, a new one unless another matrix reads the same."""
     # An expert that the first window did not reach has a vector of its own.
-    for key in (place, seen.key(place)):
+    for key in (matrix_id, seen.key(matrix_id)):
         if key is not None and key in known:
             return known[key]
     number = len(layout.sizes)
     layout.sizes.append(size)
-    layout.places.append(place)
-    known[place] = number
-    if (key := seen.key(place)) is not None:
+    layout.places.append(matrix_id)
+    known[matrix_id] = number
+    if (key := seen.key(matrix_id)) is not None:
         known[key] = number
     return number
 
@@ -178,8 +161,8 @@ class ModelRun:
         from pqweights.quality.measure.inputs import CollectedInputs
 
         room, is_known = self._room()
-        places = {self.collection.layout.places[number]: number for number in self.vectors}
-        collected = CollectedInputs(self._empty(room), places)
+        numbers = {self.collection.layout.places[number]: number for number in self.vectors}
+        collected = CollectedInputs(self._empty(room), numbers)
         identity = [self.number, self.collection.rows]
         if is_known:
             collected.restore(self.work.state, identity)
@@ -254,7 +237,7 @@ def keep_moments(
             for values in vector.moments():
                 if not np.isfinite(values).all():
                     raise EvaluationError(
-                        f"the inputs of {layout.places[number][0]} are not finite; try --dtype float32"
+                        f"the inputs of {layout.places[number][0]} are not finite; try `dtype` float32"
                     )
                 stream.write(np.ascontiguousarray(values).data)
         stream.flush()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -130,14 +129,19 @@ def measure_distribution(
     decisions = decide(recipe, checkpoint.tensors)
     chosen = [(t, d.role) for t, d in zip(checkpoint.tensors, decisions, strict=True) if d.codec is not None]
     total, done = sum(_sampled_bytes(tensor) for tensor, _ in chosen), 0
-    everything = _Pair()
+    before, after = Tally(), Tally()
     measured = []
-    for (tensor, role), pair in _in_order(chosen, threads):
-        everything.add(pair)
-        measured.append(_tensor_distribution(tensor, role, pair))
-        done += _sampled_bytes(tensor)
-        progress(done, total, tensor.name)
-    before, after = everything.before, everything.after
+    pool = ThreadPoolExecutor(threads)
+    try:
+        tallies = pool.map(_count, (tensor for tensor, _ in chosen))
+        for (tensor, role), (before_one, after_one) in zip(chosen, tallies, strict=True):
+            before.merge(before_one)
+            after.merge(after_one)
+            measured.append(_tensor_distribution(tensor, role, before_one, after_one))
+            done += _sampled_bytes(tensor)
+            progress(done, total, tensor.name)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return Distribution(
         recipe=recipe.name,
         tensors=tuple(measured),
@@ -148,36 +152,17 @@ def measure_distribution(
     )
 
 
-def _tensor_distribution(tensor: LogicalTensor, role: str, pair: _Pair) -> TensorDistribution:
+def _tensor_distribution(tensor: LogicalTensor, role: str, before: Tally, after: Tally) -> TensorDistribution:
     return TensorDistribution(
         name=tensor.name,
         role=role,
         shape=tensor.shape,
         dtype=tensor.dtype,
         weights=element_count(tensor),
-        sampled_weights=pair.before.count,
-        before=pair.before.fit(),
-        after=pair.after.fit(),
+        sampled_weights=before.count,
+        before=before.fit(),
+        after=after.fit(),
     )
-
-
-def _in_order(
-    chosen: Sequence[tuple[LogicalTensor, str]], threads: int
-) -> Iterator[tuple[tuple[LogicalTensor, str], _Pair]]:
-    """Yield the counts of each tensor, in order; at most two results per thread wait for their turn."""
-    waiting: deque[tuple[tuple[LogicalTensor, str], Future[_Pair]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for entry in chosen:
-                waiting.append((entry, pool.submit(_count, entry[0])))
-                if len(waiting) >= 2 * threads:
-                    first, result = waiting.popleft()
-                    yield first, result.result()
-            for first, result in waiting:
-                yield first, result.result()
-        finally:
-            for _, result in waiting:
-                result.cancel()
 
 
 def sampled_blocks(weights: int) -> list[range]:
@@ -196,12 +181,12 @@ def _sampled_bytes(tensor: LogicalTensor) -> int:
     return stored * min(weights, MAX_WEIGHTS) // max(weights, 1)
 
 
-def _count(tensor: LogicalTensor) -> _Pair:
-    """Count the coordinates of the blocks of a tensor that are read.
+def _count(tensor: LogicalTensor) -> tuple[Tally, Tally]:
+    """Count the coordinates of the blocks of a tensor that are read, before and after the rotation.
 
     Raises SourceError for a weight that is not finite.
     """
-    pair = _Pair()
+    before, after = Tally(), Tally()
     for blocks in sampled_blocks(element_count(tensor)):
         count = len(blocks) * HADAMARD_SIZE
         raw = np.empty(count * 4, dtype=np.uint8)
@@ -210,30 +195,18 @@ def _count(tensor: LogicalTensor) -> _Pair:
         norms = np.sqrt((values * values).sum(axis=1))
         if not np.isfinite(norms).all():
             at = find_non_finite(tensor, blocks.start * HADAMARD_SIZE, count)
-            place = [int(i) for i in np.unravel_index(at, tensor.shape)]
+            index = [int(i) for i in np.unravel_index(at, tensor.shape)]
             raise SourceError(
                 f"{tensor.parts[0].file}: tensor {tensor.name!r}: expected finite weights, "
-                f"found a NaN or an infinity at {place}"
+                f"found a NaN or an infinity at {index}"
             )
         values = values[norms > 0]
         values *= (math.sqrt(HADAMARD_SIZE) / norms[norms > 0])[:, None]
         coordinates = values.astype(np.float32).reshape(-1)
-        pair.before.add(coordinates.copy())
+        before.add(coordinates.copy())
         rotate(coordinates)
-        pair.after.add(coordinates)
-    return pair
-
-
-class _Pair:
-    """The tallies before and after the rotation."""
-
-    def __init__(self) -> None:
-        self.before, self.after = Tally(), Tally()
-
-    def add(self, other: _Pair) -> None:
-        """Add the counts of another pair."""
-        self.before.merge(other.before)
-        self.after.merge(other.after)
+        after.add(coordinates)
+    return before, after
 
 
 class Tally:

@@ -21,7 +21,7 @@ import torch
 
 from pqweights.checkpoint.writer import write_whole
 from pqweights.planning.statistics_file import InputVector
-from pqweights.quality.measure.activations import Place
+from pqweights.quality.measure.activations import MatrixId
 from pqweights.quality.measure.scale_search import Inputs
 
 Floats = npt.NDArray[np.float32]
@@ -33,34 +33,34 @@ class SeenInputs:
 
     def __init__(self) -> None:
         self.windows = 0
-        # By place: K, whether the model stores the matrix as [N, K], and a digest of its inputs.
-        self.found: dict[Place, tuple[int, bool, Any]] = {}
-        self._rows: Counter[Place] = Counter()
+        # By matrix: K, whether the model stores the matrix as [N, K], and a digest of its inputs.
+        self.found: dict[MatrixId, tuple[int, bool, Any]] = {}
+        self._rows: Counter[MatrixId] = Counter()
 
-    def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
-        """Add inputs [..., K] to the digest of the matrix at `place`."""
+    def add(self, matrix_id: MatrixId, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Add inputs [..., K] to the digest of a matrix."""
         rows = values.detach().reshape(-1, values.shape[-1]).float().cpu().numpy()
         if not len(rows):
             return
-        self._rows[place] += len(rows)
-        if place not in self.found:
-            self.found[place] = rows.shape[1], along_rows, hashlib.sha256()
-        self.found[place][2].update(np.ascontiguousarray(rows).tobytes())
+        self._rows[matrix_id] += len(rows)
+        if matrix_id not in self.found:
+            self.found[matrix_id] = rows.shape[1], along_rows, hashlib.sha256()
+        self.found[matrix_id][2].update(np.ascontiguousarray(rows).tobytes())
 
-    def key(self, place: Place) -> tuple[object, ...] | None:
+    def key(self, matrix_id: MatrixId) -> tuple[object, ...] | None:
         """Return what is equal for matrices that read the same; None for a matrix that read nothing.
 
         Experts may have read the same few tokens by chance: matrices that did not read every token must also be of the
         same expert, by its number or by the module that holds it.
         """
-        found = self.found.get(place)
-        if found is None:
+        seen = self.found.get(matrix_id)
+        if seen is None:
             return None
-        name, number = place
+        name, number = matrix_id
         module = name.rpartition(".")[0].rpartition(".")[0]
-        every_token = self._rows[place] == max(self._rows.values())
+        every_token = self._rows[matrix_id] == max(self._rows.values())
         expert = () if every_token and number is None else (number, None if number is not None else module)
-        return found[0], found[2].hexdigest(), expert
+        return seen[0], seen[2].hexdigest(), expert
 
 
 class Sample:
@@ -169,12 +169,12 @@ class CollectedInputs:
     windows: of how many windows of the text
     """
 
-    def __init__(self, vectors: Mapping[int, VectorInputs], places: Mapping[Place, int]) -> None:
-        self.windows, self.vectors, self._places = 0, vectors, places
+    def __init__(self, vectors: Mapping[int, VectorInputs], numbers: Mapping[MatrixId, int]) -> None:
+        self.windows, self.vectors, self._numbers = 0, vectors, numbers
 
-    def add(self, place: Place, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
-        """Collect the inputs [..., K] of the matrix at `place`."""
-        number = self._places.get(place)
+    def add(self, matrix_id: MatrixId, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Collect the inputs [..., K] of a matrix."""
+        number = self._numbers.get(matrix_id)
         if number is not None:
             rows = values.detach().reshape(-1, values.shape[-1]).float()
             self.vectors[number].add(rows, window=window, held_back=held_back)

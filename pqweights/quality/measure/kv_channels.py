@@ -117,12 +117,12 @@ def _pairs(layer: int, keys: Doubles, pairs: RopePairs) -> tuple[KeyPair, ...]:
     """Measure all pairs of a layer. keys: over the median of their head, [heads, tokens, size]"""
     import torch
 
-    firsts, seconds = (each.tolist() for each in pairs.split(torch.arange(pairs.size)))
+    firsts, seconds = (part.tolist() for part in pairs.split(torch.arange(pairs.size)))
     x, y = keys[..., firsts], keys[..., seconds]  # [heads, tokens, pairs]
     radius = np.hypot(x, y)
     unit = np.divide(x + 1j * y, radius, out=np.zeros(radius.shape, dtype=np.complex128), where=radius > 0)
     direction = np.abs(unit.mean(axis=1))
-    of_radius, of_x, of_y = (_variation(each) for each in (radius, np.abs(x), np.abs(y)))
+    of_radius, of_x, of_y = (_variation(part) for part in (radius, np.abs(x), np.abs(y)))
     large_x, large_y = np.abs(x) >= OUTLIER, np.abs(y) >= OUTLIER
     one, any_ = (large_x ^ large_y).sum(axis=1), (large_x | large_y).sum(axis=1)  # [heads, pairs]
     return tuple(

@@ -11,17 +11,16 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.polar_codebook import ANGLE_BITS, GROUP, angle_density
+from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, angle_density
 from pqweights.common.documents import as_json
 from pqweights.quality.measure.distribution import Normality, Tally
 from pqweights.quality.measure.kv_channels import OUTLIER, Doubles, KeyChannels, measure_channels
-from pqweights.quality.measure.kv_states import LayerStates, ModelStates, StatesOptions, read_states
+from pqweights.quality.measure.kv_states import LayerStates, ModelStates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,18 +89,6 @@ class StatesDistribution:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SideHistograms:
-    """What the plot shows of vectors before or after preconditioning.
-
-    coordinates: how many are in each bin of HISTOGRAM_EDGES of distribution.py, [bins]
-    angles: how many are in each bin, [levels, ANGLE_BINS]
-    """
-
-    coordinates: Counts
-    angles: Counts
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class KVDistribution:
     """The distribution of the keys and values of a model.
 
@@ -121,7 +108,7 @@ class KVDistribution:
     layers: tuple[StatesDistribution, ...]
     totals: tuple[StatesDistribution, StatesDistribution]
     channels: tuple[KeyChannels, ...]
-    histograms: dict[str, tuple[SideHistograms, SideHistograms]]
+    histograms: dict[str, tuple[SideCounts, SideCounts]]
     strongest_keys: tuple[int, int, npt.NDArray[np.float32]]
 
     def to_json(self) -> dict[str, Any]:
@@ -137,22 +124,8 @@ class KVDistribution:
         }
 
 
-def measure_kv(
-    path: Path,
-    text: str,
-    options: StatesOptions,
-    *,
-    progress: Progress = lambda done, total, what: None,
-) -> KVDistribution:
-    """Measure the distribution of the keys and values that a model computes for a text.
-
-    Raises what read_states raises.
-    """
-    return distribution_of(read_states(path, text, options), progress=progress)
-
-
 def distribution_of(states: ModelStates, *, progress: Progress = lambda done, total, what: None) -> KVDistribution:
-    """Measure keys and values that were read before."""
+    """Measure the distribution of the keys and values that read_states returned."""
     everything = {KEYS: _Count(), VALUES: _Count()}
     layers, channels = [], []
     for number, layer in enumerate(states.layers):
@@ -170,7 +143,7 @@ def distribution_of(states: ModelStates, *, progress: Progress = lambda done, to
         layers=tuple(layers),
         totals=(everything[KEYS].figures(KEYS, None), everything[VALUES].figures(VALUES, None)),
         channels=tuple(channels),
-        histograms={kind: (count.before.histograms(), count.after.histograms()) for kind, count in everything.items()},
+        histograms={kind: (count.before, count.after) for kind, count in everything.items()},
         strongest_keys=_strongest(states.layers, channels),
     )
 
@@ -178,8 +151,8 @@ def distribution_of(states: ModelStates, *, progress: Progress = lambda done, to
 def _strongest(
     layers: Iterable[LayerStates], channels: Iterable[KeyChannels]
 ) -> tuple[int, int, npt.NDArray[np.float32]]:
-    layer, found = max(zip(layers, channels, strict=True), key=lambda each: each[1].largest)
-    head = int(found.magnitudes.max(axis=1).argmax())
+    layer, largest = max(zip(layers, channels, strict=True), key=lambda pair: pair[1].largest)
+    head = int(largest.magnitudes.max(axis=1).argmax())
     return layer.layer, head, layer.keys[head].numpy()
 
 
@@ -187,7 +160,7 @@ class _Count:
     """What was counted of keys or values, and can be added to that of other layers."""
 
     def __init__(self) -> None:
-        self.before, self.after = _Side(), _Side()
+        self.before, self.after = SideCounts(), SideCounts()
         self.norm_cvs: list[float] = []
         self.sizes: set[int] = set()
         self.vectors = 0
@@ -197,14 +170,14 @@ class _Count:
         """Count the vectors of a layer, [heads, tokens, size] f32."""
         from pqweights.inference.kv.rotated import rotation
 
-        found, size = cls(), vectors.shape[-1]
+        count, size = cls(), vectors.shape[-1]
         norms = vectors.double().norm(dim=-1)
-        found.norm_cvs = [float(each.std(correction=0) / each.mean()) for each in norms if each.any()]
+        count.norm_cvs = [float(head.std(correction=0) / head.mean()) for head in norms if head.any()]
         scaled = (vectors[norms > 0].double() * (math.sqrt(size) / norms[norms > 0])[:, None]).float()
-        found.sizes, found.vectors = {size}, len(scaled)
-        found.before.count(scaled)
-        found.after.count(scaled @ rotation(size, scaled.device).T)
-        return found
+        count.sizes, count.vectors = {size}, len(scaled)
+        count.before.count(scaled)
+        count.after.count(scaled @ rotation(size, scaled.device).T)
+        return count
 
     def add(self, other: _Count) -> None:
         """Add what was counted elsewhere."""
@@ -227,13 +200,22 @@ class _Count:
         )
 
 
-class _Side:
-    """What was counted of normalised vectors before or after preconditioning."""
+class SideCounts:
+    """What was counted of normalised vectors before or after preconditioning.
+
+    coordinates: how many are in each bin of HISTOGRAM_EDGES of distribution.py, [bins]
+    angles: how many are in each bin, [levels, ANGLE_BINS]
+    """
 
     def __init__(self) -> None:
         self._tally = Tally()
-        self._angles: Counts = np.zeros((LEVEL_COUNT, ANGLE_BINS), dtype=np.int64)
+        self.angles: Counts = np.zeros((LEVEL_COUNT, ANGLE_BINS), dtype=np.int64)
         self._radii, self._radius_sum, self._radius_squares = 0, 0.0, 0.0
+
+    @property
+    def coordinates(self) -> Counts:
+        """See above."""
+        return self._tally.histogram
 
     def count(self, vectors: Tensor) -> None:
         """Count vectors, [n, size] f32, of mean square 1."""
@@ -243,35 +225,31 @@ class _Side:
         if vectors.shape[-1] % GROUP:
             return
         angles, radii = polar(vectors)
-        for level, each in enumerate(angles, 1):
-            self._angles[level - 1] += np.histogram(each.numpy(), bins=angle_edges(level))[0]
+        for level, of_level in enumerate(angles, 1):
+            self.angles[level - 1] += np.histogram(of_level.numpy(), bins=angle_edges(level))[0]
         lengths = radii.double().numpy()
         self._radii += lengths.size
         self._radius_sum += float(lengths.sum())
         self._radius_squares += float((lengths * lengths).sum())
 
-    def add(self, other: _Side) -> None:
+    def add(self, other: SideCounts) -> None:
         """Add what was counted elsewhere."""
         self._tally.merge(other._tally)
-        self._angles = self._angles + other._angles
+        self.angles = self.angles + other.angles
         self._radii += other._radii
         self._radius_sum += other._radius_sum
         self._radius_squares += other._radius_squares
 
     def figures(self) -> SideFigures:
         """Return the figures of everything that was counted."""
-        found = self._radii > 0
-        angles = [_angle_fit(level, counts) for level, counts in enumerate(self._angles, 1)] if found else []
-        spread = self._radii * self._radius_squares / self._radius_sum**2 - 1 if found else 0.0
+        has_angles = self._radii > 0
+        angles = [_angle_fit(level, counts) for level, counts in enumerate(self.angles, 1)] if has_angles else []
+        spread = self._radii * self._radius_squares / self._radius_sum**2 - 1 if has_angles else 0.0
         return SideFigures(
             coordinates=self._tally.fit(),
             angles=tuple(angles),
-            radius_cv=math.sqrt(max(0.0, spread)) if found else None,
+            radius_cv=math.sqrt(max(0.0, spread)) if has_angles else None,
         )
-
-    def histograms(self) -> SideHistograms:
-        """Return the histograms of everything that was counted."""
-        return SideHistograms(coordinates=self._tally.histogram, angles=self._angles)
 
 
 @functools.cache
@@ -297,12 +275,12 @@ def _angle_fit(level: int, counts: Counts) -> AngleFit:
     count, law = int(counts.sum()), _angle_law(level)
     below = np.concatenate([[0], np.cumsum(counts)]) / count
     expected = np.diff(law[:: ANGLE_BINS // COARSE_BINS])
-    found = counts.reshape(COARSE_BINS, -1).sum(axis=1) / count
+    shares = counts.reshape(COARSE_BINS, -1).sum(axis=1) / count
     # The mean absolute error of a frequency is sqrt(2 / pi) of its standard deviation.
     errors = np.sqrt(2 / math.pi * expected * (1 - expected) / count)
     return AngleFit(
         ks=float(np.abs(below - law).max()),
-        total_variation=float(np.abs(found - expected).sum() / 2),
+        total_variation=float(np.abs(shares - expected).sum() / 2),
         by_chance=float(errors.sum() / 2),
     )
 

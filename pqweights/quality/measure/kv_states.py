@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pqweights.common.notices import slow_step
 from pqweights.errors import EvaluationError
 from pqweights.exports.target import MLX
-from pqweights.inference.runtimes.folders import Folder, read_folder
-from pqweights.inference.runtimes.models import Model, check_options, choose_device, open_model
+from pqweights.inference.runtimes.folders import Folder, read_folder, transformers_config
+from pqweights.inference.runtimes.models import Model, choose_device, open_model
 from pqweights.inference.runtimes.packages import Refused, package, quiet
+from pqweights.inference.runtimes.steps import last_logits_only
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode, with_bos
+from pqweights.options import path_of
+from pqweights.quality.options import StatesOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,22 +30,6 @@ DEFAULT_TOKENS = 2048
 FEWEST_TOKENS = 16
 # Keys and values of a layer, by its number.
 Recorded = dict[int, "tuple[Tensor, Tensor]"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatesOptions:
-    """How a text is read, and where the model runs.
-
-    max_tokens: how many tokens to read; by default DEFAULT_TOKENS, or the model's limit if it is smaller
-    tokenizer: the folder of the tokenizer; by default the model's own
-    bos: whether the model reads the token BOS first, if the tokenizer puts one before a text
-    device: cpu, cuda or auto
-    """
-
-    max_tokens: int | None = None
-    tokenizer: Path | None = None
-    bos: bool = True
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,12 +72,11 @@ def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     """
     package("torch", "transformers", WHY)
     folder = read_folder(path)
-    if folder.kind == MLX:
-        raise EvaluationError(f"{path}: --kv: expected a model that transformers computes, found an export for mlx-lm; "
+    if folder.runtime == MLX:
+        raise EvaluationError(f"{path}: `kv`: expected a model that transformers computes, found an export for mlx-lm; "
                               "give the checkpoint or the master")  # fmt: skip
     device = choose_device(options.device, [folder])
-    check_options(folder, device, packed=False)
-    config = _config(folder)
+    config = transformers_config(path)
     _check_attention(folder, config)
     ids, bos = _encoded(folder, text, options)
     with slow_step(f"loading {path}"):
@@ -104,18 +90,12 @@ def read_states(path: Path, text: str, options: StatesOptions) -> ModelStates:
     )
 
 
-def _config(folder: Folder) -> Any:
-    transformers = package("transformers", "transformers", WHY)
-    with Refused(f"{folder.path}: transformers cannot read this configuration"), quiet():
-        return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
-
-
 def _check_attention(folder: Folder, config: Any) -> None:
     """Raise EvaluationError for a model that keeps no keys and values of heads."""
     decoder = config.get_text_config(decoder=True)
     if getattr(decoder, "kv_lora_rank", None) is not None:
         raise EvaluationError(
-            f"{folder.path}: --kv: {decoder.model_type} has multi-head latent attention, which keeps one compressed "
+            f"{folder.path}: `kv`: {decoder.model_type} has multi-head latent attention, which keeps one compressed "
             "vector for each token; expected a model that keeps keys and values of heads"
         )
     if not getattr(decoder, "num_attention_heads", None):
@@ -124,7 +104,7 @@ def _check_attention(folder: Folder, config: Any) -> None:
 
 def _without_states(folder: Folder, config: Any) -> str:
     return (
-        f"{folder.path}: --kv: expected a model with attention, found {config.model_type}, which has no keys and values"
+        f"{folder.path}: `kv`: expected a model with attention, found {config.model_type}, which has no keys and values"
     )
 
 
@@ -133,11 +113,11 @@ def _encoded(folder: Folder, text: str, options: StatesOptions) -> EncodedText:
     limit = folder.context
     asked = options.max_tokens or min(DEFAULT_TOKENS, limit or DEFAULT_TOKENS)
     if limit is not None and asked > limit:
-        raise EvaluationError(f"--max-tokens {asked}: {folder.path} takes at most {limit} tokens (by its config.json)")
-    encoded = encode(options.tokenizer or folder.path, text, asked, bos=options.bos)
+        raise EvaluationError(f"`max_tokens` {asked}: {folder.path} takes at most {limit} tokens (by its config.json)")
+    encoded = encode(path_of(options.tokenizer) or folder.path, text, asked, bos=not options.no_bos)
     ids = encoded.ids
     if len(ids) < FEWEST_TOKENS:
-        remedy = "raise --max-tokens" if len(ids) == asked else "give a longer text"
+        remedy = "raise `max_tokens`" if len(ids) == asked else "give a longer text"
         raise EvaluationError(f"the text: expected at least {FEWEST_TOKENS} tokens, found {len(ids)}; {remedy}")
     check_vocabulary(folder, *encoded)
     return EncodedText(with_bos(ids, encoded.bos), encoded.bos)
@@ -147,20 +127,19 @@ def _recorded(folder: Folder, model: Model, ids: Ids) -> Recorded:
     """Run the model, and return what it gave its cache: all tokens, even where a layer soon forgets them."""
     torch = package("torch", "transformers", WHY)
     transformers = package("transformers", "transformers", WHY)
-    found: Recorded = {}
+    recorded: Recorded = {}
     cache = transformers.DynamicCache(config=model.net.config)
     update: Callable[..., Any] = cache.update
 
     def recording(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        found[layer] = keys, values
+        recorded[layer] = keys, values
         return update(keys, values, layer, *args, **kwargs)
 
     cache.update = recording
-    takes_count = "logits_to_keep" in inspect.signature(model.net.forward).parameters
     given = torch.from_numpy(ids)[None].to(model.net.device)
     with Refused(f"{folder.path}: transformers cannot run this model"), torch.inference_mode(), quiet():
-        model.net(given, past_key_values=cache, use_cache=True, **({"logits_to_keep": 1} if takes_count else {}))
-    return found
+        model.net(given, past_key_values=cache, use_cache=True, **last_logits_only(model.net))
+    return recorded
 
 
 def _layers(folder: Folder, config: Any, recorded: Recorded) -> tuple[LayerStates, ...]:
@@ -169,11 +148,11 @@ def _layers(folder: Folder, config: Any, recorded: Recorded) -> tuple[LayerState
     decoder = config.get_text_config(decoder=True)
     layers = []
     for layer, states in sorted(recorded.items()):
-        for name, each in zip(("keys", "values"), states, strict=True):
-            if not each.isfinite().all():
-                raise EvaluationError(f"{folder.path}: --kv: expected finite {name}, found a NaN or an infinity in "
+        for name, tensor in zip(("keys", "values"), states, strict=True):
+            if not tensor.isfinite().all():
+                raise EvaluationError(f"{folder.path}: `kv`: expected finite {name}, found a NaN or an infinity in "
                                       f"layer {layer}; check the weights")  # fmt: skip
-        keys, values = (each[0].float().cpu() for each in states)
+        keys, values = (tensor[0].float().cpu() for tensor in states)
         layers.append(LayerStates(layer=layer, keys=keys, values=values, pairs=rope_pairs(decoder, keys.shape[-1])))
     if not layers:
         raise EvaluationError(_without_states(folder, config))

@@ -41,7 +41,7 @@ class LayerReport:
     @property
     def scaled(self) -> bool:
         """Whether any of its matrices gets scales."""
-        return any(found.scaled for found in self.matrices)
+        return any(matrix.scaled for matrix in self.matrices)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the weight in the metadata of the file."""

@@ -19,7 +19,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import Quantize
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.activations import WeightPlace
+    from pqweights.quality.measure.activations import WeightLocation
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -48,7 +48,7 @@ def window_size(folder: Folder, asked: int | None, default: int) -> int:
     size = asked or min(default, folder.context or default)
     if folder.context is not None and size > folder.context:
         raise EvaluationError(
-            f"--window: expected at most the {folder.context} tokens that the model takes, found {size}"
+            f"`window`: expected at most the {folder.context} tokens that the model takes, found {size}"
         )
     return size
 
@@ -86,10 +86,10 @@ def text_windows(
     encoded = encode(tokenizer or folder.path, text, max_tokens, bos=bos)
     ids = encoded.ids
     if len(ids) < fewest * size:
-        remedy = "raise --max-tokens" if len(ids) == max_tokens else "give a longer text"
+        remedy = "raise `max_tokens`" if len(ids) == max_tokens else "give a longer text"
         raise EvaluationError(
             f"the text: expected at least {fewest * size} tokens, {counted(fewest, 'window')} of {size}, found "
-            f"{len(ids)}; {remedy}, or pass a smaller --window"
+            f"{len(ids)}; {remedy}, or pass a smaller `window`"
         )
     check_vocabulary(folder, *encoded)
     pieces = (ids[at : at + size] for at in range(0, len(ids) - size + 1, size))
@@ -104,34 +104,34 @@ class LoadedModel:
     """
 
     def __init__(self, source: Path, *, dtype: str, device_map: str | None) -> None:
-        self._source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
+        self.source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
 
     @property
     def cannot_run(self) -> str:
         """How messages about a model that transformers refuses begin."""
-        return f"{self._source}: transformers cannot run this model"
+        return f"{self.source}: transformers cannot run this model"
 
     def get(self) -> Any:
         """Return the model. Raises SourceError if it lacks weights: its activations would be those of random ones."""
         from pqweights.integrations.transformers import load
 
         if self._model is None:
-            with slow_step(f"loading {self._source}"), Refused(self.cannot_run), quiet():
+            with slow_step(f"loading {self.source}"), Refused(self.cannot_run), quiet():
                 loaded = load(
-                    self._source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
+                    self.source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
                 )
             name = type(loaded.model).__name__
-            check_loaded(self._source, name, missing=loaded.missing, unexpected=loaded.unexpected)
+            check_loaded(self.source, name, missing=loaded.missing, unexpected=loaded.unexpected)
             self._model = loaded.model
         return self._model
 
-    def places(self, names: Sequence[str]) -> dict[str, WeightPlace]:
+    def locate(self, names: Sequence[str]) -> dict[str, WeightLocation]:
         """Return where tensors of the checkpoint are in the model."""
-        from pqweights.quality.measure.activations import places
+        from pqweights.quality.measure.activations import locate
 
         model = self.get()
         with Refused(self.cannot_run), quiet():
-            return places(model, names)
+            return locate(model, names)
 
     def free(self) -> None:
         """Free the memory of the model."""

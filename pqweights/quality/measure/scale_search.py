@@ -127,7 +127,7 @@ class Matrix:
         """Return about SEARCHED_ROWS rows, in runs of whole blocks that are spread over the matrix."""
         runs = -(-self.rows // self.step)
         wanted = max(1, min(runs, SEARCHED_ROWS // self.step))
-        firsts = [int(place * runs / wanted) * self.step for place in range(wanted)]
+        firsts = [int(number * runs / wanted) * self.step for number in range(wanted)]
         return np.concatenate([self.read(first, min(self.step, self.rows - first)) for first in firsts])
 
     def pieces(self) -> Iterator[Floats]:

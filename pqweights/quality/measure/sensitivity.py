@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import check_free
 from pqweights.common.notices import slow_step
 from pqweights.errors import EvaluationError, MissingDependencyError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import Refused, package
 from pqweights.inference.runtimes.texts import Ids, has_tokenizer, load_tokenizer, token_before_texts, with_bos
+from pqweights.options import path_of
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.result_file import check_free
 from pqweights.planning.sensitivity_file import (
     Measured,
     Sensitivity,
@@ -37,37 +38,14 @@ from pqweights.planning.sensitivity_file import (
 )
 from pqweights.quality.measure.preparation import LoadedModel, TextWindows, plan_original, text_windows, window_size
 from pqweights.quality.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.quality.options import SensitivityOptions
 
 # Relative squared errors: about those of 5, 4 and 3 bits, and one in between.
 LEVELS = (0.0025, 0.0095, 0.02, 0.0345)
-DEFAULT_TOKENS, DEFAULT_WINDOW = 2048, 256
+DEFAULT_WINDOW = 256
 SEED = 0
 
 Progress = Callable[[int, int, str], None]  # called with the groups done, the groups in all, and the name of a group
-
-
-@dataclass(frozen=True, kw_only=True)
-class SensitivityOptions:
-    """How sensitivities are measured.
-
-    text: a text to read; by default tokens are drawn uniformly from the vocabulary, the same on every machine.
-    tokens: how many tokens are read for each measurement.
-    window: tokens that are read together; by default 256, or the model's limit if that is smaller.
-    tokenizer: the folder of the tokenizer; by default the model's own.
-    bos: whether windows begin with the token BOS, if the tokenizer puts one before a text.
-    dtype: the dtype that the model runs in; auto for its own.
-    device_map: as in transformers.
-    overwrite: whether an existing file of sensitivities may be replaced.
-    """
-
-    text: str | None = None
-    tokens: int = DEFAULT_TOKENS
-    window: int | None = None
-    tokenizer: Path | None = None
-    bos: bool = True
-    dtype: str = "float32"
-    device_map: str | None = None
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,8 +68,8 @@ class _Runner:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         with Refused(f"{source}: transformers cannot run this model"), self._torch.inference_mode():
             self._clean = [_log_probabilities(self._torch, model, ids) for ids in windows]
-        if not all(self._torch.isfinite(each).all() for each in self._clean):
-            raise EvaluationError(f"{source}: logits are NaN or infinite; pass --dtype float32")
+        if not all(self._torch.isfinite(log_probabilities).all() for log_probabilities in self._clean):
+            raise EvaluationError(f"{source}: logits are NaN or infinite; pass `dtype` float32")
 
     def divergences(self, group: str, noise: Mapping[str, _Noise]) -> list[tuple[float, float]]:
         """Return (t^2, KL in nats per token) for each level of noise in the parameters of a group."""
@@ -102,7 +80,7 @@ class _Runner:
                 points.append((t2, _divergence(self._torch, self._model, self._windows, clean=self._clean)))
         if not all(math.isfinite(kl) for _, kl in points):
             raise EvaluationError(
-                f"{self._source}: {group}: with noise, logits are NaN or infinite; pass --dtype float32"
+                f"{self._source}: {group}: with noise, logits are NaN or infinite; pass `dtype` float32"
             )
         return points
 
@@ -123,86 +101,70 @@ def measure_sensitivity(
     recipe: Recipe,
     options: SensitivityOptions = SensitivityOptions(),
     *,
-    out: Path | None = None,
+    out: Path,
+    text: str | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Sensitivity:
     """Run a checkpoint once for each level of noise in each group of the weights that a recipe quantizes.
 
-    out: the file for the sensitivities, beside which an interrupted run keeps what it has measured; by default none.
+    text: what the model reads; by default tokens are drawn uniformly from the vocabulary, the same on every machine.
+    out: the file for the sensitivities, beside which an interrupted run keeps what it has measured
 
     The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
     MissingDependencyError.
     """
     checkpoint, planned = plan_original(source, recipe)
-    if out is not None:
-        check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
+    check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
     with slow_step("loading transformers"):
         _torch()
-    windows = _windows(source, options)
-    job = _SensitivityJob(
-        source=source, checkpoint=checkpoint, planned=planned, text=windows, options=options, progress=progress
-    )
-    if out is None:
-        return _measure(job, None)
+    windows = _windows(source, options, text)
     inputs = inputs_of(
         checkpoint,
         recipe=recipe.to_json(),
-        text=options.text,
+        text=text,
         windows=windows.ids,
         dtype=options.dtype,
         device_map=options.device_map,
     )
     with open_unfinished(out, inputs, checkpoint, overwrite=options.overwrite) as work:
-        result = _measure(job, work)
+        model = LoadedModel(source, dtype=options.dtype, device_map=options.device_map)
+        groups = tuple(_measure(model, checkpoint, planned, windows=windows, work=work, progress=progress))
+        checkpoint.check_unchanged()
+        result = Sensitivity(checkpoint=checkpoint.fingerprint(), method=_method(text, windows, options), groups=groups)
         write_sensitivity(out, result)
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SensitivityJob:
-    """A measurement of which everything but the model has been read and checked.
-
-    planned: the weights that the recipe quantizes.
-    text: the windows of tokens that the model reads.
-    """
-
-    source: Path
-    checkpoint: Checkpoint
-    planned: list[TensorPlan]
-    text: TextWindows
-    options: SensitivityOptions
-    progress: Progress
-
-
-def _measure(job: _SensitivityJob, work: Unfinished | None) -> Sensitivity:
-    """Measure the groups that `work` does not have, and keep each there."""
-    loaded = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
-    model, where = loaded.get().eval(), loaded.places([tensor.name for tensor in job.planned])
+def _measure(
+    loaded: LoadedModel,
+    checkpoint: Checkpoint,
+    planned: Sequence[TensorPlan],
+    *,
+    windows: TextWindows,
+    work: Unfinished,
+    progress: Progress,
+) -> Iterator[Measured]:
+    """Yield what was measured for each group; groups that `work` does not have are measured, and kept there."""
+    model, where = loaded.get().eval(), loaded.locate([tensor.name for tensor in planned])
     if model.get_output_embeddings() is None:
         raise SourceError(
-            f"{job.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
+            f"{loaded.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
         )
-    groups = groups_of(job.checkpoint, [(t.name, t.role) for t in job.planned if t.name in where])
+    groups = groups_of(checkpoint, [(tensor.name, tensor.role) for tensor in planned if tensor.name in where])
     if not groups:
-        raise SourceError(f"{job.source}: transformers loads none of the weights that the recipe quantizes")
-    runner = _Runner(job.source, model, job.text.ids)
-    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in job.planned}
-    measured = {} if work is None else {name: entry["points"] for name, entry in work.found.items()}
-    found = []
+        raise SourceError(f"{loaded.source}: transformers loads none of the weights that the recipe quantizes")
+    runner = _Runner(loaded.source, model, windows.ids)
+    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     for number, (name, weights) in enumerate(groups.items()):
-        if name not in measured:
-            job.progress(number, len(groups), name)
-            noise = {where[each].place[0]: _Noise(where[each].transposed, block_sizes[each]) for each in weights}
-            measured[name] = runner.divergences(name, noise)
-            if work is not None:
-                work.keep(name, {"points": measured[name]})
-        points = [(t2, kl) for t2, kl in measured[name]]
-        alpha = max(0.0, fitted_alpha(points))
-        found.append(Measured(name=name, weights=tuple(weights), alpha=alpha, points=tuple(points)))
-    job.progress(len(groups), len(groups), "")
-    job.checkpoint.check_unchanged()
-    method = _method(job.text, job.options)
-    return Sensitivity(checkpoint=job.checkpoint.fingerprint(), method=method, groups=tuple(found))
+        if name not in work.found:
+            progress(number, len(groups), name)
+            noise = {
+                where[weight].matrix_id[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
+            }
+            work.keep(name, {"points": runner.divergences(name, noise)})
+        points = tuple((t2, kl) for t2, kl in work.found[name]["points"])
+        yield Measured(name=name, weights=tuple(weights), alpha=max(0.0, fitted_alpha(points)), points=points)
+    progress(len(groups), len(groups), "")
 
 
 def _torch() -> Any:
@@ -211,22 +173,21 @@ def _torch() -> Any:
     return torch
 
 
-def _method(text: TextWindows, options: SensitivityOptions) -> dict[str, Any]:
+def _method(text: str | None, windows: TextWindows, options: SensitivityOptions) -> dict[str, Any]:
     """Return how sensitivities were measured, as JSON."""
-    windows = text.ids
     return {
-        "kind": "random tokens" if options.text is None else "text",
-        "text_sha256": None if options.text is None else hashlib.sha256(options.text.encode()).hexdigest(),
-        "tokens": sum(len(ids) for ids in windows),
-        "window": len(windows[0]),
-        **text.about,
+        "kind": "random tokens" if text is None else "text",
+        "text_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": sum(len(ids) for ids in windows.ids),
+        "window": len(windows.ids[0]),
+        **windows.about,
         "dtype": options.dtype,
         "seed": SEED,
         "levels": list(LEVELS),
     }
 
 
-def _windows(source: Path, options: SensitivityOptions) -> TextWindows:
+def _windows(source: Path, options: SensitivityOptions, text: str | None = None) -> TextWindows:
     """Return the windows of token ids that the model reads.
 
     Raises EvaluationError if there are too few tokens, or if the model does not know one of them.
@@ -234,21 +195,21 @@ def _windows(source: Path, options: SensitivityOptions) -> TextWindows:
     folder, tokens = read_folder(source), options.tokens
     size = window_size(folder, options.window, min(DEFAULT_WINDOW, max(tokens, 2)))
     if tokens < size:
-        raise EvaluationError(f"--tokens {tokens}: expected at least one window of {size}")
-    if options.text is not None:
+        raise EvaluationError(f"`tokens` {tokens}: expected at least one window of {size}")
+    if text is not None:
         return text_windows(
-            folder, options.text, size=size, tokenizer=options.tokenizer, max_tokens=tokens, bos=options.bos
+            folder, text, size=size, tokenizer=path_of(options.tokenizer), max_tokens=tokens, bos=not options.no_bos
         )
     if folder.vocabulary is None:
-        raise EvaluationError(f"{source}: config.json names no vocab_size; pass --text FILE")
+        raise EvaluationError(f"{source}: config.json names no vocab_size; pass `text`")
     random = np.random.default_rng(SEED)
     pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
-    place = options.tokenizer or source
+    folder_of_tokenizer = path_of(options.tokenizer) or source
     bos = None
-    if options.bos and has_tokenizer(place):
+    if not options.no_bos and has_tokenizer(folder_of_tokenizer):
         # Random tokens need no tokenizer; what the windows begin with is stated with the result.
         with contextlib.suppress(SourceError, MissingDependencyError):
-            bos = token_before_texts(load_tokenizer(place))
+            bos = token_before_texts(load_tokenizer(folder_of_tokenizer))
     return TextWindows([with_bos(piece, bos) for piece in pieces], bos is not None)
 
 

@@ -37,12 +37,12 @@ OWN_FILES = tuple(
 UNFINISHED_VERSION = 1
 # What the fields of the first line are called in messages; those of the checkpoint have a message of their own.
 SHOWN = {
-    "recipe": "another recipe (--recipe, --bits, --keep, --set)",
-    "text": "another text (--text)",
-    "tokens": "other tokens (--tokens, --max-tokens, --tokenizer)",
-    "window": "another window (--window)",
-    "dtype": "another --dtype",
-    "device_map": "another --device-map",
+    "recipe": "another recipe (`recipe`, `bits`, `keep`, `set_bits`)",
+    "text": "another text (`text`)",
+    "tokens": "other tokens (`tokens`, `max_tokens`, `tokenizer`)",
+    "window": "another window (`window`)",
+    "dtype": "another `dtype`",
+    "device_map": "another `device_map`",
     "libraries": "other versions of pqweights, torch or transformers",
 }
 
@@ -96,26 +96,15 @@ class Unfinished:
 
     folder: where it lies
     found: what is known of each weight or group, as JSON, by its name
+    state: the file of what was collected of the inputs, besides the sampled rows
+    samples: the file of the sampled rows of inputs
+    moments: the file of finished moments
     """
 
     def __init__(self, folder: Path, found: dict[str, Any], checkpoint: Checkpoint) -> None:
         self.folder, self.found, self._checkpoint = folder, found, checkpoint
+        self.state, self.samples, self.moments = (folder / name for name in (STATE_FILE, SAMPLES_FILE, MOMENTS_FILE))
         self._turn = threading.Lock()
-
-    @property
-    def state(self) -> Path:
-        """The file of what was collected of the inputs, besides the sampled rows."""
-        return self.folder / STATE_FILE
-
-    @property
-    def samples(self) -> Path:
-        """The file of the sampled rows of inputs."""
-        return self.folder / SAMPLES_FILE
-
-    @property
-    def moments(self) -> Path:
-        """The file of finished moments."""
-        return self.folder / MOMENTS_FILE
 
     def keep(self, name: str, entry: Mapping[str, Any]) -> None:
         """Keep what was found for one weight or group; threads may call it at the same time.
@@ -219,16 +208,16 @@ def _other_run(first: dict[str, Any] | None, wanted: dict[str, Any], *, folder: 
     """Return the error for what another run left; `first` is the first line of its journal."""
     if first is None:
         return OutputError(
-            f"{folder}: {JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass --overwrite to "
+            f"{folder}: {JOURNAL_FILE} is damaged, so the interrupted run cannot be continued; pass `overwrite` to "
             "start again"
         )
     if any(first.get(key) != wanted[key] for key in ("checkpoint", "files", "model")):
         return SourceChangedError(
             f"{out}: the checkpoint is not the one that the interrupted run in {folder.name} was reading; pass "
-            "--overwrite to start again"
+            "`overwrite` to start again"
         )
     other = [shown for key, shown in SHOWN.items() if first.get(key) != wanted.get(key)]
     return OutputError(
         f"{folder}: holds an interrupted run with {', '.join(other) or 'other options'}; repeat that command to "
-        "continue it, or pass --overwrite to start again"
+        "continue it, or pass `overwrite` to start again"
     )

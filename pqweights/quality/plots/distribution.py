@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.quality.measure.distribution import HISTOGRAM_EDGES, Distribution
-from pqweights.quality.plots.figure import AFTER, BEFORE, NORMAL, check_plot_file, figure
+from pqweights.quality.plots.figure import AFTER, BEFORE, NORMAL, check_plot_file, draw_density, draw_normal, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,18 +36,9 @@ def plot_distribution(distribution: Distribution, file: Path) -> None:
 
 def _draw_histogram(axes: Axes, series: Sequence[tuple[str, str, npt.NDArray[np.int64]]]) -> None:
     """Draw the densities between -5 and 5, in bins of 0.1."""
-    bins_together = 10
-    edges = HISTOGRAM_EDGES[::bins_together]
-    shown = (edges[:-1] >= -5) & (edges[1:] <= 5)
     for label, colour, counts in series:
-        coarse = counts.reshape(-1, bins_together).sum(axis=1)
-        density = coarse / max(int(counts.sum()), 1) / (edges[1] - edges[0])
-        inner = np.flatnonzero(shown)
-        axes.stairs(density[inner], edges[inner[0] : inner[-1] + 2], label=label, color=colour, linewidth=1.5)
-    x = np.linspace(-5, 5, 401)
-    axes.plot(
-        x, np.exp(-x * x / 2) / math.sqrt(2 * math.pi), label="N(0, 1)", color=NORMAL, linestyle="--", linewidth=1
-    )
+        draw_density(axes, HISTOGRAM_EDGES, counts, 10, label, colour)
+    draw_normal(axes, 5)
     axes.set(xlabel="coordinate", ylabel="density", title="histogram", xlim=(-5, 5))
     axes.legend()
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OutputError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = {".png": "png", ".svg": "svg"}
@@ -68,6 +73,23 @@ def figure(file: Path, width: float, height: float) -> Iterator[Figure]:
         file.write_bytes(content.getvalue())
     except OSError as error:
         raise OutputError(f"{file}: cannot be written: {error.strerror or error}") from None
+
+
+def draw_density(
+    axes: Axes, edges: npt.NDArray[np.float64], counts: npt.NDArray[np.int64], together: int, label: str, colour: str
+) -> None:
+    """Draw a histogram as a density, in bins of `together` that were counted."""
+    coarse = counts.reshape(-1, together).sum(axis=1)
+    ends = edges[::together]
+    density = coarse / max(int(counts.sum()), 1) / np.diff(ends)
+    axes.stairs(density, ends, baseline=None, label=label, color=colour, linewidth=1.5)
+
+
+def draw_normal(axes: Axes, limit: float) -> None:
+    """Draw the density of N(0, 1) between -limit and limit."""
+    x = np.linspace(-limit, limit, 401)
+    density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    axes.plot(x, density, label="N(0, 1)", color=NORMAL, linestyle="--", linewidth=1)
 
 
 def _import_matplotlib() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.polar_codebook import angle_density
+from pqweights.codecs.polar_transform import angle_density
 from pqweights.quality.measure.distribution import HISTOGRAM_EDGES
 from pqweights.quality.measure.kv_channels import OUTLIER, KeyPair
 from pqweights.quality.measure.kv_distribution import (
@@ -22,12 +22,11 @@ from pqweights.quality.measure.kv_distribution import (
     KEYS,
     LEVEL_COUNT,
     VALUES,
-    Counts,
     KVDistribution,
-    SideHistograms,
+    SideCounts,
     angle_edges,
 )
-from pqweights.quality.plots.figure import AFTER, BEFORE, NORMAL, check_plot_file, figure
+from pqweights.quality.plots.figure import AFTER, BEFORE, NORMAL, check_plot_file, draw_density, draw_normal, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,14 +61,14 @@ def _rows(drawn: Figure, *heights: float) -> list[SubFigure]:
     return list(rows)
 
 
-def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideHistograms, SideHistograms]) -> None:
+def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideCounts, SideCounts]) -> None:
     """Draw the angles of each level with their density."""
     title = f"{kind}: angles of the recursive polar transform"
     missing = "" if sides[0].angles.any() else ", none were measured"
     row.suptitle(title + missing, fontsize="medium")
     for level, axes in enumerate(row.subplots(1, LEVEL_COUNT), 1):
         for (label, colour), side in zip(SIDES, sides, strict=True):
-            _draw_density(axes, angle_edges(level), side.angles[level - 1], ANGLE_BINS // COARSE_BINS, label, colour)
+            draw_density(axes, angle_edges(level), side.angles[level - 1], ANGLE_BINS // COARSE_BINS, label, colour)
         x = np.linspace(0, 2 * math.pi if level == 1 else math.pi / 2, 401)
         density = np.maximum(angle_density(level, x), 0)
         axes.plot(x, density, label="density", color=NORMAL, linestyle="--", linewidth=1)
@@ -82,25 +81,13 @@ def _draw_angles(row: SubFigure, kind: str, sides: tuple[SideHistograms, SideHis
             axes.legend(loc="lower center", fontsize="small")
 
 
-def _draw_density(
-    axes: Axes, edges: npt.NDArray[np.float64], counts: Counts, together: int, label: str, colour: str
-) -> None:
-    """Draw a histogram as a density, in bins of `together` that were counted."""
-    coarse = counts.reshape(-1, together).sum(axis=1)
-    ends = edges[::together]
-    density = coarse / max(int(counts.sum()), 1) / np.diff(ends)
-    axes.stairs(density, ends, baseline=None, label=label, color=colour, linewidth=1.5)
-
-
 def _draw_coordinates(row: SubFigure, distribution: KVDistribution) -> None:
     """Draw the coordinates of keys and of values, and N(0, 1), with a logarithmic axis that shows their tails."""
     row.suptitle("coordinates of vectors that are divided by their norm / sqrt(size)", fontsize="medium")
-    x = np.linspace(-6, 6, 401)
-    normal = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     for axes, kind in zip(row.subplots(1, 2), (KEYS, VALUES), strict=True):
         for (label, colour), side in zip(SIDES, distribution.histograms[kind], strict=True):
-            _draw_density(axes, HISTOGRAM_EDGES, side.coordinates, COORDINATE_BINS, label, colour)
-        axes.plot(x, normal, label="N(0, 1)", color=NORMAL, linestyle="--", linewidth=1)
+            draw_density(axes, HISTOGRAM_EDGES, side.coordinates, COORDINATE_BINS, label, colour)
+        draw_normal(axes, 6)
         axes.set(title=kind, xlabel="coordinate", ylabel="density", xlim=(-6, 6), yscale="log", ylim=(1e-5, 2))
         axes.legend(loc="upper right", fontsize="small")
 
@@ -108,7 +95,7 @@ def _draw_coordinates(row: SubFigure, distribution: KVDistribution) -> None:
 def _draw_channels(row: SubFigure, distribution: KVDistribution) -> None:
     """Draw the head with the largest channel: all its keys, the mean of each channel, and its strongest pair."""
     layer, head, keys = distribution.strongest_keys
-    channels = next(each for each in distribution.channels if each.layer == layer)
+    channels = next(channels for channels in distribution.channels if channels.layer == layer)
     pair = channels.strongest
     row.suptitle(f"keys with the largest channel: layer {layer}, head {head}", fontsize="medium")
     image, profile, plane = row.subplots(1, 3, width_ratios=[2, 1.4, 1.2])

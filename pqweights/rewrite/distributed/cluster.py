@@ -75,7 +75,7 @@ def import_ray() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise MissingDependencyError(f"--ray needs Ray ({error}): {pip_install('ray')}") from None
+        raise MissingDependencyError(f"`ray` needs Ray ({error}): {pip_install('ray')}") from None
     return ray
 
 
@@ -91,7 +91,7 @@ def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
     _check_form(address)
     ray = import_ray()
     if ray.is_initialized():
-        raise ClusterError(f"--ray {address}: this process is connected to Ray already; call ray.shutdown() first")
+        raise ClusterError(f"`ray` {address}: this process is connected to Ray already; call ray.shutdown() first")
     with _signals_as_before():
         with slow_step("connecting to Ray"):
             _connect(ray, address, cores)
@@ -119,7 +119,7 @@ def _connect(ray: ModuleType, address: str, cores: int) -> None:
         try:
             ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ClusterError(f"--ray {LOCAL}: Ray cannot start here: {first_line(error)}") from None
+            raise ClusterError(f"`ray` {LOCAL}: Ray cannot start here: {first_line(error)}") from None
         return
     _check_answer(address)
     try:
@@ -144,11 +144,11 @@ def _check_form(address: str) -> None:
         return
     if "://" in address:
         raise OptionError(
-            f"--ray {address}: expected HOST:PORT, {AUTO} or {LOCAL}: run the command on a node of the cluster, which "
+            f"`ray` {address}: expected HOST:PORT, {AUTO} or {LOCAL}: run the command on a node of the cluster, which "
             "need not compute (ray start --address HOST:PORT --num-cpus 0)"
         )
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise OptionError(f"--ray {address}: expected HOST:PORT of a head node, {AUTO} or {LOCAL}")
+        raise OptionError(f"`ray` {address}: expected HOST:PORT of a head node, {AUTO} or {LOCAL}")
 
 
 def _check_answer(address: str) -> None:
@@ -160,7 +160,7 @@ def _check_answer(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         except OSError as error:
             raise ClusterError(
-                f"--ray {address}: nothing answers there ({error.strerror or error}); check the address, which ray "
+                f"`ray` {address}: nothing answers there ({error.strerror or error}); check the address, which ray "
                 "start prints on the head node"
             ) from None
     try:
@@ -176,7 +176,7 @@ def _check_answer(address: str) -> None:
         if NO_TOKEN in (error.stderr or b""):
             raise _refused(address, NO_TOKEN.decode()) from None
         raise ClusterError(
-            f"--ray {address}: no Ray answered within {ANSWER_SECONDS:.0f} s; check the head node with ray status"
+            f"`ray` {address}: no Ray answered within {ANSWER_SECONDS:.0f} s; check the head node with ray status"
         ) from None
     if tried.returncode:
         raise _refused(address, tried.stderr)
@@ -187,21 +187,21 @@ def _refused(address: str, said: str) -> ClusterError:
     if "ersion mismatch" in said:
         told = " ".join(line.strip() for line in said.splitlines() if "Ray:" in line or "Python:" in line)
         return ClusterError(
-            f"--ray {address}: the cluster has another version of Ray or Python ({told}; this is Python "
+            f"`ray` {address}: the cluster has another version of Ray or Python ({told}; this is Python "
             f"{sys.version.split()[0]}); use the same on all nodes"
         )
     if NO_TOKEN.decode() in said:
         return ClusterError(
-            f"--ray {address}: the cluster expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if it is not "
+            f"`ray` {address}: the cluster expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if it is not "
             f"that in {TOKEN_FILE}"
         )
     if "not find any running Ray instance" in said:
         return ClusterError(
-            f"--ray {address}: this machine belongs to no Ray cluster; start one with ray start, or use --ray {LOCAL}"
+            f"`ray` {address}: this machine belongs to no Ray cluster; start one with ray start, or use `ray` {LOCAL}"
         )
     if "matching raylet" in said or "node_ip_address" in said or "can not be found" in said:
         return ClusterError(
-            f"--ray {address}: this machine is not a node of that cluster; run ray start --address {address} "
+            f"`ray` {address}: this machine is not a node of that cluster; run ray start --address {address} "
             "--num-cpus 0 here first"
         )
     return _no_ray(address)
@@ -209,7 +209,7 @@ def _refused(address: str, said: str) -> ClusterError:
 
 def _no_ray(address: str) -> ClusterError:
     what = "the cluster that this machine belongs to" if address == AUTO else "what answers there"
-    return ClusterError(f"--ray {address}: {what} is not a Ray cluster that works; check its head node with ray status")
+    return ClusterError(f"`ray` {address}: {what} is not a Ray cluster that works; check its head node with ray status")
 
 
 def nodes_of(ray: ModuleType) -> list[Node]:

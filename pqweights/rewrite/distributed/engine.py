@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from pqweights.checkpoint.disk_room import check_room
 from pqweights.checkpoint.storage import LocalStorage, Storage
-from pqweights.checkpoint.writer import disk_errors
+from pqweights.checkpoint.writer import check_room, disk_errors
 from pqweights.errors import ClusterError
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.distributed.cluster import Node, check_nodes, connected, nodes_of, tidy_nodes
@@ -27,8 +26,8 @@ from pqweights.rewrite.needs import (
     result_need,
     room_for_shards,
 )
-from pqweights.rewrite.results.shard_checks import Progress as ShardProgress
-from pqweights.rewrite.results.shard_checks import ShardChecks, ShardFindings, joined
+from pqweights.rewrite.results.verify import Progress as ShardProgress
+from pqweights.rewrite.results.verify import ShardChecks, ShardFindings, joined
 from pqweights.rewrite.run import Run
 from pqweights.rewrite.task import Engine, RewriteTask, RunOptions, usable_cores
 
@@ -63,11 +62,11 @@ def on_ray(
     with connected(address, cores=max(usable_cores(), threads or 1)) as ray:
         nodes = nodes_of(ray)
         if not nodes:
-            raise ClusterError(f"--ray {address}: the cluster has no node that computes; start one with ray start")
+            raise ClusterError(f"`ray` {address}: the cluster has no node that computes; start one with ray start")
         least = min(node.cores for node in nodes)
         if threads is not None and threads > max(node.cores for node in nodes):
             raise ClusterError(
-                f"--threads {threads}: no node of the cluster has that many cores; the largest has "
+                f"`threads` {threads}: no node of the cluster has that many cores; the largest has "
                 f"{max(node.cores for node in nodes)}"
             )
         yield RayEngine(ray=ray, threads=threads or min(least, MOST_THREADS), tell=tell)
@@ -94,10 +93,10 @@ class RayEngine(Engine):
         for node in small:
             self.tell(
                 f"node {node.name}: is not used: a task needs {needs}; it has {node.cores} cores "
-                f"and {node.memory_bytes} bytes; pass fewer --threads"
+                f"and {node.memory_bytes} bytes; pass fewer `threads`"
             )
         if len(small) == len(nodes):
-            raise ClusterError(f"no node has what a task needs: {needs}; pass fewer --threads")
+            raise ClusterError(f"no node has what a task needs: {needs}; pass fewer `threads`")
         used = [node for node in nodes if node not in small]
         fetched = fetched_bytes_of(task)
         disk_needs = task.fetch_needs

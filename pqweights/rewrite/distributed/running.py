@@ -159,7 +159,7 @@ class ClusterTasks:
         if isinstance(error, self._ray.exceptions.OutOfMemoryError):
             raise ClusterError(
                 f"node {self._name(node)}: its memory was used up {MOST_CRASHES} times while it did a part of the "
-                "run; pass fewer --threads, or free memory there"
+                "run; pass fewer `threads`, or free memory there"
             )
         raise ClusterError(
             f"node {self._name(node)}: the process that did a part of the run ended {MOST_CRASHES} times "

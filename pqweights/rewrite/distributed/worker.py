@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.disk_room import free_bytes
+from pqweights.checkpoint.writer import free_bytes
 from pqweights.errors import ClusterError, PqweightsError
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
-from pqweights.rewrite.results.shard_checks import ShardFindings
+from pqweights.rewrite.results.verify import ShardFindings
 from pqweights.rewrite.shard import SourceFiles, Workers, make_shard
 from pqweights.rewrite.task import RewriteTask
 from pqweights.rewrite.transform import Preparation
@@ -115,7 +115,7 @@ def problem_here(pickled: bytes) -> str | None:
     if free is not None and free < asked.room:
         return (
             f"has {free} bytes free in {asked.scratch}, but its parts may need {asked.room}; free some space, set "
-            "PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller --max-shard-size"
+            "PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller `max_shard_size`"
         )
     return None
 

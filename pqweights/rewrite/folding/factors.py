@@ -33,11 +33,12 @@ LARGEST_FACTOR = 4096.0
 class Factors:
     """The factors of one vector.
 
-    columns: by what the columns of readers are multiplied, [matrices, channels] f32 with 8 significant bits
+    columns: by what the columns of readers are multiplied, [matrices, channels] f32 with 8 significant bits; None for
+        a vector that is left as it is
     gain: the share of the readers' error that is expected to go
     """
 
-    columns: Floats
+    columns: Floats | None
     gain: float
 
 

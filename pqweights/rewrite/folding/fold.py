@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,49 +43,27 @@ EQUALIZE = "equalize"
 KEPT_TENSORS = 16
 
 
-def check_fold(kind: str | None) -> None:
-    """Raise OptionError for a fold that does not exist. kind: None for none."""
-    if kind not in (None, EQUALIZE):
-        raise OptionError(f"`fold` {kind}: {instead(kind, [EQUALIZE])}")
+def check_fold(fold: str | None) -> None:
+    """Raise OptionError for a fold that does not exist. fold: None for none."""
+    if fold not in (None, EQUALIZE):
+        raise OptionError(f"`fold` {fold}: {instead(fold, [EQUALIZE])}")
 
 
-@dataclass(frozen=True, eq=False)
-class _LinkFactors:
-    """What is known of a vector.
+def _record(number: int, factors: Factors) -> list[Any]:
+    """Return the entry of vector `number` in the journal of factors, which holds them as BF16."""
+    columns = factors.columns
+    if columns is None:
+        return [number, factors.gain, None]
+    raw = from_float32(np.ascontiguousarray(columns).reshape(-1), "BF16")
+    return [number, factors.gain, [len(columns), base64.b64encode(raw.tobytes()).decode()]]
 
-    columns: Factors.columns as BF16, [matrices, bytes]; None if it is left as it is
-    gain: Factors.gain
-    """
 
-    columns: npt.NDArray[np.uint8] | None
-    gain: float
-
-    @staticmethod
-    def of(found: Factors) -> _LinkFactors:
-        if found.gain < SMALLEST_GAIN:
-            return _LinkFactors(None, found.gain)
-        stored = from_float32(np.ascontiguousarray(found.columns).reshape(-1), "BF16")
-        return _LinkFactors(stored.reshape(len(found.columns), -1), found.gain)
-
-    @property
-    def factors(self) -> Floats | None:
-        """Factors.columns."""
-        columns = self.columns
-        return None if columns is None else to_float32(columns.reshape(-1), "BF16").reshape(len(columns), -1)
-
-    def record(self, number: int) -> list[Any]:
-        """Return the entry of vector `number` in the journal of factors."""
-        columns = self.columns
-        stored = None if columns is None else [len(columns), base64.b64encode(columns.tobytes()).decode()]
-        return [number, self.gain, stored]
-
-    @staticmethod
-    def parse(gain: float, stored: tuple[int, str] | None) -> _LinkFactors:
-        """Return what an entry of the journal says of its vector."""
-        if stored is None:
-            return _LinkFactors(None, gain)
-        matrices, columns = stored
-        return _LinkFactors(np.frombuffer(base64.b64decode(columns), dtype=np.uint8).reshape(matrices, -1), gain)
+def _parsed(gain: float, stored: tuple[int, str] | None) -> Factors:
+    """Return what an entry of the journal says of its vector."""
+    if stored is None:
+        return Factors(None, gain)
+    raw = np.frombuffer(base64.b64decode(stored[1]), dtype=np.uint8)
+    return Factors(to_float32(raw, "BF16").reshape(stored[0], -1), gain)
 
 
 class Fold:
@@ -111,7 +89,7 @@ class Fold:
             for side in link.readers:
                 self._sides.setdefault(side.tensor, []).append((number, side, True))
         self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
-        self._known: dict[int, _LinkFactors] = {}
+        self._known: dict[int, Factors] = {}
         self._gains: dict[str, Floats] = {}  # the weights of norms
         self._biases: dict[str, Floats] = {}
         self._lock = ProcessLock()
@@ -164,7 +142,7 @@ class Fold:
     @property
     def memory_bytes(self) -> int:
         """The memory that the factors and the weights of norms take."""
-        factors = sum(2 * link.matrices * link.channels for link in self.structure.links)
+        factors = sum(4 * link.matrices * link.channels for link in self.structure.links)
         return factors + sum(4 * element_count(self._tensors[name]) for name in [*self._norms_read, *self._biases_read])
 
     @property
@@ -192,7 +170,7 @@ class Fold:
     def over(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint with tensors of the same names, folded with the same factors."""
         tensors = tuple(
-            FoldedTensor(original=tensor, factors=self.factors) if self._touches(tensor.name) else tensor
+            FoldedTensor.of(tensor, self.factors) if self._touches(tensor.name) else tensor
             for tensor in checkpoint.tensors
         )
         return replace(checkpoint, tensors=tensors)
@@ -226,10 +204,10 @@ class Fold:
         """
         path = folder / FACTORS_FILE
         self._read_gains()
-        found = read_journal(path)
-        if not found:
+        entries = read_journal(path)
+        if not entries:
             path.unlink(missing_ok=True)
-        self._known |= {number: _LinkFactors.parse(gain, stored) for number, gain, stored in found}
+        self._known |= {number: _parsed(gain, stored) for number, gain, stored in entries}
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
@@ -243,7 +221,7 @@ class Fold:
         for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
             self._known[number] = known = self._decided(self.structure.links[number], sizes)
             self.original.storage.check_read()  # what is kept must be of the files that the run's journal states
-            append_line(path, known.record(number))
+            append_line(path, _record(number, known))
 
     def digest(self) -> str:
         """Return the digest of all factors, see digest_of. `measure` must have been called."""
@@ -272,8 +250,8 @@ class Fold:
         """Whether a tensor of a folded master is a norm with another gain than this fold gives it."""
         if tensor.name not in self._norms:
             return False
-        found = self.factors(tensor.name).values
-        return not np.array_equal(_values(tensor), self._gains[tensor.name] if found is None else found)
+        folded = self.factors(tensor.name).values
+        return not np.array_equal(_values(tensor), self._gains[tensor.name] if folded is None else folded)
 
     def _read_gains(self) -> None:
         """Read norms and biases before files are fetched: others would wait for room that nothing frees.
@@ -285,14 +263,16 @@ class Fold:
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
         self._biases = {name: _values(self._tensors[name]) for name in self._biases_read}
 
-    def _decided(self, link: Link, sizes: Sizes) -> _LinkFactors:
+    def _decided(self, link: Link, sizes: Sizes) -> Factors:
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
-        found = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
+        factors = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
+        if factors.columns is None or factors.gain < SMALLEST_GAIN:
+            return Factors(None, factors.gain)
         if link.exact and link.matrices == 1:
-            columns = keeping_bits(found.columns[0], self._plain_vectors(link))
-            found = Factors(columns[None], found.gain)
-        return _LinkFactors.of(found)
+            columns = keeping_bits(factors.columns[0], self._plain_vectors(link))
+            return Factors(columns[None], factors.gain)
+        return factors
 
     def _plain_vectors(self, link: Link) -> list[tuple[Floats, str]]:
         """Return the gain and the biases of a link, [channels], each with the dtype that it is stored in."""
@@ -334,31 +314,31 @@ class Fold:
             folded = self._folded_gain(number)
             return TensorFactors() if folded is None else TensorFactors(values=folded.stored)
         shape = self._tensors[tensor].shape
-        found: dict[int, Floats] = {}
+        by_axis: dict[int, Floats] = {}
         for number, side, reads in self._sides[tensor]:
             columns = self._columns(number)
             if columns is None:
                 continue
             factors = columns if reads else 1 / columns
             matrices = shape[0] if len(shape) == 3 else 1
-            along = found.get(side.axis)
+            along = by_axis.get(side.axis)
             if along is None:
-                along = found[side.axis] = np.ones((matrices, shape[side.axis]), dtype=np.float32)
+                along = by_axis[side.axis] = np.ones((matrices, shape[side.axis]), dtype=np.float32)
             by_head = factors.reshape(len(factors), -1, 1, side.width)
             expanded = np.repeat(by_head, side.repeats, axis=2).reshape(len(factors), -1)
             along[:, side.first : side.first + side.count] *= expanded.astype(np.float32, copy=False)
-        rows = found.get(-2)
-        return TensorFactors(rows=None if rows is None else rows.reshape(-1), columns=found.get(COLUMNS))
+        rows = by_axis.get(-2)
+        return TensorFactors(rows=None if rows is None else rows.reshape(-1), columns=by_axis.get(COLUMNS))
 
     def _columns(self, number: int) -> Floats | None:
         """Return by what the columns of a link's readers are multiplied, [matrices, channels]; None for nothing."""
         if self.structure.links[number].norm is not None:
             folded = self._folded_gain(number)
             return None if folded is None else folded.columns[None]
-        return self._known[number].factors
+        return self._known[number].columns
 
     def _folded_gain(self, number: int) -> FoldedGain | None:
-        link, columns = self.structure.links[number], self._known[number].factors
+        link, columns = self.structure.links[number], self._known[number].columns
         if columns is None or link.norm is None:
             return None
         return folded_gain(

@@ -64,33 +64,26 @@ class FoldedTensor:
     factors: returns what it is multiplied by, once that is known
     """
 
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    plain_dtype: str
+    parts: tuple[StoredTensor, ...]
     original: LogicalTensor
     factors: Callable[[str], TensorFactors]
 
-    @property
-    def name(self) -> str:
-        """The name of the original."""
-        return self.original.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the original."""
-        return self.original.shape
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the original."""
-        return self.original.dtype
-
-    @property
-    def plain_dtype(self) -> str:
-        """The dtype in which the original is stored plainly."""
-        return self.original.plain_dtype
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors of the original."""
-        return self.original.parts
+    @staticmethod
+    def of(original: LogicalTensor, factors: Callable[[str], TensorFactors]) -> FoldedTensor:
+        """Return a tensor with factors."""
+        return FoldedTensor(
+            name=original.name,
+            shape=original.shape,
+            dtype=original.dtype,
+            plain_dtype=original.plain_dtype,
+            parts=original.parts,
+            original=original,
+            factors=factors,
+        )
 
     @property
     def is_changed(self) -> bool:

@@ -11,25 +11,23 @@ from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError
-from pqweights.gguf.defaults import DEFAULTS, HEAD_SIZES, stated_or_default
+from pqweights.gguf.architectures import DEFAULTS, HEAD_SIZES, stated_or_default
 from pqweights.planning.roles import classify, is_of_other_senses
-from pqweights.rewrite.folding.families import (
-    FAMILIES,
-    LAST_HALF,
-    NOT_CENTRED,
-    VALUE_HEADS,
-    Family,
-    NormReaders,
-    WriterReader,
-)
 from pqweights.rewrite.folding.links import (
     COLUMNS,
+    FAMILIES,
+    LAST_HALF,
     LAYER,
+    NOT_CENTRED,
     ROWS,
+    VALUE_HEADS,
+    Family,
     Layer,
     Link,
     Links,
+    NormReaders,
     Side,
+    WriterReader,
     family_of,
     layers_of,
     model_types,
@@ -50,10 +48,10 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
     """
     family = family_of(config)
     if family is None:
-        kinds = model_types(config or {})
+        types = model_types(config or {})
         known = ", ".join(sorted(FAMILIES))
-        kind = kinds[0] if kinds else None
-        return Links(unfolded=f"the architecture {kind!r} is not known to --fold; those that are: {known}")
+        model_type = types[0] if types else None
+        return Links(unfolded=f"the architecture {model_type!r} is not known to --fold; those that are: {known}")
     search = _LinkSearch(config or {}, tensors, family=family, plain=plain)
     search.run()
     if not search.links:
@@ -82,7 +80,7 @@ class _LinkSearch:
     ) -> None:
         text = config.get("text_config")
         self._config = text if isinstance(text, Mapping) else config
-        self._model_type = next((kind for kind in reversed(model_types(config)) if kind in DEFAULTS), "")
+        self._model_type = next((name for name in reversed(model_types(config)) if name in DEFAULTS), "")
         self._tied = config.get("tie_word_embeddings", self._config.get("tie_word_embeddings"))
         self._tensors, self._family, self._plain = tensors, family, plain
         self.links: list[Link] = []

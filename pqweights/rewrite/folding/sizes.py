@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.file_uses import file_uses
-from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.readers import LogicalTensor, element_count, file_uses
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import item_bytes
 from pqweights.kernels.factors import squares

@@ -101,7 +101,7 @@ class EvaluationRecord(ClosedDocument, frozen=True, kw_only=True, omit_defaults=
         return self.scored_tokens >= FEWEST_TOKENS_FOR_CARD
 
 
-class _File(Document, frozen=True, kw_only=True):
+class _EvaluationFile(Document, frozen=True, kw_only=True):
     """What the file holds. evaluation_version: EVALUATION_VERSION or VERSION_WITH_BOS"""
 
     evaluation_version: Literal[1, 2]
@@ -138,7 +138,7 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
         raise OutputError(f"{place.folder}: {MANIFEST_FILE} changed while it was evaluated; evaluate it again")
     records = {known.protocol: known for known in read_records(*place)}
     records[record.protocol] = record
-    file = _File(
+    file = _EvaluationFile(
         evaluation_version=VERSION_WITH_BOS if any(kept.bos for kept in records.values()) else EVALUATION_VERSION,
         manifest_sha256=place.manifest_sha256,
         evaluations=tuple(records.values()),
@@ -158,7 +158,7 @@ def read_records(result: Path | Storage, manifest_sha256: str) -> tuple[Evaluati
     size = storage.files()[EVALUATION_FILE].byte_count
     if size > MAX_BYTES:
         raise _damaged(f"expected at most {MAX_BYTES} bytes, found {size}")
-    file = read_document(read_file(storage, EVALUATION_FILE), _File, _damaged)
+    file = read_document(read_file(storage, EVALUATION_FILE), _EvaluationFile, _damaged)
     return file.evaluations if file.manifest_sha256 == manifest_sha256 else ()
 
 

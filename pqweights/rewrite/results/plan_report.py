@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.file_uses import file_uses, most_fetched
+from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.possible import possible_exports
 from pqweights.options import QuantizeOptions
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan
-from pqweights.planning.possible import PossibleExport
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.totals import Totals
+from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.needs import ResourceNeeds, resource_needs
@@ -47,14 +46,7 @@ class HubTraffic:
 
     def to_json(self) -> dict[str, Any]:
         """Return the key `hub` of plan --json."""
-        return {
-            "repository": self.repository,
-            "revision": self.revision,
-            "requests": self.requests,
-            "bytes": self.bytes,
-            "source_bytes": self.source_bytes,
-            "low_disk_bytes": self.low_disk_bytes,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -119,11 +111,10 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
     """
     rests: dict[tuple[object, ...], str] = {}
     for tensor in tensors:
-        kind = tensor.kind
-        rest = rests.get(kind)
+        rest = rests.get(tensor.kind)
         if rest is None:
             nameless = json_text(tensor._replace(name="").to_json(), LIST_ITEM)
-            rest = rests[kind] = nameless.removeprefix(f'{BEFORE_NAME}""')
+            rest = rests[tensor.kind] = nameless.removeprefix(f'{BEFORE_NAME}""')
         yield JsonText(f"{BEFORE_NAME}{encode_basestring(tensor.name)}{rest}")
 
 

@@ -49,7 +49,7 @@ class Hub:
         if token is not None:
             token = token.strip()
             if not (token.isascii() and token.isprintable() and token):
-                raise HubError("--token: expected printable ASCII characters; copy the token again")
+                raise HubError("`token`: expected printable ASCII characters; copy the token again")
         self.official = load_official_client()
         self.token = token
         self.api: Any = self.official.library.HfApi(token=token)

@@ -11,7 +11,7 @@ from pqweights.storage.hub.official import OfficialClient
 
 # Statuses of a server that may answer the same request later.
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
-LOG_IN = "log in with `hf auth login`, or pass --token"
+LOG_IN = "log in with `hf auth login`, or pass `token`"
 TOKEN = re.compile(r"hf_[A-Za-z0-9_-]{4,}")
 # The user and password in a URL, and everything after its question mark, which may be a signature.
 CREDENTIALS = re.compile(r"(https?://)[^\s/@'\"]+@")
@@ -115,7 +115,7 @@ class Refusals:
             (
                 errors.GatedRepoError,
                 f"the repository is gated: accept its conditions at {page}, then log in to that account with "
-                "`hf auth login`, or pass its token with --token",
+                "`hf auth login`, or pass its token with `token`",
             ),
             (errors.DisabledRepoError, "the Hub has disabled access to it"),
             (errors.RevisionNotFoundError, f"no such branch, tag or commit; see {page}/tree/main"),

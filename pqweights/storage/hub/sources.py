@@ -219,7 +219,7 @@ def _fetch(storage: HubStorage, names: Sequence[str], progress: Progress) -> Pat
 
 def check_local(source: str | Path, access: Access, low_disk: bool = False) -> None:
     """Refuse options that mean something only for the Hub. Raises SourceError."""
-    for option, given in (("--revision", access.revision is not None), ("--low-disk", low_disk)):
+    for option, given in (("`revision`", access.revision is not None), ("`low_disk`", low_disk)):
         if given:
             raise SourceError(
                 f"{option}: expected a repository on the Hub (ORG/NAME), found {source}: leave the option out, or "

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.disk_room import DiskNeed
-from pqweights.checkpoint.file_reader import FileReader
-from pqweights.checkpoint.file_state import FileState, state_at
-from pqweights.checkpoint.header_starts import HeaderStarts
+from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
+from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.locks import ProcessLock
 from pqweights.errors import SourceError
 from pqweights.storage.hub.cache import cache_folder, cached, download_to_cache
@@ -121,7 +120,7 @@ class HubStorage:
             folder=cache_folder(self.hub),
             byte_count=needed,
             what=f"{self.repository.id}: its weights need {needed} bytes in the Hub's cache",
-            remedy="pass --low-disk, or set HF_HOME to a folder on another disk",
+            remedy="pass `low_disk`, or set HF_HOME to a folder on another disk",
         )
 
     def expect(self, files: Sequence[str]) -> None:

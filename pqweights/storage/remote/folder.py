@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pqweights.checkpoint.file_state import FileState
+from pqweights.checkpoint.file_reader import FileState
 from pqweights.errors import SourceChangedError, StorageError
 from pqweights.storage.remote import failures
 from pqweights.storage.remote.addresses import Address

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
-from pqweights.checkpoint.file_state import FileState
-from pqweights.checkpoint.header_starts import HeaderStarts
-from pqweights.checkpoint.interrupted import check_not_interrupted
+from pqweights.checkpoint.file_reader import FileState
+from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder, others_of_model
-from pqweights.checkpoint.storage import WorkFolder
+from pqweights.checkpoint.storage import WorkFolder, check_not_interrupted
 from pqweights.common.locks import ProcessLock
 from pqweights.errors import SourceError
 from pqweights.storage.remote.addresses import Address, is_inside

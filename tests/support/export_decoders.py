@@ -1,11 +1,7 @@
-"""Decoders of the export formats, in numpy: each written from the format's own document.
-
-They share no code with exports/, so that a mistake there is not repeated here.
-"""
+"""The weights of an export, decoded from what its folder holds by the rules and layouts of exports/formats.py."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,9 +14,13 @@ from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
-from pqweights.common.dtypes import float8_table, to_float32
+from pqweights.common.dtypes import to_float32
 from pqweights.errors import SourceError
+from pqweights.exports.formats import decoded, unpack_stream
+from pqweights.exports.formats import unpack_nibbles as unpack_nibbles
+from pqweights.exports.formats import unpack_tiles as unpack_tiles
 from pqweights.inference.runtimes.folders import refuse_transforms
+from pqweights.kernels.groups import BEST, FloatRule, GroupRule
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
 
@@ -49,23 +49,21 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
 
 
 def _torchao_weight(stored: Stored, name: str) -> Floats:
-    """Decode Int4Tensor or Int4TilePackedTo4dTensor of torchao 0.18: (code - 8) * scale + zero, codes from 0 to 15."""
+    """Decode Int4Tensor or Int4TilePackedTo4dTensor of torchao 0.18."""
     if name not in stored.metadata:
         return stored.floats(name)
     about = json.loads(stored.metadata[name])
     rows, columns = about["_data"]["shape"]
-    part = stored_parts(stored, name)[0].removesuffix("qdata")
+    size, part = about["_data"]["block_size"][-1], stored_parts(stored, name)[0].removesuffix("qdata")
     if about["_type"] == "Int4Tensor":
         codes = unpack_nibbles(stored.rows(part + "qdata") ^ np.uint8(0x88))
-        pairs = np.stack([stored.floats(part + "scale"), stored.floats(part + "zero_point")], axis=-1)
+        scales, zeros = stored.floats(part + "scale"), stored.floats(part + "zero_point")
     else:
         words = stored.tensors[part + "qdata"].shape
         codes = unpack_tiles(stored.bytes(part + "qdata").view("<i4").reshape(words))[:rows, :columns]
-        pairs = stored.floats(part + "scale_and_zero")[:, :rows]
-    pairs = pairs[: columns // about["_data"]["block_size"][-1]].transpose(1, 0, 2)  # [rows, groups, 2]
-    grouped = codes.reshape(rows, pairs.shape[1], -1).astype(np.float32) - 8
-    weight: Floats = grouped * pairs[..., :1] + pairs[..., 1:]
-    return weight.reshape(rows, columns)
+        scales, zeros = np.moveaxis(stored.floats(part + "scale_and_zero")[: columns // size, :rows], -1, 0)
+    rule = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=BEST)
+    return decoded(rule, codes, scales.T, zeros.T)
 
 
 def stored_parts(stored: Stored, name: str) -> list[str]:
@@ -75,35 +73,30 @@ def stored_parts(stored: Stored, name: str) -> list[str]:
 
 
 def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """Decode a symmetric pack-quantized weight of compressed-tensors: (code - 2**(bits - 1)) * scale."""
+    """Decode a symmetric pack-quantized weight of compressed-tensors."""
     if f"{name}_packed" not in stored.tensors:
         return stored.floats(name)
     (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
-    rows, columns = stored.bytes(f"{name}_shape").view("<i8")
-    codes = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns].astype(np.float32)
-    scales = stored.floats(f"{name}_scale")
-    centred = (codes - np.float32(2 ** (bits - 1))).reshape(rows, scales.shape[1], -1)
-    weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
-    return weight
+    columns = int(stored.bytes(f"{name}_shape").view("<i8")[-1])
+    codes, scales = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns], stored.floats(f"{name}_scale")
+    rule = GroupRule(bits=bits, group_size=columns // scales.shape[1], symmetric=True, middle=True, rule=BEST)
+    return decoded(rule, codes, scales, np.zeros_like(scales))
 
 
 def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """Decode a weight of mlx.core.quantize: code * scale + bias, or the value of a 4- or 8-bit float times a scale."""
+    """Decode a weight of mlx.core.quantize."""
     module = name.removesuffix(".weight")
     if f"{module}.scales" not in stored.tensors:
         return stored.floats(name)
     own = settings.get(module)
     about = {**settings, **(own if isinstance(own, dict) else {})}
-    codes = unpack_stream(stored.rows(name), about["bits"])
-    if about.get("mode", "affine") == "affine":
-        scales, biases = stored.floats(f"{module}.scales"), stored.floats(f"{module}.biases")
-        values = codes.astype(np.float32).reshape(*scales.shape, -1)
-        affine: Floats = (values * scales[..., None] + biases[..., None]).reshape(codes.shape)
-        return affine
-    scales = float8_table("F8_E4M3" if about["mode"] == "nvfp4" else "F8_E8M0")[stored.rows(f"{module}.scales")]
-    values = (FLOAT4 if about["bits"] == 4 else float8_table("F8_E4M3"))[codes].reshape(*scales.shape, -1)
-    weight: Floats = (values * scales[..., None]).reshape(codes.shape)
-    return weight
+    bits, size, mode = about["bits"], about["group_size"], about.get("mode", "affine")
+    codes = unpack_stream(stored.rows(name), bits)
+    if mode == "affine":
+        rule = GroupRule(bits=bits, group_size=size, symmetric=False, middle=False, rule=BEST)
+        return decoded(rule, codes, stored.floats(f"{module}.scales"), stored.floats(f"{module}.biases"))
+    scales = stored.rows(f"{module}.scales").astype(np.float32)
+    return decoded(FloatRule(mode, bits, size), codes, scales, np.zeros_like(scales))
 
 
 def master_weight(folder: Path) -> Callable[[str], Floats]:
@@ -162,34 +155,3 @@ class Stored:
         """The values of a plain tensor: f32, in its shape."""
         raw = self.bytes(name)
         return to_float32(raw, self.tensors[name].dtype).reshape(self.tensors[name].shape)
-
-
-# OCP microscaling formats 1.0, E2M1: the lowest bit is the mantissa, the highest the sign.
-FLOAT4: Floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-
-
-def unpack_nibbles(packed: Codes) -> Codes:
-    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-
-
-def unpack_stream(packed: Codes, bits: int) -> Codes:
-    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
-    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
-    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
-
-
-def unpack_tiles(words: npt.NDArray[np.int32]) -> Codes:
-    """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
-
-    The layout is matrix_to_m16n8k16_Bint4_layout in aten/src/ATen/native/cuda/int4mm.cu: lane t holds row t / 4, and of
-    each 16 columns the pairs that start at 2 (t % 4) and 2 (t % 4) + 8. A word holds two such runs of 16 columns, as
-    nibbles 0 2 4 6 1 3 5 7.
-    """
-    tiles, blocks = words.shape[:2]
-    result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
-    for lane, word, nibble in itertools.product(range(32), range(4), range(8)):
-        odd, sixteen, half = nibble >> 2, nibble >> 1 & 1, nibble & 1
-        column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
-        result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
-    return result.reshape(tiles * 8, blocks * 128)

@@ -1,0 +1,337 @@
+"""The formats of integer targets: how groups of weights become codes, and where runtimes look for their bytes.
+
+A rule makes codes of weights, and weights of codes again; a layout says which tensors a weight is stored as. The rules
+of GroupRule and FloatRule are in kernels/groups.py, the blocks of GGUF in kernels/gguf_encoding.py. docs/exports.md has
+the arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.common.dtypes import from_float32
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, pack_bits, pack_tiles
+
+if TYPE_CHECKING:
+    from pqweights.kernels.gguf_encoding import EncodedBlocks
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Shape = tuple[int, ...]
+
+# The tiles of torchao's Int4TilePackedTo4dTensor have 8 rows, and rows are padded to a multiple of 1024 weights.
+TILE_ROWS, PADDED_COLUMNS = 8, 1024
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """A block format of GGUF (a key of BLOCK_TYPES), whose scales are chosen by least squares.
+
+    `Groups.codes` are the bytes of the blocks.
+    """
+
+    kind: str
+    bits: int
+    group_size: int
+
+    name = BEST
+
+    @staticmethod
+    def of(name: str) -> BlockRule:
+        """Return the rule of a type."""
+        return BlockRule(name, BLOCK_TYPES[name].bits, BLOCK_TYPES[name].block_size)
+
+    def quantize(self, values: Floats) -> Groups:
+        """Quantize whole blocks of weights."""
+        from pqweights.kernels.gguf_encoding import encode_blocks
+        from pqweights.kernels.gguf_gain import with_gain
+
+        return _as_groups(with_gain(self.kind, encode_blocks(self.kind, values.reshape(-1, self.group_size), None)))
+
+    def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
+        """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
+        from pqweights.kernels.gguf_encoding import encode_blocks
+        from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
+
+        rows = values.reshape(-1, len(importance))
+        blocks = encode_blocks(self.kind, rows, importance)
+        if self.kind in FACTORS:
+            decoded = self.decode(_as_groups(blocks))
+            blocks = with_gain(self.kind, blocks, products_of(rows, decoded, importance))
+        return _as_groups(blocks)
+
+    def decode(self, groups: Groups) -> Floats:
+        """Return the weights that llama.cpp decodes: [blocks, block size]."""
+        import gguf
+
+        decoded: Floats = gguf.quants.dequantize(groups.codes, gguf.GGMLQuantizationType[self.kind])
+        return decoded.reshape(-1, self.group_size)
+
+
+def _as_groups(blocks: EncodedBlocks) -> Groups:
+    none = np.zeros(len(blocks.data), dtype=np.float32)
+    return Groups(codes=blocks.data, scales=none, offsets=none, energies=blocks.energies, errors=blocks.errors)
+
+
+# Each has bits, group_size, name ("best", or what the runtime calls its own rule), kind ("affine", "symmetric", or the
+# name of a block or floating format), quantize and decode.
+Rule = GroupRule | FloatRule | BlockRule
+
+
+class StoredPiece(NamedTuple):
+    """Bytes of a stored tensor.
+
+    stored_name: the stored tensor
+    offset: where the data goes, in bytes from the start of the tensor; None if its columns follow those that came with
+        earlier rows of weights
+    data: u8, contiguous; [rows of the stored tensor, bytes] for columns
+    """
+
+    stored_name: str
+    offset: int | None
+    data: Bytes
+
+
+class Part(NamedTuple):
+    """One of the tensors that a weight is stored as.
+
+    name: its name, from {weight}, and from {module} and {parameter} before and after the last dot of that
+    dtype: its dtype
+    shape: returns its shape for that of the weight
+    pack: returns the bytes of some rows, given their groups and the shape of the weight
+    by_columns: whether those rows are columns of the stored tensor; pack then returns [rows, bytes]
+    once: whether the bytes are those of all rows, and written with the first
+    """
+
+    name: str
+    dtype: str
+    shape: Callable[[Shape, Rule], Shape]
+    pack: Callable[[Groups, Shape, Rule], Bytes]
+    by_columns: bool = False
+    once: bool = False
+
+    def stored_name(self, weight: str) -> str:
+        """Return the name of the tensor for that of the weight."""
+        module, _, parameter = weight.rpartition(".")
+        return self.name.format(weight=weight, module=module, parameter=parameter)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a runtime stores a weight.
+
+    name: its key in LAYOUTS
+    parts: the tensors
+    row_multiple: rows are packed in multiples of this number, except for the last ones
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    row_multiple: int = 1
+
+    def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
+        return _layout, (self.name,)
+
+    def specs(self, name: str, shape: Shape, rule: Rule) -> tuple[TensorSpec, ...]:
+        """Return the stored tensors of a weight [..., K]."""
+        return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, rule)) for part in self.parts)
+
+    def pieces(self, name: str, shape: Shape, rule: Rule, *, first_row: int, groups: Groups) -> list[StoredPiece]:
+        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
+        rows = _padded(_row_count(groups, shape, rule), self.row_multiple)
+        result = []
+        for part in self.parts:
+            if not part.once or first_row == 0:
+                data = part.pack(groups, shape, rule)
+                offset = None if part.by_columns else first_row * (data.size // rows)
+                result.append(StoredPiece(part.stored_name(name), offset, data))
+        return result
+
+
+def decoded(rule: Rule, codes: Bytes, scales: Floats, offsets: Floats) -> Floats:
+    """Return the weights [..., K] of codes [..., K] and of numbers [..., K / g]."""
+    none = np.empty(0)
+    groups = Groups(
+        codes=codes.reshape(-1, rule.group_size),
+        scales=scales.reshape(-1),
+        offsets=offsets.reshape(-1),
+        energies=none,
+        errors=none,
+    )
+    return rule.decode(groups).reshape(codes.shape)
+
+
+def unpack_stream(packed: Bytes, bits: int) -> Bytes:
+    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
+    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
+    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
+
+
+def unpack_nibbles(packed: Bytes) -> Bytes:
+    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
+    return unpack_stream(packed, 4)
+
+
+def unpack_tiles(words: npt.NDArray[np.int32]) -> Bytes:
+    """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
+
+    The layout is matrix_to_m16n8k16_Bint4_layout in aten/src/ATen/native/cuda/int4mm.cu: lane t holds row t / 4, and of
+    each 16 columns the pairs that start at 2 (t % 4) and 2 (t % 4) + 8. A word holds two such runs of 16 columns, as
+    nibbles 0 2 4 6 1 3 5 7.
+    """
+    tiles, blocks = words.shape[:2]
+    result = np.empty((tiles, 8, blocks, 128), dtype=np.uint8)
+    for lane, word, nibble in itertools.product(range(32), range(4), range(8)):
+        odd, sixteen, half = nibble >> 2, nibble >> 1 & 1, nibble & 1
+        column = word * 32 + sixteen * 16 + half * 8 + lane % 4 * 2 + odd
+        result[:, lane // 4, :, column] = words[:, :, lane, word] >> 4 * nibble & 15
+    return result.reshape(tiles * 8, blocks * 128)
+
+
+def _layout(name: str) -> Layout:
+    return LAYOUTS[name]
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _row_count(groups: Groups, shape: Shape, rule: Rule) -> int:
+    """Return how many rows of a weight some groups are."""
+    return len(groups.errors) * rule.group_size // shape[-1]
+
+
+def tile_shape(shape: Shape) -> tuple[int, int]:
+    """Return the shape [N, K] of a weight padded to whole tiles."""
+    return _padded(shape[0], TILE_ROWS), _padded(shape[1], PADDED_COLUMNS)
+
+
+def _columns(numbers: Floats) -> Bytes:
+    """Return [stored rows, rows, ...] as BF16: [stored rows, bytes]."""
+    return from_float32(np.ascontiguousarray(numbers).reshape(-1), "BF16").reshape(len(numbers), -1)
+
+
+def _tiles(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
+    """Return tiles of codes; those of the padding stand for 0."""
+    count = _row_count(groups, shape, rule)
+    codes: Bytes = np.full(tile_shape((count, shape[1])), 8, dtype=np.uint8)
+    codes[:count, : shape[1]] = groups.codes.reshape(count, -1)
+    return pack_tiles(codes)
+
+
+def _tile_pairs(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
+    """Return the scales and zero points of rows, as columns; those of the padding are 1 and 0."""
+    count = _row_count(groups, shape, rule)
+    rows, columns = tile_shape((count, shape[1]))
+    pairs = np.empty((columns // rule.group_size, rows, 2), dtype=np.float32)
+    pairs[...] = 1, 0
+    for axis, numbers in enumerate((groups.scales, groups.offsets)):
+        pairs[: shape[1] // rule.group_size, :count, axis] = numbers.reshape(count, -1).T
+    return _columns(pairs)
+
+
+# s: the shape of a weight, r: its rule, g: groups of some of its rows
+
+
+def _codes(name: str, dtype: str) -> Part:
+    """Return the part of codes that follow each other in words of 32 bits, the first code in the lowest bits."""
+    return Part(name, dtype, lambda s, r: (*s[:-1], s[-1] * r.bits // 32), lambda g, s, r: pack_bits(g.codes, r.bits))
+
+
+def _numbers(name: str, field: str) -> Part:
+    """Return the part of a number of each group, as BF16 [..., K / g]."""
+    return Part(name, "BF16", _per_group, lambda g, s, r: from_float32(getattr(g, field), "BF16"))
+
+
+def _numbers_by_row(name: str, field: str) -> Part:
+    """Return the part of a number of each group, as BF16 [K / g, N]."""
+    return Part(
+        name,
+        "BF16",
+        lambda s, r: _per_group(s, r)[::-1],
+        lambda g, s, r: _columns(getattr(g, field).reshape(-1, s[1] // r.group_size).T),
+        by_columns=True,
+    )
+
+
+def _per_group(s: Shape, r: Rule) -> Shape:
+    return (*s[:-1], s[-1] // r.group_size)
+
+
+# Blocks of GGUF, one after the other.
+BLOCKS = Layout(
+    "gguf",
+    (
+        Part(
+            "{weight}",
+            "U8",
+            lambda s, r: (*s[:-1], BLOCK_TYPES[r.kind].row_bytes(s[-1])),
+            lambda g, s, r: g.codes.reshape(-1),
+        ),
+    ),
+)
+# A weight q of compressed-tensors is the code q + 2**(bits - 1).
+PACK_QUANTIZED = Layout(
+    "pack-quantized",
+    (
+        _codes("{weight}_packed", "I32"),
+        _numbers("{weight}_scale", "scales"),
+        Part("{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True),
+    ),
+)
+MLX_AFFINE = Layout(
+    "mlx-affine",
+    (_codes("{weight}", "U32"), _numbers("{module}.scales", "scales"), _numbers("{module}.biases", "offsets")),
+)
+# The scales of small floats are bytes.
+MLX_FLOATS = Layout(
+    "mlx-floats",
+    (
+        _codes("{weight}", "U32"),
+        Part("{module}.scales", "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8)),
+    ),
+)
+_TORCHAO = "{module}._{parameter}_"
+# Int4Tensor: codes minus 8 as nibbles, the even column low.
+INT4_PLAIN = Layout(
+    "int4-plain",
+    (
+        Part(
+            _TORCHAO + "qdata",
+            "I8",
+            lambda s, r: (s[0], s[1] // 2),
+            lambda g, s, r: pack_bits(g.codes, 4) ^ np.uint8(0x88),
+        ),
+        _numbers_by_row(_TORCHAO + "scale", "scales"),
+        _numbers_by_row(_TORCHAO + "zero_point", "offsets"),
+    ),
+)
+# Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns; the padding is read back as 0.
+INT4_TILES = Layout(
+    "int4-tiles",
+    (
+        Part(
+            _TORCHAO + "qdata",
+            "I32",
+            lambda s, r: (tile_shape(s)[0] // TILE_ROWS, tile_shape(s)[1] // 128, 32, 4),
+            _tiles,
+        ),
+        Part(
+            _TORCHAO + "scale_and_zero",
+            "BF16",
+            lambda s, r: (tile_shape(s)[1] // r.group_size, tile_shape(s)[0], 2),
+            _tile_pairs,
+            by_columns=True,
+        ),
+    ),
+    row_multiple=TILE_ROWS,
+)
+LAYOUTS = {layout.name: layout for layout in (BLOCKS, PACK_QUANTIZED, MLX_AFFINE, MLX_FLOATS, INT4_PLAIN, INT4_TILES)}

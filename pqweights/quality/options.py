@@ -1,0 +1,276 @@
+"""The options of what measures models: calibrate, sensitivity, eval, and the command inspect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pqweights import parameters as checks
+from pqweights.errors import OptionError
+from pqweights.options import (
+    ALLOW_PICKLE,
+    FOLDER,
+    MODEL_DTYPES,
+    RECIPE,
+    CodecOptions,
+    DeviceOption,
+    DtypeOption,
+    HubOptions,
+    RuleOptions,
+    ThreadsOption,
+    TokenizerOption,
+    take_recipe,
+)
+from pqweights.parameters import StrPath, option, options, parameters
+
+DEFAULT_CALIBRATION_TOKENS, DEFAULT_SENSITIVITY_TOKENS = 16384, 2048
+FETCHED_SOURCE = "Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
+
+
+@options
+class ReadingOptions(TokenizerOption):
+    """How a text becomes the tokens of windows."""
+
+    no_bos: bool = option(
+        "Do not begin windows with BOS, even if the tokenizer puts it before a text.", checks.flag, default=False
+    )
+
+
+@options
+class ModelRunOptions(DtypeOption):
+    """How a model runs that may be larger than a device."""
+
+    device_map: str | None = option(
+        "Device map for transformers; auto spreads a large model over the devices (needs accelerate).",
+        checks.text,
+        default=None,
+    )
+
+
+@options
+class CalibrationOptions(ModelRunOptions, ReadingOptions, ThreadsOption):
+    """How a checkpoint is calibrated."""
+
+    max_tokens: int = option(
+        "Maximum number of tokens to read from the text.", checks.whole, default=DEFAULT_CALIBRATION_TOKENS, least=2
+    )
+    window: int | None = option(
+        "Tokens per window.",
+        checks.whole,
+        default=None,
+        least=2,
+        default_text="512, or the model's limit if smaller",
+    )
+    overwrite: bool = option("Replace an earlier file of statistics.", checks.flag, default=False)
+
+
+@options
+class CalibrateArguments(RuleOptions, CodecOptions, CalibrationOptions, HubOptions):
+    """What `calibrate` takes."""
+
+    source: StrPath = option(FETCHED_SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
+    out: Path = option(
+        "File for the scales, the moments or both.",
+        checks.path,
+        kw_only=False,
+        argument=True,
+        metavar="OUT.safetensors",
+    )
+    text: Path = option("UTF-8 text for the model to read.", checks.path, metavar="FILE")
+    moments: bool = option(
+        "Write second moments of all inputs for export --calibration, in place of scales. SRC may be a master.",
+        checks.flag,
+        default=False,
+    )
+    scales: bool = option(
+        "With `moments`: search scales too, in the same pass over the text.", checks.flag, default=False
+    )
+    recipe: StrPath = option(RECIPE, take_recipe, default="q5", flags=("--recipe", "-r"), metavar="NAME|FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.searches_scales:
+            return
+        for name in ("recipe", "codec", "bits", "keep", "set_bits", "threads"):
+            if name in self.given:
+                raise OptionError(
+                    f"`{name}`: means nothing with `moments`, which searches no scales; leave it out, or add `scales`"
+                )
+
+    @property
+    def searches_scales(self) -> bool:
+        """Whether scales are searched, and not only moments written."""
+        return self.scales or not self.moments
+
+
+@options
+class SensitivityOptions(ModelRunOptions, ReadingOptions):
+    """How sensitivities are measured."""
+
+    tokens: int = option(
+        "Number of tokens that the model reads for each measurement.",
+        checks.whole,
+        default=DEFAULT_SENSITIVITY_TOKENS,
+        least=2,
+    )
+    window: int | None = option(
+        "Tokens per window.",
+        checks.whole,
+        default=None,
+        least=2,
+        default_text="256, or the model's limit if smaller",
+    )
+    dtype: str = option(
+        "Dtype to run the model in; auto is the model's own.", checks.text, default="float32", choices=MODEL_DTYPES
+    )
+    overwrite: bool = option("Replace an earlier file of sensitivities.", checks.flag, default=False)
+
+
+@options
+class SensitivityArguments(RuleOptions, SensitivityOptions, HubOptions):
+    """What `sensitivity` takes."""
+
+    source: StrPath = option(FETCHED_SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
+    out: Path = option("File for the sensitivities.", checks.path, kw_only=False, argument=True, metavar="OUT.json")
+    text: Path | None = option(
+        "UTF-8 text for the model to read.", checks.path, default=None, metavar="FILE", default_text="random tokens"
+    )
+    recipe: StrPath = option(RECIPE, take_recipe, default="q5", flags=("--recipe", "-r"), metavar="NAME|FILE")
+
+
+@options
+class TextOptions(ReadingOptions):
+    """How a text is cut into windows that are scored."""
+
+    window: int | None = option(
+        "Tokens per window.",
+        checks.whole,
+        default=None,
+        least=2,
+        default_text="2048, or the model's limit if smaller",
+    )
+    stride: int | None = option(
+        "Tokens between the starts of consecutive windows.",
+        checks.whole,
+        default=None,
+        least=1,
+        default_text="a quarter of the window, at most 512",
+    )
+    score_first: bool = option(
+        "Score all tokens of the first window, not only its last ones.", checks.flag, default=False
+    )
+    max_tokens: int | None = option(
+        "Maximum number of tokens to read from the text.", checks.whole, default=None, least=2, default_text="all"
+    )
+
+
+@options
+class EvaluationOptions(DeviceOption, TextOptions):
+    """What is measured, and how models are computed."""
+
+    reference: StrPath | None = option(
+        "Model to compare with, token by token: KL divergence, top-1 agreement, change of the perplexity.",
+        checks.location,
+        default=None,
+        metavar="SRC",
+    )
+    dtype: str | None = option(
+        "Dtype to compute in.",
+        checks.text,
+        default=None,
+        choices=MODEL_DTYPES,
+        default_text="float32; with `speed` the model's own",
+    )
+    packed: bool = option(
+        "Keep the weights packed in memory; every MODEL must be a master.", checks.flag, default=False
+    )
+    kv_caches: str | Sequence[str] = option(
+        "Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in hadamard:3. Repeat it to "
+        "compare several. Scored tokens are read one by one, as in generation.",
+        checks.patterns,
+        default=(),
+        flags=("--kv-cache",),
+        metavar="SPEC",
+    )
+    speed: bool = option(
+        "Also measure tokens per second and peak memory, each model in its own process.", checks.flag, default=False
+    )
+    text_name: str = option("Name of the text in the report.", checks.text, default="the text", flags=())
+
+
+@options
+class EvaluateArguments(EvaluationOptions, HubOptions):
+    """What `eval` takes."""
+
+    models: Sequence[str] = option(
+        "Checkpoints, masters and exports: folders, or ORG/NAME on the Hub; also GGUF files.",
+        checks.patterns,
+        kw_only=False,
+        argument=True,
+        metavar="MODEL...",
+    )
+    text: Path | None = option("UTF-8 text to evaluate on.", checks.path, default=None, metavar="FILE")
+    dataset: str | None = option(
+        "Evaluate on the test split of WikiText-2 (raw) instead of `text`.",
+        checks.text,
+        default=None,
+        choices=("wikitext",),
+    )
+    no_record: bool = option("Do not write pqweights-eval.json beside masters and exports.", checks.flag, default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.text is None) == (self.dataset is None):
+            raise OptionError("expected either `text` or `dataset`")
+
+
+@options
+class StatesOptions(DeviceOption, ReadingOptions):
+    """How keys and values are measured."""
+
+    max_tokens: int | None = option(
+        "With `kv`: number of tokens to read from the start of the text.",
+        checks.whole,
+        default=None,
+        least=2,
+        default_text="2048, or the model's limit if smaller",
+    )
+
+
+@options
+class MeasureArguments(StatesOptions, ThreadsOption, HubOptions):
+    """What the command `inspect` takes: it also measures weights, or keys and values."""
+
+    folder: StrPath = option(
+        f"{FOLDER} Also any GGUF file. With `distribution`, any checkpoint; with `kv`, any of a language model.",
+        checks.location,
+        kw_only=False,
+        argument=True,
+        metavar="DIR",
+    )
+    distribution: bool = option(
+        "Measure instead how close the weights of a checkpoint are to Gaussian, before and after the rotation.",
+        checks.flag,
+        default=False,
+    )
+    kv: bool = option(
+        "Measure instead the keys and values that a language model computes for `text`: how Gaussian they are, "
+        "before and after preconditioning, and the outlier channels of keys.",
+        checks.flag,
+        default=False,
+        needs=(("text",), "for the model to read"),
+    )
+    text: Path | None = option(
+        "With `kv`: UTF-8 text for the model to read.", checks.path, default=None, metavar="FILE"
+    )
+    allow_pickle: bool = option(ALLOW_PICKLE, checks.flag, default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_kv = {"text", *parameters(StatesOptions)}
+        wrong = self.given & ({"distribution", "threads", "allow_pickle"} if self.kv else of_kv)
+        if wrong:
+            instead = "" if self.kv else ", or add `kv`"
+            raise OptionError(
+                f"`{min(wrong)}`: means nothing {'with' if self.kv else 'without'} `kv`; leave it out{instead}"
+            )

