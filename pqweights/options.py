@@ -382,6 +382,13 @@ class ExportOptions(FoldOptions):
         metavar="MODE",
         default_text="affine",
     )
+    format: str | None = option(
+        "For vllm: the format of weights, and whether activations are rounded as well (without a16).",
+        checks.text,
+        default=None,
+        metavar="w4a16|w8a16|mxfp4|mxfp4a16|mxfp8|mxfp8a16",
+        default_text="w4a16",
+    )
     dtype: str | None = option(
         "For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
         checks.text,

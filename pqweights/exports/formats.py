@@ -287,6 +287,18 @@ PACK_QUANTIZED = Layout(
         Part("{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True),
     ),
 )
+# Of compressed-tensors, too: small floats, whose scales are bytes (compressors/mxfp4 and mxfp8).
+_BYTES = Part("{weight}_scale", "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8))
+MXFP4_PACKED = Layout(
+    "mxfp4-pack-quantized",
+    (
+        Part("{weight}_packed", "U8", lambda s, r: (*s[:-1], s[-1] // 2), lambda g, s, r: pack_bits(g.codes, 4)),
+        _BYTES,
+    ),
+)
+MXFP8_QUANTIZED = Layout(
+    "mxfp8-quantized", (Part("{weight}", "F8_E4M3", lambda s, r: s, lambda g, s, r: g.codes.reshape(-1)), _BYTES)
+)
 MLX_AFFINE = Layout(
     "mlx-affine",
     (_codes("{weight}", "U32"), _numbers("{module}.scales", "scales"), _numbers("{module}.biases", "offsets")),
@@ -334,4 +346,16 @@ INT4_TILES = Layout(
     ),
     row_multiple=TILE_ROWS,
 )
-LAYOUTS = {layout.name: layout for layout in (BLOCKS, PACK_QUANTIZED, MLX_AFFINE, MLX_FLOATS, INT4_PLAIN, INT4_TILES)}
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        BLOCKS,
+        PACK_QUANTIZED,
+        MXFP4_PACKED,
+        MXFP8_QUANTIZED,
+        MLX_AFFINE,
+        MLX_FLOATS,
+        INT4_PLAIN,
+        INT4_TILES,
+    )
+}

@@ -137,9 +137,9 @@ class MlxFormat:
         """
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
-            rule: Rule = FloatRule(how.mode, how.bits, how.group_size)
+            name = "best" if self.qparams == BEST else "mlx"
+            rule: Rule = FloatRule(how.mode, how.bits, how.group_size, name)
             if how.mode == "affine":
-                name = "best" if self.qparams == BEST else "mlx"
                 rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
             decisions[f"{module}.weight"] = Rounding(rule, MLX_AFFINE if how.mode == "affine" else MLX_FLOATS)
         for tensor in outputs:
@@ -313,12 +313,11 @@ def read_options(options: ExportOptions) -> MlxFormat:
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     check_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
-    rules = (BEST, MINMAX) if mode == "affine" else (MINMAX,)  # the floating modes have no rule but mlx's
     return MlxFormat(
         mode=mode,
         bits=one_of(with_mode, "bits", options.bits, allowed=BITS[mode]),
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
-        qparams=one_of(with_mode, "qparams", options.qparams, allowed=rules),
+        qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
     )
 
 

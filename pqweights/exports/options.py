@@ -19,7 +19,17 @@ def is_compensated(options: ExportOptions) -> bool:
     """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
     if options.rounding is not None:
         return options.rounding in (GPTQ, IMPORTANCE)
-    return options.calibration is not None and options.qparams != MINMAX and options.mode in (None, "affine")
+    return (
+        options.calibration is not None
+        and options.qparams != MINMAX
+        and options.mode in (None, "affine")
+        and not is_float(options.format)
+    )
+
+
+def is_float(format_name: str | None) -> bool:
+    """Whether a format of the target vllm has small floats in place of integers."""
+    return (format_name or "").startswith("mxfp")
 
 
 def check_known(options: ExportOptions, target: str, known: Collection[str]) -> None:

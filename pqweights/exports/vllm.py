@@ -1,6 +1,7 @@
-"""The vllm target: symmetric integers, `pack-quantized` by compressed-tensors, for vLLM and transformers.
+"""The vllm target: symmetric integers and microscaling floats of compressed-tensors, for vLLM and transformers.
 
-Format: https://github.com/vllm-project/compressed-tensors (compressors/pack_quantized).
+Formats: https://github.com/vllm-project/compressed-tensors (compressors), and the OCP microscaling formats
+specification 1.0.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
-from pqweights.errors import ExportError
+from pqweights.errors import ExportError, OptionError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
-from pqweights.exports.formats import PACK_QUANTIZED
+from pqweights.exports.formats import MXFP4_PACKED, MXFP8_QUANTIZED, PACK_QUANTIZED, Layout, Rule
 from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
+from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, is_float, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
-from pqweights.kernels.groups import GroupRule
+from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
@@ -31,7 +32,49 @@ from pqweights.planning.roles import classify, tower_of
 NAME = "vllm"
 # What manifests call the target: the name that it had first.
 STATED_NAME = "vllm-int4"
-GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A format by its name in compressed-tensors, in lower case.
+
+    bits: the width of a code
+    sizes: the group sizes, the default first
+    layout: how a weight is stored
+    floats: of which kind the codes are, a key of FLOAT_MODES; None for integers
+    activations: whether the runtime rounds the inputs of layers to the same format
+    """
+
+    bits: int
+    sizes: tuple[int, ...]
+    layout: Layout
+    floats: str | None = None
+    activations: bool = False
+
+    def rule(self, size: int, qparams: str) -> Rule:
+        """Return the rule of groups of a size."""
+        if self.floats is not None:
+            return FloatRule(self.floats, self.bits, size, BEST if qparams == BEST else "mlx")
+        name = BEST if qparams == BEST else "compressed-tensors"
+        return GroupRule(bits=self.bits, group_size=size, symmetric=True, middle=True, rule=name)
+
+    def arguments(self, size: int) -> dict[str, Any]:
+        """Return what config.json says of codes in groups of a size."""
+        kind = "int" if self.floats is None else "float"
+        shared = {"num_bits": self.bits, "type": kind, "symmetric": True, "strategy": "group", "group_size": size}
+        scales = {} if self.floats is None else {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        return shared | {"dynamic": False} | scales
+
+
+INTEGERS = (128, 64, 32)
+SCHEMES = {
+    "w4a16": Scheme(4, INTEGERS, PACK_QUANTIZED),
+    "w8a16": Scheme(8, INTEGERS, PACK_QUANTIZED),
+    "mxfp4": Scheme(4, (32,), MXFP4_PACKED, "mxfp4", activations=True),
+    "mxfp4a16": Scheme(4, (32,), MXFP4_PACKED, "mxfp4"),
+    "mxfp8": Scheme(8, (32,), MXFP8_QUANTIZED, "mxfp8", activations=True),
+    "mxfp8a16": Scheme(8, (32,), MXFP8_QUANTIZED, "mxfp8"),
+}
 
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
 BASIS = "plain"
@@ -44,17 +87,22 @@ ROUTERS = r"re:.*\.(gate|router)$"
 class VllmFormat:
     """The format with its options: see ExportOptions."""
 
-    bits: int
+    name: str
     groups: GroupSize
     qparams: str
 
     compares_master = True
 
+    @property
+    def scheme(self) -> Scheme:
+        """What the name stands for."""
+        return SCHEMES[self.name]
+
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        return {
+        return ({"format": self.name} if self.scheme.floats else {}) | {
             "target": STATED_NAME,
-            "bits": self.bits,
+            "bits": self.scheme.bits,
             "group_size": self.groups.size,
             "basis": BASIS,
             "qparams": self.qparams,
@@ -69,7 +117,7 @@ class VllmFormat:
         linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
         decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
         for name, size in linear.sizes.items():
-            decisions[name] = Rounding(self._rule(size), PACK_QUANTIZED)
+            decisions[name] = Rounding(self.scheme.rule(size, self.qparams), self.scheme.layout)
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
@@ -79,11 +127,6 @@ class VllmFormat:
             warnings=linear.warnings + _experts_warnings(checkpoint, linear),
         )
 
-    def _rule(self, size: int) -> GroupRule:
-        """The rule of groups of a size."""
-        name = "best" if self.qparams == BEST else "compressed-tensors"
-        return GroupRule(bits=self.bits, group_size=size, symmetric=True, middle=True, rule=name)
-
     def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
         """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
 
@@ -92,7 +135,7 @@ class VllmFormat:
         layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": self.scheme.layout.name,
             "quantization_status": "compressed",
             "config_groups": {
                 f"group_{number}": self._group(size, targets)
@@ -109,18 +152,11 @@ class VllmFormat:
 
     def _group(self, size: int, targets: list[str]) -> dict[str, Any]:
         """The layers that have groups of one size."""
-        weights = {
-            "num_bits": self.bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": size,
-            "dynamic": False,
-        }
+        weights = self.scheme.arguments(size)
         return {
             "targets": targets,
-            "format": "pack-quantized",
-            "input_activations": None,
+            "format": self.scheme.layout.name,
+            "input_activations": weights | {"dynamic": True} if self.scheme.activations else None,
             "output_activations": None,
             "weights": weights,
         }
@@ -209,10 +245,17 @@ def read_options(options: ExportOptions) -> VllmFormat:
 
     Raises OptionError for an option that the target does not have.
     """
-    check_rounding(NAME, options)
+    name = one_of(NAME, "format", options.format, allowed=tuple(SCHEMES))
+    if options.bits is not None and options.format is None:
+        name = f"w{one_of(NAME, 'bits', options.bits, allowed=(4, 8))}a16"
+    scheme = SCHEMES[name]
+    if options.bits not in (None, scheme.bits):
+        raise OptionError(f"`bits` {options.bits}: the format {name} has {scheme.bits}")
+    why_not = f"expected integers, found the float format {name}" if is_float(name) else None
+    check_rounding(NAME, options, why_not=why_not)
     return VllmFormat(
-        bits=one_of(NAME, "bits", options.bits, allowed=(4, 8)),
-        groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
+        name=name,
+        groups=GroupSize.of(NAME, scheme.sizes, options.group_size),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
     )
 
@@ -233,7 +276,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=("bits", "group_size", "qparams", "fold", "rounding", "calibration"),
+    options=("format", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
     account=("basis",),
     read_options=read_options,
     prepare=integer_export,
