@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pqweights.common.documents import Count
 from pqweights.storage.remote.addresses import Address
 
 Stop = Callable[[], bool]
@@ -19,7 +20,7 @@ CheckLock = Callable[[], None]
 class FileRecord:
     """The size and sha256 of a file without tensors."""
 
-    bytes: int
+    bytes: Count
     sha256: str
 
 

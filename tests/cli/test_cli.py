@@ -373,21 +373,6 @@ def test_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, mon
     json.loads(result.stdout)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (5_125_000, "5.12 MB"),
-        (10**9, "1.00 GB"),
-        (3 * 10**15, "3000.00 TB"),
-    ],
-)
-def test_sizes_are_printed_with_a_unit(count: float, text: str) -> None:
-    assert output.size(count) == text
-
-
 # --- fresh processes ---
 
 MAIN = "from pqweights_cli.main import main; main()"

@@ -71,7 +71,7 @@ def naive_losses(folder: Path, first: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "first"), [("bos", {}, BEGIN), ("bos", {"bos": False}, None), ("plain", {}, None)]
+    ("name", "options", "first"), [("bos", {}, BEGIN), ("bos", {"no_bos": True}, None), ("plain", {}, None)]
 )
 def test_windows_begin_as_the_tokenizer_begins_texts(
     name: str, options: dict[str, Any], first: int | None, work: Path

@@ -114,7 +114,7 @@ def test_result_and_interrupted_run_of_another_command_are_refused(
         out = tmp_path / "out"
         killed_runs(work(driven, kind), [{"out": str(out), "function": "replace", "number": 2, "when": "after"}])
         before = folder_bytes(out)
-        with pytest.raises((OutputError, SourceChangedError), match=r"--overwrite"):
+        with pytest.raises((OutputError, SourceChangedError), match=r"`overwrite`"):
             run_command(command, out)
         assert folder_bytes(out) == before
 

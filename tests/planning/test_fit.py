@@ -493,7 +493,7 @@ def test_finished_result_is_recognised_and_another_target_refused(source: Path, 
         load_recipe("q5"),
     ):
         result = _quantize_refused(source, out, other)
-        assert "--overwrite" in result
+        assert "`overwrite`" in result
     assert folder_bytes(out) == before
     replaced = quantize(source, out, targeted(bits=4.5, sensitivity=str(second)), threads=2, overwrite=True)
     assert not replaced.already_done

@@ -31,7 +31,7 @@ def test_run_resumes_after_a_full_disk(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    pwrite, calls = os.pwrite, iter(range(30))
+    pwrite, calls = os.pwrite, iter(range(5))
 
     def full(*arguments: Any) -> int:
         if next(calls, None) is None:

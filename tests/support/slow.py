@@ -15,7 +15,6 @@ SLOW = {
     "architectures/test_architectures.py": MODELS,
     "architectures/test_folded_architectures.py": MODELS,
     "card/test_card_loading.py": PROCESSES,
-    "cli/test_cli.py::test_commands_run_in_a_fresh_process": PROCESSES,
     "cli/test_cli.py::test_help_imports_nothing_heavy": PROCESSES,
     "cli/test_hostile.py::test_bad_input_gives_one_clear_line_and_changes_nothing": EXHAUSTIVE,
     "cli/test_hostile.py::test_script_writes_every_case": EXHAUSTIVE,

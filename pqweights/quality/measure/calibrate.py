@@ -88,13 +88,13 @@ class Calibration:
             "held_back_tokens": self.held_back_tokens,
             "bos": self.bos,
         }
-        weights: dict[str, dict[str, Any]] = {name: dict(vars(reads)) for name, reads in self.weights.items()}
+        weights: dict[str, dict[str, Any]] = {name: as_json(reads) for name, reads in self.weights.items()}
         if self.layers is not None:
             result["bits_per_weight"] = self.bits_per_weight
             for layer in self.layers:
                 weights[layer.name] = weights.get(layer.name, {}) | layer.to_json()
         if self.vectors is not None:
-            result["inputs"] = [vars(vector) for vector in self.vectors]
+            result["inputs"] = [as_json(vector) for vector in self.vectors]
         return result | {"weights": weights}
 
 
@@ -326,7 +326,7 @@ def _written(
         return []
     new = {number: vector for number, vector in collected.items() if number >= len(before)}
     known = sum(moments_bytes(vector.size, vector.held_back) for vector in before)
-    return [vars(vector) for vector in keep_moments(work, new, layout, known=known)]
+    return [as_json(vector) for vector in keep_moments(work, new, layout, known=known)]
 
 
 def _search_all(
