@@ -386,7 +386,7 @@ class ExportOptions(FoldOptions):
         "For vllm: the format of weights, and whether activations are rounded as well (without a16).",
         checks.text,
         default=None,
-        metavar="w4a16|w8a16|mxfp4|mxfp4a16|mxfp8|mxfp8a16",
+        metavar="w4a16|w8a16|int8|fp8|mxfp4|mxfp4a16|mxfp8|mxfp8a16",
         default_text="w4a16",
     )
     dtype: str | None = option(

@@ -42,6 +42,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "encode_gguf_symmetric": (1, 2),
     "fit": (0,),
     "round": (0,),
+    "fit_floats": (0, 1),
     "nearest_levels": (1,),
     "prepare": (0, 1),
     "rotate": (0,),

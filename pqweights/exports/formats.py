@@ -296,9 +296,15 @@ MXFP4_PACKED = Layout(
         _BYTES,
     ),
 )
-MXFP8_QUANTIZED = Layout(
-    "mxfp8-quantized", (Part("{weight}", "F8_E4M3", lambda s, r: s, lambda g, s, r: g.codes.reshape(-1)), _BYTES)
+_E4M3 = Part("{weight}", "F8_E4M3", lambda s, r: s, lambda g, s, r: g.codes.reshape(-1))
+_SCALES = _numbers("{weight}_scale", "scales")
+FLOAT_QUANTIZED = Layout("float-quantized", (_E4M3, _SCALES))
+# A weight q is stored as itself.
+INT_QUANTIZED = Layout(
+    "int-quantized",
+    (Part("{weight}", "I8", lambda s, r: s, lambda g, s, r: g.codes.reshape(-1) ^ np.uint8(128)), _SCALES),
 )
+MXFP8_QUANTIZED = Layout("mxfp8-quantized", (_E4M3, _BYTES))
 MLX_AFFINE = Layout(
     "mlx-affine",
     (_codes("{weight}", "U32"), _numbers("{module}.scales", "scales"), _numbers("{module}.biases", "offsets")),
@@ -351,6 +357,8 @@ LAYOUTS = {
     for layout in (
         BLOCKS,
         PACK_QUANTIZED,
+        FLOAT_QUANTIZED,
+        INT_QUANTIZED,
         MXFP4_PACKED,
         MXFP8_QUANTIZED,
         MLX_AFFINE,

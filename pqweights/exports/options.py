@@ -23,13 +23,8 @@ def is_compensated(options: ExportOptions) -> bool:
         options.calibration is not None
         and options.qparams != MINMAX
         and options.mode in (None, "affine")
-        and not is_float(options.format)
+        and options.format in (None, "w4a16", "w8a16")
     )
-
-
-def is_float(format_name: str | None) -> bool:
-    """Whether a format of the target vllm has small floats in place of integers."""
-    return (format_name or "").startswith("mxfp")
 
 
 def check_known(options: ExportOptions, target: str, known: Collection[str]) -> None:

@@ -17,11 +17,19 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
-from pqweights.exports.formats import MXFP4_PACKED, MXFP8_QUANTIZED, PACK_QUANTIZED, Layout, Rule
+from pqweights.exports.formats import (
+    FLOAT_QUANTIZED,
+    INT_QUANTIZED,
+    MXFP4_PACKED,
+    MXFP8_QUANTIZED,
+    PACK_QUANTIZED,
+    Layout,
+    Rule,
+)
 from pqweights.exports.integers import Outline, Rounding, Stays
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, is_float, one_of
+from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
 from pqweights.kernels.groups import FloatRule, GroupRule
@@ -34,15 +42,18 @@ NAME = "vllm"
 STATED_NAME = "vllm-int4"
 
 
+CHANNEL = (1,)  # any row can be a group
+
+
 @dataclass(frozen=True)
 class Scheme:
-    """A format by its name in compressed-tensors, in lower case.
+    """A format.
 
     bits: the width of a code
-    sizes: the group sizes, the default first
+    sizes: the group sizes, the default first; CHANNEL if each row is a group
     layout: how a weight is stored
     floats: of which kind the codes are, a key of FLOAT_MODES; None for integers
-    activations: whether the runtime rounds the inputs of layers to the same format
+    activations: whether the runtime also rounds what layers read, by what it finds there
     """
 
     bits: int
@@ -51,25 +62,45 @@ class Scheme:
     floats: str | None = None
     activations: bool = False
 
-    def rule(self, size: int, qparams: str) -> Rule:
-        """Return the rule of groups of a size."""
-        if self.floats is not None:
-            return FloatRule(self.floats, self.bits, size, BEST if qparams == BEST else "mlx")
-        name = BEST if qparams == BEST else "compressed-tensors"
-        return GroupRule(bits=self.bits, group_size=size, symmetric=True, middle=True, rule=name)
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The values of `qparams`: groups as long as rows have no better scale than that of the largest weight."""
+        return (MINMAX,) if self.sizes == CHANNEL else (BEST, MINMAX)
 
-    def arguments(self, size: int) -> dict[str, Any]:
-        """Return what config.json says of codes in groups of a size."""
-        kind = "int" if self.floats is None else "float"
-        shared = {"num_bits": self.bits, "type": kind, "symmetric": True, "strategy": "group", "group_size": size}
-        scales = {} if self.floats is None else {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-        return shared | {"dynamic": False} | scales
+    def rounding(self, size: int, qparams: str, columns: int) -> Rounding:
+        """Return what becomes of a weight with some columns in groups of a size."""
+        name = BEST if qparams == BEST else "compressed-tensors"
+        length, label = (columns, f"{self.floats or 'symmetric'}-channel") if self.sizes == CHANNEL else (size, None)
+        rule: Rule = GroupRule(bits=self.bits, group_size=length, symmetric=True, middle=True, rule=name)
+        if self.floats is not None:
+            rule = FloatRule(self.floats, self.bits, length, name)
+        return Rounding(rule, self.layout, label=label)
+
+    def group(self, size: int, targets: list[str]) -> dict[str, Any]:
+        """Return what config.json says of the layers that have groups of a size."""
+        codes = {"num_bits": self.bits, "type": "int" if self.floats is None else "float", "symmetric": True}
+        strategy: dict[str, Any] = {"strategy": "group", "group_size": size}
+        of_inputs = strategy
+        if self.sizes == CHANNEL:
+            strategy, of_inputs = {"strategy": "channel"}, {"strategy": "token"}
+        elif self.floats is not None:
+            codes |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        return {
+            "targets": targets,
+            "format": self.layout.name,
+            "input_activations": codes | of_inputs | {"dynamic": True} if self.activations else None,
+            "output_activations": None,
+            "weights": codes | strategy | {"dynamic": False},
+        }
 
 
 INTEGERS = (128, 64, 32)
+# By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8.
 SCHEMES = {
     "w4a16": Scheme(4, INTEGERS, PACK_QUANTIZED),
     "w8a16": Scheme(8, INTEGERS, PACK_QUANTIZED),
+    "int8": Scheme(8, CHANNEL, INT_QUANTIZED, activations=True),
+    "fp8": Scheme(8, CHANNEL, FLOAT_QUANTIZED, "fp8", activations=True),
     "mxfp4": Scheme(4, (32,), MXFP4_PACKED, "mxfp4", activations=True),
     "mxfp4a16": Scheme(4, (32,), MXFP4_PACKED, "mxfp4"),
     "mxfp8": Scheme(8, (32,), MXFP8_QUANTIZED, "mxfp8", activations=True),
@@ -100,13 +131,18 @@ class VllmFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        return ({"format": self.name} if self.scheme.floats else {}) | {
+        stated = {
             "target": STATED_NAME,
             "bits": self.scheme.bits,
             "group_size": self.groups.size,
             "basis": BASIS,
             "qparams": self.qparams,
         }
+        if self.scheme.layout != PACK_QUANTIZED:  # manifests of which name their format by its bits
+            stated["format"] = self.name
+        if self.scheme.sizes == CHANNEL:
+            del stated["group_size"]
+        return stated
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source.
@@ -116,8 +152,9 @@ class VllmFormat:
         early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
         linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
         decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
+        columns = {tensor.name: tensor.shape[-1] for tensor in checkpoint.tensors if tensor.name in linear.sizes}
         for name, size in linear.sizes.items():
-            decisions[name] = Rounding(self.scheme.rule(size, self.qparams), self.scheme.layout)
+            decisions[name] = self.scheme.rounding(size, self.qparams, columns[name])
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
@@ -138,7 +175,7 @@ class VllmFormat:
             "format": self.scheme.layout.name,
             "quantization_status": "compressed",
             "config_groups": {
-                f"group_{number}": self._group(size, targets)
+                f"group_{number}": self.scheme.group(size, targets)
                 for number, (size, targets) in enumerate(_targets(layers, sizes))
             },
             "ignore": _ignored(checkpoint, layers, sizes),
@@ -149,17 +186,6 @@ class VllmFormat:
             quantization["dequantize"] = True
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
-
-    def _group(self, size: int, targets: list[str]) -> dict[str, Any]:
-        """The layers that have groups of one size."""
-        weights = self.scheme.arguments(size)
-        return {
-            "targets": targets,
-            "format": self.scheme.layout.name,
-            "input_activations": weights | {"dynamic": True} if self.scheme.activations else None,
-            "output_activations": None,
-            "weights": weights,
-        }
 
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
@@ -251,12 +277,13 @@ def read_options(options: ExportOptions) -> VllmFormat:
     scheme = SCHEMES[name]
     if options.bits not in (None, scheme.bits):
         raise OptionError(f"`bits` {options.bits}: the format {name} has {scheme.bits}")
-    why_not = f"expected integers, found the float format {name}" if is_float(name) else None
+    has_rows = scheme.floats is None and scheme.sizes != CHANNEL
+    why_not = None if has_rows else f"expected integers in groups, found the format {name}"
     check_rounding(NAME, options, why_not=why_not)
     return VllmFormat(
         name=name,
         groups=GroupSize.of(NAME, scheme.sizes, options.group_size),
-        qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
+        qparams=one_of(NAME, "qparams", options.qparams, allowed=scheme.rules),
     )
 
 

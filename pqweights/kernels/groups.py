@@ -19,7 +19,7 @@ from pqweights.kernels import BLOCK_SIZE, native
 # (native/group_rules.cpp).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
-FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6}
+FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
 
@@ -87,13 +87,13 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class FloatRule:
-    """Short floats: E2M1 or E4M3 codes, and per group a scale in E8M0 or E4M3, multiplied by a unit.
+    """Short floats: E2M1 or E4M3 codes, and per group a scale in E8M0 or E4M3, multiplied by a unit; of fp8 in BF16.
 
-    `Groups.scales` are the bytes of the scales, as numbers. Formats: OCP microscaling formats specification 1.0, and
-    NVFP4, whose unit is the scale of the whole tensor; mlx and MXFP4 have a unit of 1.
+    `Groups.scales` are the bytes of the scales, as numbers; of fp8 they are the scales. Formats: OCP microscaling
+    formats specification 1.0, and NVFP4, whose unit is the scale of the whole tensor; mlx and MXFP4 have a unit of 1.
 
     kind: a key of FLOAT_MODES.
-    name: the rule, BEST or mlx; mlx's knows no unit.
+    name: the rule: BEST, which fp8 has not, or that of a runtime, which knows no unit.
     """
 
     kind: str
@@ -119,7 +119,9 @@ class FloatRule:
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights [groups, group size] that mlx computes with, in float32."""
-        scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[groups.scales.astype(np.uint8)]
+        scales = groups.scales
+        if self.kind != "fp8":
+            scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[scales.astype(np.uint8)]
         values = FLOAT4_VALUES if self.bits == 4 else float8_table("F8_E4M3")
         return values[groups.codes] * (scales * np.float32(self.unit))[:, None]
 
@@ -203,7 +205,7 @@ def fit_floats(
     if rest or (row_groups and groups % row_groups):
         raise ValueError(f"expected rows of whole groups of {size}, found the importance of {len(factors)} columns")
     weighs = native.array(factors, np.float32, row_groups * size)
-    codes, scales, offsets, energies, errors = _written(out)
+    codes, scales, _, energies, errors = _written(out)
     out.offsets[:] = 0
     arrays = (native.array(values, np.float32, groups * size), weighs, codes, scales, energies, errors)
     native.call("fit_floats", *arrays, groups, size, row_groups, FLOAT_MODES[kind], unit)

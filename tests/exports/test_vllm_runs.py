@@ -17,7 +17,7 @@ import pytest
 from external_runtimes import need, run_in_vllm
 from families import FAMILIES, VOCABULARY, Family
 from helpers import Array, as_float32, read_all, run_command
-from integer_exports import from_compressed_tensors, integer_names
+from integer_exports import from_vllm_format, integer_names
 from shared import made_once, run_folder
 
 need("vLLM")
@@ -31,10 +31,14 @@ bits: 8
 rules:
   - {name: model.layers.0.self_attn.k_proj.weight, keep: true}
 """
-NAMES = {"llama-kept": "llama", "llama-uneven": "llama-uneven"}
+NAMES = {"llama-kept": "llama", "llama-uneven": "llama-uneven", "llama-int8": "llama", "llama-fp8": "llama"}
+# Those that vLLM has kernels for on a CPU, beside w4a16. vLLM 0.32 has none for MXFP4 and MXFP8 there.
+FORMATS = {"llama-int8": "int8", "llama-fp8": "fp8"}
 # BF16 makes the log probabilities of a token differ by 0.008 on average and by 0.04 at most, INT4 by 0.25 on average.
 MOST_ON_AVERAGE, MOST = 0.02, 0.12
 LEAST_OF_INT4 = 0.1
+# So many times as much where vLLM rounds what layers read, too: 0.025 and 0.064 on average.
+ROUNDED_INPUTS = {"llama-int8": 2, "llama-fp8": 4}
 TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() for seed in range(4)]
 
 
@@ -52,7 +56,10 @@ def make(folder: Path) -> None:
         families.build(wide(name), folder / name)
         recipe = str(folder / "kept.yaml") if "kept" in name else "q8"
         run_command({"quantize": str(folder / name), "recipe": recipe}, folder / f"{name}-master")
-        run_command({"export": str(folder / f"{name}-master"), "target": "vllm"}, folder / f"{name}-vllm")
+        run_command(
+            {"export": str(folder / f"{name}-master"), "target": "vllm", "format": FORMATS.get(name)},
+            folder / f"{name}-vllm",
+        )
     folders = {name: str(folder / f"{name}-vllm") for name in NAMES}
     run_in_vllm(SCRIPT, folder / "scores.json", json.dumps({"folders": folders, "tokens": TOKENS}))
 
@@ -81,12 +88,14 @@ def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: st
     weights = dict(model.named_parameters())
     assert layers
     for weight in weights:
-        values = from_compressed_tensors(tensors, weight) if weight in layers else as_float32(tensors[weight])
+        values = from_vllm_format(tensors, weight) if weight in layers else as_float32(tensors[weight])
         weights[weight].data = torch.from_numpy(np.ascontiguousarray(values))
     expected = scores(model)
-    assert np.abs(expected - plain).mean() > LEAST_OF_INT4
+    if name not in FORMATS:
+        assert np.abs(expected - plain).mean() > LEAST_OF_INT4
     found = json.loads((work / "scores.json").read_text())[name]
     assert not isinstance(found, str), f"vLLM does not load it: {found}"
     difference = np.abs(np.array(found) - expected)
-    assert difference.mean() < MOST_ON_AVERAGE
-    assert difference.max() < MOST
+    times = ROUNDED_INPUTS.get(name, 1)
+    assert difference.mean() < MOST_ON_AVERAGE * times
+    assert difference.max() < MOST * times

@@ -191,7 +191,9 @@ EXPORT_CASES = [
             EXPORT + " --source src": ("--source", "bf16"),
         },
     ),
-    exporting("qparams-best-of-a-float", {MLX + " --mode mxfp4 --qparams best": ("--qparams best", "mxfp4", "minmax")}),
+    exporting("qparams-best-of-rows", {VLLM + " --format fp8 --qparams best": ("--qparams best", "minmax")}),
+    exporting("format-unknown", {VLLM + " --format fp4": ("--format fp4", "mxfp4a16")}),
+    exporting("format-of-other-bits", {VLLM + " --format mxfp4 --bits 8": ("--bits 8", "mxfp4", "4")}),
     exporting(
         "rounding-without-or-beside-what-it-needs",
         {

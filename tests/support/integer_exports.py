@@ -44,6 +44,32 @@ def from_compressed_tensors(tensors: Mapping[str, Tensor], name: str, bits: int 
     return codes * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
 
 
+def from_vllm_format(tensors: Mapping[str, Tensor], name: str) -> Array:
+    """A weight of any format of the target vllm, in float32, by the specifications of its numbers."""
+    import torch
+
+    if f"{name}_shape" in tensors:
+        return from_compressed_tensors(tensors, name, 4)
+    stored = f"{name}_packed" if f"{name}_packed" in tensors else name
+    dtype, values = tensors[stored]
+    if dtype == "U8":  # E2M1, the first in the low half of a byte: OCP microscaling formats 1.0
+        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        nibbles = np.stack([values & 15, values >> 4], axis=-1).reshape(len(values), -1)
+        numbers = np.where(nibbles & 8, -1, 1).astype(np.float32) * magnitudes[nibbles & 7]
+    elif dtype == "F8_E4M3":
+        numbers = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn).float().numpy()
+    else:
+        assert dtype == "I8"
+        numbers = values.astype(np.float32)
+    scale_dtype, scales = tensors[f"{name}_scale"]
+    factors = (
+        np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+        if scale_dtype == "U8"
+        else as_float32((scale_dtype, scales))
+    )
+    return np.asarray(numbers * np.repeat(factors, numbers.shape[1] // factors.shape[1], axis=1), np.float32)
+
+
 def as_loaded(weights: Array) -> Array:
     """Round to BF16, as transformers does while it loads: experts, or all weights with dequantize=True."""
     return as_float32(bf16(weights))

@@ -124,7 +124,16 @@ def round_() -> Arrays:
         yield from _arrays(rule.quantize(values(size)))
     for kind in FLOAT_MODES:
         size = 16 if kind == "nvfp4" else 32
-        yield from _arrays(FloatRule(kind, 8 if kind == "mxfp8" else 4, size).quantize(values(size)))
+        yield from _arrays(FloatRule(kind, 8 if kind.endswith("8") else 4, size).quantize(values(size)))
+
+
+def fit_floats() -> Arrays:
+    """Fit groups of short floats of every mode, all columns alike and with unequal importance."""
+    for kind, unit in (("mxfp4", 1.0), ("mxfp8", 1.0), ("nvfp4", 1.0), ("nvfp4", 1 / 300)):
+        size = 16 if kind == "nvfp4" else 32
+        rule, values = FloatRule(kind, 8 if kind == "mxfp8" else 4, size, BEST, unit), _hard_rows(4 * size)
+        yield from _arrays(rule.quantize(values.reshape(-1)))
+        yield from _arrays(rule.quantize_weighted(values.reshape(-1), hard_weights.importance(4 * size, unused=True)))
 
 
 def encode_gguf(kernel: str) -> Arrays:
@@ -347,6 +356,7 @@ KERNELS: dict[str, Callable[[], Arrays]] = {
     "decode": decode,
     "fit": fit,
     "round": round_,
+    "fit_floats": fit_floats,
     "encode_gguf_symmetric": lambda: encode_gguf("encode_gguf_symmetric"),
     "encode_gguf_affine": lambda: encode_gguf("encode_gguf_affine"),
     "rotate": rotate,

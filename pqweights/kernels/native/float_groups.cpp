@@ -2,7 +2,8 @@
 //
 // The scales near the one that takes the largest weight to the largest float are all tried: of E4M3 those from two bytes
 // below to six above it (one and a half times the scale is what Four over Six, arXiv 2512.02010, adds), of E8M0 it and
-// the half. On the weights of all-MiniLM-L6-v2 no scale further away is better.
+// the half. On the weights of all-MiniLM-L6-v2 no scale further away is better. Where columns count unequally, smaller ones
+// may be, and are tried.
 #include "group_fitting.hpp"
 #include "interface.hpp"
 #include "short_floats.hpp"
@@ -32,7 +33,7 @@ struct E4m3 {
 };
 
 struct ByteScale {
-    static constexpr int BELOW = 2, CANDIDATES = 9;
+    static constexpr int BELOW = 2, ABOVE = 6, WEIGHTED_BELOW = 9;
     static constexpr int LEAST = 1, MOST = 126;
 
     INLINE static Unsigned near(Floats scale) { return e4m3_from_float(scale); }
@@ -40,7 +41,7 @@ struct ByteScale {
 };
 
 struct PowerScale {
-    static constexpr int BELOW = 1, CANDIDATES = 2;
+    static constexpr int BELOW = 1, ABOVE = 0, WEIGHTED_BELOW = 2;
     static constexpr int LEAST = 0, MOST = 254;
 
     INLINE static Unsigned near(Floats scale) { return e8m0_not_below(scale); }
@@ -60,15 +61,17 @@ INLINE Floats nearest(Floats t) {
 template <class Element, class Scale, class Importance>
 INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, float unit, Importance importance,
                           uint8_t* codes) {
+    constexpr bool weighted = !std::is_same_v<decltype(importance(0)), Alike>;
+    constexpr int below = weighted ? Scale::WEIGHTED_BELOW : Scale::BELOW, count = below + Scale::ABOVE + 1;
     Floats work[MOST_WEIGHTS], most{};
     auto see = [&](auto& columns) ALWAYS {
         each<LANES>([&](auto k) ALWAYS { most = maximum(magnitude(columns[k]), most); });
     };
     transpose_groups(values, size, size, work, see, groups);
-    const Ints middle = Ints(Scale::near(most / (Element::LARGEST * unit))) - Scale::BELOW;
-    Floats scales[Scale::CANDIDATES], inverses[Scale::CANDIDATES], errors[Scale::CANDIDATES]{};
-    Unsigned bytes[Scale::CANDIDATES];
-    each<Scale::CANDIDATES>([&](auto c) ALWAYS {
+    const Ints middle = Ints(Scale::near(most / (Element::LARGEST * unit))) - below;
+    Floats scales[count], inverses[count], errors[count]{};
+    Unsigned bytes[count];
+    each<count>([&](auto c) ALWAYS {
         Ints byte = minimum(maximum(middle + int(c), splat<Ints>(Scale::LEAST)), splat<Ints>(Scale::MOST));
         bytes[c] = Unsigned(byte);
         scales[c] = Scale::value_of(bytes[c]) * unit;
@@ -77,14 +80,14 @@ INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, flo
     // Errors in steps of each scale, so that their squares stay in range.
     for (int64_t j = 0; j < size; j++) {
         Floats w = magnitude(work[j]);
-        each<Scale::CANDIDATES>([&](auto c) ALWAYS {
+        each<count>([&](auto c) ALWAYS {
             Floats t = w * inverses[c], left = t - nearest<Element>(t);
             errors[c] += importance(j) * (left * left);
         });
     }
     Unsigned byte = bytes[0];
     Floats scale = scales[0], least = errors[0];
-    each<Scale::CANDIDATES - 1>([&](auto before) ALWAYS {
+    each<count - 1>([&](auto before) ALWAYS {
         constexpr int c = before + 1;
         // Compared in steps of the better scale so far.
         Floats ratio = scales[c] * (1.0f / scale), error = errors[c] * ratio * ratio;

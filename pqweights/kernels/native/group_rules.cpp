@@ -9,7 +9,7 @@
 namespace {
 
 // Of RUNTIME_RULES and FLOAT_MODES in groups.py.
-enum Rule : int64_t { MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4 };
+enum Rule : int64_t { MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8 };
 
 // Up to sixteen groups in the lanes, as in group_fitting.hpp, but of any size.
 struct Sixteen {
@@ -100,37 +100,42 @@ INLINE Result round_as_compressed_tensors(const Sixteen& groups, float last, flo
 
 // --- short floats ---
 
-// The bytes of scales, and the scales themselves.
+// Scales as they are stored: their bytes, as numbers, or in FP8 themselves.
 struct FloatScale {
-    Unsigned byte;
-    Floats value;
+    Floats stored, value;
 };
+
+INLINE bool has_e4m3(Rule mode) { return mode == MXFP8 || mode == FP8; }
 
 // The scale of groups from their largest magnitudes.
 INLINE FloatScale float_scale(Floats most, Rule mode) {
-    Floats scale = most / (mode == MXFP8 ? 448.0f : 6.0f);
+    Floats scale = most / (has_e4m3(mode) ? 448.0f : 6.0f);
+    if (mode == FP8) {
+        scale = nearest_bf16(scale);
+        scale = choose<Floats>(scale < 0x1p-126f, splat(0x1p-126f), scale);
+        return {scale, scale};
+    }
     if (mode == NVFP4) {
         Unsigned byte = e4m3_from_float(scale);
-        return {byte, float_from_e4m3(byte)};
+        return {converted<Floats>(byte), float_from_e4m3(byte)};
     }
     Unsigned byte = choose<Unsigned>(most > 0.0f, e8m0_not_below(scale), splat(127u));
-    return {byte, float_from_e8m0(byte)};
+    return {converted<Floats>(byte), float_from_e8m0(byte)};
 }
 
-// `scale` becomes the byte of the scale, as a number.
 INLINE Result round_to_floats(const Sixteen& groups, Rule mode) {
     Floats most{};
     groups.over([&](Floats w) ALWAYS { most = maximum(magnitude(w), most); });
     FloatScale scale = float_scale(most, mode);
     Truths usable = scale.value > 0.0f;
-    Result result = {converted<Floats>(scale.byte), Floats{}};
+    Result result = {scale.stored, Floats{}};
     groups.encode([&](Floats w) ALWAYS {
         Floats steps = choose<Floats>(usable, magnitude(w) / scale.value, Floats{});
-        Unsigned code = mode == MXFP8 ? e4m3_from_float(steps) : e2m1_from_float(steps);
-        Floats decoded = mode == MXFP8 ? float_from_e4m3(code) : float_from_e2m1(code);
+        Unsigned code = has_e4m3(mode) ? e4m3_from_float(steps) : e2m1_from_float(steps);
+        Floats decoded = has_e4m3(mode) ? float_from_e4m3(code) : float_from_e2m1(code);
         result.measure(w, magnitude(w) - decoded * scale.value);
         // mlx has no negative zero in E2M1.
-        Unsigned sign = mode == MXFP8 ? bits(w) >> 24 & 128 : Unsigned((w < 0.0f) & (code > 0)) & 8;
+        Unsigned sign = has_e4m3(mode) ? bits(w) >> 24 & 128 : Unsigned((w < 0.0f) & (code > 0)) & 8;
         return converted<Bytes>(code | sign);
     });
     return result;

@@ -1,0 +1,101 @@
+"""The formats of the target vllm: their numbers by the specifications, and as compressed-tensors decodes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+from commands import refused
+from families import FAMILIES, IDS
+from helpers import as_float32, read_all
+from integer_exports import as_loaded, from_vllm_format, integer_names
+
+from pqweights.exports.vllm import SCHEMES
+from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.results.verify import verify
+
+# Their largest relative squared errors: half a step of the codes, about the square of 2**-4 over 3 for E4M3.
+ERRORS = {"int8": 1e-3, "fp8": 1.3e-3, "mxfp4": 0.02, "mxfp4a16": 0.02, "mxfp8": 1.3e-3, "mxfp8a16": 1.3e-3}
+
+
+def exported(base: Path, name: str, **options: object) -> Path:
+    return families.exported(base, "llama", "vllm", format=name, **options)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
+    folder = exported(base, name)
+    tensors, plain = read_all(folder), read_all(families.exported(base, "llama", "bf16"))
+    layers = integer_names(folder)
+    assert len(layers) == 14
+    records = {record.name: record for record in read_manifest(folder).records}
+    for layer in layers:
+        weight = as_float32(plain[layer])
+        error = ((from_vllm_format(tensors, layer) - weight).astype(np.float64) ** 2).sum() / (weight**2).sum()
+        assert error < ERRORS[name]
+        assert records[layer].relative_mse == pytest.approx(error, rel=0.1)  # of weights that are no BF16
+    assert verify(folder, threads=2).ok
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
+    """With compressed-tensors, which decodes all weights at the first call."""
+    import torch
+
+    folder = exported(base, name)
+    model, tensors = families.load(folder, FAMILIES["llama"], dtype="bfloat16"), read_all(folder)
+    with torch.inference_mode():
+        assert model(torch.tensor(IDS)).logits.isfinite().all()
+    weights = dict(model.named_parameters())
+    for layer in integer_names(folder):
+        found = weights[layer].detach().float().numpy()
+        # BF16 at each step: numbers, scales and products
+        assert np.allclose(found, as_loaded(from_vllm_format(tensors, layer)), rtol=2**-7, atol=0)
+
+
+def test_every_format_is_tested() -> None:
+    assert {*ERRORS, "w4a16", "w8a16"} == SCHEMES.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.floats or "int8" in name])
+def test_configuration_names_a_format_that_compressed_tensors_knows(name: str, base: Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    settings = json.loads((exported(base, name) / "config.json").read_text())["quantization_config"]
+    parsed = QuantizationConfig.model_validate(settings)
+    (group,) = parsed.config_groups.values()
+    preset = preset_name_to_scheme({"fp8": "FP8_DYNAMIC", "int8": "INT8"}.get(name, name.upper()), ["Linear"])
+    assert group.weights == preset.weights or group.weights.model_dump(exclude={"zp_dtype", "observer"}) == (
+        preset.weights.model_dump(exclude={"zp_dtype", "observer"})
+    )
+    assert (group.input_activations is None) == (preset.input_activations is None)
+    assert parsed.format == SCHEMES[name].layout.name
+
+
+def test_bits_choose_a_format_of_integers(base: Path) -> None:
+    by_bits = families.exported(base, "llama", "vllm", bits=8)
+    assert read_all(by_bits).keys() == read_all(exported(base, "w8a16")).keys()
+    assert read_manifest(by_bits).made_by == read_manifest(exported(base, "w8a16")).made_by
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--format", "w3a16"), "--format w3a16: the target vllm takes"),
+        (("--format", "mxfp4", "--bits", "8"), "--bits 8: the format mxfp4 has 4"),
+        (("--format", "mxfp8", "--group-size", "64"), "--group-size 64: the target vllm takes 32"),
+        (("--format", "fp8", "--qparams", "best"), "--qparams best: the target vllm takes minmax"),
+        (
+            ("--format", "int8", "--rounding", "gptq"),
+            "--rounding gptq: expected integers in groups, found the format int8",
+        ),
+    ],
+)
+def test_what_a_format_has_not_is_refused(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
+    assert message in refused(
+        "export", families.master(base, "llama"), tmp_path / "out", "-t", "vllm", *options, code=2
+    )
+    assert not (tmp_path / "out").exists()

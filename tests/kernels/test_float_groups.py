@@ -1,0 +1,134 @@
+"""Groups of short floats: the least squared error of all scales, by a search in float64 over every byte."""
+
+from __future__ import annotations
+
+import gguf
+import hard_weights
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pqweights.kernels.groups import BEST, FloatRule
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+SIZES = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
+BITS = {"mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
+
+E4M3: Doubles = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+E8M0: Doubles = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu).double().numpy()
+# gguf has the values of E2M1 twice as large, as integers.
+E2M1: Doubles = np.array(gguf.quants.MXFP4.kvalues, np.float64) / 2
+
+
+def rule(kind: str, name: str = BEST, unit: float = 1.0) -> FloatRule:
+    return FloatRule(kind, BITS[kind], SIZES[kind], name, unit)
+
+
+def weights(kind: str, seed: int = 0) -> Floats:
+    """Some groups of each of three kinds of weights, [groups, size]."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal((40, SIZES[kind]))
+    tails = rng.standard_t(3, (40, SIZES[kind]))
+    sizes = np.exp(rng.uniform(-5, 0, (80, 1)))
+    return (np.concatenate([normal, tails]) * sizes).astype(np.float32)
+
+
+def decoded(kind: str, codes: npt.NDArray[np.uint8], scales: Floats, unit: float) -> Doubles:
+    """The weights as the formats define them."""
+    elements = E2M1 if kind != "mxfp8" else E4M3
+    of_group = (E4M3 if kind == "nvfp4" else E8M0)[scales.astype(np.uint8)]
+    return elements[codes] * (of_group * np.float64(np.float32(unit)))[:, None]
+
+
+def least_errors(kind: str, values: Floats, unit: float, importance: Doubles | float = 1.0) -> Doubles:
+    """The least squared error of each group, over all bytes of scales."""
+    magnitudes = np.abs(values.astype(np.float64))
+    elements = np.unique(np.abs(E2M1 if kind != "mxfp8" else E4M3[np.isfinite(E4M3)]))
+    middles = (elements[1:] + elements[:-1]) / 2
+    scales = E4M3[1:127] if kind == "nvfp4" else E8M0[100:140]
+    errors = []
+    for scale in scales * np.float64(np.float32(unit)):
+        nearest = elements[np.searchsorted(middles, magnitudes / scale)] * scale
+        errors.append((importance * (magnitudes - nearest) ** 2).sum(axis=-1))
+    return np.min(errors, axis=0)
+
+
+CASES = [("mxfp4", 1.0), ("mxfp8", 1.0), ("nvfp4", 1.0), ("nvfp4", 1 / 300)]
+
+
+@pytest.mark.parametrize(("kind", "unit"), CASES)
+def test_no_scale_is_better(kind: str, unit: float) -> None:
+    values = weights(kind)
+    groups = rule(kind, unit=unit).quantize(values.reshape(-1))
+    errors = ((values - decoded(kind, groups.codes, groups.scales, unit)) ** 2).sum(axis=1)
+    assert np.allclose(groups.errors, errors, rtol=1e-5)
+    assert np.allclose(groups.energies, (values.astype(np.float64) ** 2).sum(axis=1), rtol=1e-12)
+    least = least_errors(kind, values, unit)
+    # The scales that are tried hold the best one for nearly all groups.
+    assert (errors >= least * (1 - 1e-9)).all()
+    assert (errors <= least * 1.00001).mean() > 0.97 and errors.sum() < 1.002 * least.sum()
+
+
+@pytest.mark.parametrize(("kind", "unit"), CASES)
+def test_rule_decodes_what_the_format_means(kind: str, unit: float) -> None:
+    groups = rule(kind, unit=unit).quantize(weights(kind).reshape(-1))
+    ours = rule(kind, unit=unit).decode(groups)
+    assert np.allclose(ours, decoded(kind, groups.codes, groups.scales, unit), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_importance_weighs_the_errors_of_columns(kind: str) -> None:
+    size = SIZES[kind]
+    values, importance = weights(kind).reshape(-1, 2 * size), np.ones(2 * size, np.float32)
+    importance[: size // 2] = 100
+    plain, weighted = (
+        rule(kind).quantize(values.reshape(-1)),
+        rule(kind).quantize_weighted(values.reshape(-1), importance),
+    )
+    factors = np.tile(importance.reshape(2, size), (len(values), 1)).astype(np.float64)
+    found = [
+        (factors * (values.reshape(-1, size) - decoded(kind, groups.codes, groups.scales, 1.0)) ** 2).sum(axis=1)
+        for groups in (plain, weighted)
+    ]
+    assert (found[1] <= found[0] * 1.00001).all()
+    least = least_errors(kind, values.reshape(-1, size), 1.0, factors)
+    assert found[1].sum() < 1.02 * least.sum()
+    alike = rule(kind).quantize_weighted(values.reshape(-1), np.full(2 * size, 7, np.float32))
+    assert np.array_equal(alike.codes, plain.codes) and np.array_equal(alike.scales, plain.scales)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_group_depends_on_no_other_and_any_number_is_taken(kind: str) -> None:
+    values = weights(kind)
+    whole = rule(kind).quantize(values.reshape(-1))
+    for count in (0, 1, 15, 16, 17, 33):
+        some = rule(kind).quantize(np.ascontiguousarray(values[-count:] if count else values[:0]).reshape(-1))
+        for name in ("codes", "scales", "energies", "errors"):
+            assert np.array_equal(getattr(some, name), getattr(whole, name)[len(values) - count :])
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_hard_weights_have_finite_numbers_and_no_larger_error_than_with_mlx(kind: str) -> None:
+    values = hard_weights.all_families(SIZES[kind])
+    values = np.ascontiguousarray(values[np.abs(values).max(axis=1) < 1e30]).reshape(-1)
+    ours, theirs = (rule(kind, name).quantize(values) for name in (BEST, "mlx"))
+    assert np.isfinite(rule(kind).decode(ours)).all() and np.isfinite(ours.errors).all()
+    assert (ours.errors <= theirs.errors * 1.00001 + 1e-80).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32), st.sampled_from(sorted(SIZES)))
+def test_property_any_weights_have_errors_up_to_their_energy(numbers: list[float], kind: str) -> None:
+    groups = rule(kind).quantize(np.array(numbers, np.float32))
+    assert (groups.errors <= groups.energies * 1.0001).all()
+
+
+def test_zeros_stay_zeros() -> None:
+    for kind, size in SIZES.items():
+        groups = rule(kind).quantize(np.zeros(size, np.float32))
+        assert not groups.codes.any() and not rule(kind).decode(groups).any()
