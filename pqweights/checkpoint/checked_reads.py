@@ -73,6 +73,10 @@ class CheckedReads:
             if hasher.is_whole:
                 self._compare(tensor, hasher.hexdigest())
 
+    def mapped(self, file: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a file, see Storage; `check` checks what is used of them."""
+        return self.storage.mapped(file)
+
     def finish(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:
         """Check those of some tensors of which something was read, reading the rest.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import PICKLE_SUFFIXES
-from pqweights.checkpoint.storage import LocalStorage, Storage
+from pqweights.checkpoint.storage import Storage
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, SourceError
 
@@ -69,10 +69,11 @@ def stored_tensors(storage: Storage, file: str) -> list[StoredTensor]:
         import torch
     except ImportError:
         raise MissingDependencyError(f"{file}: reading pickled weights needs torch: {pip_install('torch')}") from None
-    if not isinstance(storage, LocalStorage):
+    folder = storage.local_folder()
+    if folder is None:
         raise SourceError(f"{file}: pickled weights can only be read from a local folder")
-    records = _data_records(storage.root / file, file)
-    state = _load_without_data(storage.root / file, file)
+    records = _data_records(folder / file, file)
+    state = _load_without_data(folder / file, file)
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise SourceError(f"{file}: expected a dictionary of tensors, found {type(state).__name__}")
     return [_stored(file, str(name), tensor, records=records) for name, tensor in state.items()]

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint import scales
-from pqweights.checkpoint.checked_reads import CheckedReads, Reads
+from pqweights.checkpoint.checked_reads import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import LocalStorage
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
@@ -194,11 +193,9 @@ class EncodedTensor:
 
         They are used without being read: CheckedReads.check checks them.
         """
-        storage = self.storage.storage if isinstance(self.storage, CheckedReads) else self.storage
-        assert isinstance(storage, LocalStorage)
         mapped = []
         for part, stored in zip(self.coder.parts, self.encoded, strict=True):
-            raw = storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
+            raw = self.storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
             if len(raw) < stored.byte_count:
                 raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
             mapped.append(raw.reshape(-1, part.bytes_per_block))

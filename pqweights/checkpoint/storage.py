@@ -33,6 +33,13 @@ class Origin(NamedTuple):
     revision: str
 
 
+class Traffic(NamedTuple):
+    """What was fetched of a repository so far: requests, and the bytes of their replies."""
+
+    requests: int
+    bytes: int
+
+
 class WorkFolder(NamedTuple):
     """The work folder of a run that is not finished: whether it has a journal, and the first line of that."""
 
@@ -48,6 +55,14 @@ class Storage(Protocol):
     @property
     def origin(self) -> Origin | None:
         """The repository and its commit; None for a local folder."""
+        return None
+
+    def local_folder(self) -> Path | None:
+        """Return the folder, if it is on this machine."""
+        return None
+
+    def traffic(self) -> Traffic | None:
+        """Return what was fetched so far; None if nothing has to be."""
         return None
 
     @property
@@ -71,21 +86,21 @@ class Storage(Protocol):
 
     def newest(self, files: Sequence[str]) -> int:
         """Return when the last of these files was changed, in nanoseconds since 1970; 0 if none can change."""
-        ...
+        return 0
 
     @property
     def broken_links(self) -> tuple[str, ...]:
         """Links to files that are not there, which `files` leaves out."""
-        ...
+        return ()
 
     @property
     def outside_links(self) -> tuple[str, ...]:
         """Links out of the folder (companions.py); `files` has those that may be weights, and leaves out all others."""
-        ...
+        return ()
 
     def work_folder(self) -> WorkFolder | None:
         """Look for what an unfinished run into this folder left, which `files` leaves out."""
-        ...
+        return None
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
@@ -94,6 +109,13 @@ class Storage(Protocol):
         HubError or StorageError if it cannot be fetched.
         """
         ...
+
+    def mapped(self, file: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a file, which are read when they are used; changes of them do not reach the file.
+
+        Raises SourceError if it is not on this machine.
+        """
+        raise SourceError(f"{file}: it is not on this machine; only local files are computed with as they are stored")
 
     def check_read(self) -> None:
         """Raise SourceChangedError if a file that was read since the last call is not what it was when it was listed.
@@ -226,6 +248,10 @@ class LocalStorage(Storage):
         """The repository that the folder was fetched from, if it was."""
         return self._origin
 
+    def local_folder(self) -> Path:
+        """See Storage."""
+        return self.root
+
     def newest(self, files: Sequence[str]) -> int:
         """Return when the last of these files was changed; the content of a commit does not change."""
         return 0 if self._origin is not None else max((self._files[name].modified for name in files), default=0)
@@ -249,7 +275,7 @@ class LocalStorage(Storage):
         return self._files
 
     def mapped(self, file: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a file, which are read when they are used; changes of them do not reach the file."""
+        """See Storage."""
         with self._lock:
             if file not in self._mapped:
                 with open(self.root / file, "rb") as opened:

@@ -292,9 +292,10 @@ def _why_no_manifest(storage: Storage) -> str:
     names = [name for name in storage.files() if "/" not in name and not name.startswith(".")]
     if (work := storage.work_folder()) is not None:
         return describe_interrupted(work)
-    if not storage.files() and not isinstance(storage, LocalStorage):
+    if not storage.files() and storage.local_folder() is None:
         return "no such folder, or nothing in it"
-    if isinstance(storage, LocalStorage) and leads_outside(storage.root, storage.root / MANIFEST_FILE):
+    folder = storage.local_folder()
+    if folder is not None and leads_outside(folder, folder / MANIFEST_FILE):
         return outside(MANIFEST_FILE)
     problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
     has_safetensors = any(name.endswith(".safetensors") for name in names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from pqweights.checkpoint.storage import LocalStorage, Storage
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import check_room, disk_errors
 from pqweights.errors import ClusterError
 from pqweights.planning.plan import ShardPlan
@@ -194,6 +194,7 @@ def _witness(run: Run) -> Path:
 
 def _local_files(storage: Storage, names: Sequence[str]) -> list[tuple[Path, int]]:
     """Return those of the files that lie on this machine, each with its size."""
-    if not isinstance(storage, LocalStorage):
+    folder = storage.local_folder()
+    if folder is None:
         return []
-    return [(storage.root / name, storage.files()[name].byte_count) for name in names]
+    return [(folder / name, storage.files()[name].byte_count) for name in names]

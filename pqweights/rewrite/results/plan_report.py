@@ -21,7 +21,7 @@ from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.needs import ResourceNeeds, resource_needs
 from pqweights.storage import Store
-from pqweights.storage.hub.storage import LOW_DISK_FILES, HubStorage
+from pqweights.storage.hub.storage import LOW_DISK_FILES
 
 # How an entry of plan --json begins.
 BEFORE_NAME = f'{{{LIST_ITEM}  "name": '
@@ -148,13 +148,14 @@ def report_plan(
 
 def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:
     storage = checkpoint.storage
-    if not isinstance(storage, HubStorage):
+    origin, traffic = storage.origin, storage.traffic()
+    if origin is None or traffic is None:
         return None
     return HubTraffic(
-        repository=storage.origin.id,
-        revision=storage.origin.revision,
-        requests=storage.hub.requests,
-        bytes=storage.hub.bytes,
+        repository=origin.id,
+        revision=origin.revision,
+        requests=traffic.requests,
+        bytes=traffic.bytes,
         source_bytes=checkpoint.weight_file_bytes,
         low_disk_bytes=most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
     )

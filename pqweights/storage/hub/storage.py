@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.header import HeaderStarts
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.storage import Origin, Storage, Traffic
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.locks import ProcessLock
 from pqweights.errors import SourceError
@@ -36,7 +36,7 @@ LOW_DISK_FILES = 2
 DOWNLOADS_AT_ONCE = 2
 
 
-class HubStorage:
+class HubStorage(Storage):
     """A repository at one commit, see Storage.
 
     hub: sends the requests
@@ -72,37 +72,14 @@ class HubStorage:
         """The repository and its commit."""
         return self.repository.origin
 
-    @property
-    def memory_bytes(self) -> int:
-        """0: fetched files are read from the disk."""
-        return 0
-
-    @property
-    def reads_at_once(self) -> int:
-        """1: files that were fetched are read from the disk."""
-        return 1
+    def traffic(self) -> Traffic:
+        """Return the requests and bytes of all commands of this process."""
+        return Traffic(self.hub.requests, self.hub.bytes)
 
     @property
     def frees(self) -> int:
         """How many fetched files are held at once; 0 if they stay."""
         return LOW_DISK_FILES if self.low_disk else 0
-
-    def newest(self, files: Sequence[str]) -> int:
-        """0: the content of a commit does not change."""
-        return 0
-
-    @property
-    def broken_links(self) -> tuple[str, ...]:
-        """None: a repository has no links."""
-        return ()
-
-    @property
-    def outside_links(self) -> tuple[str, ...]:
-        """None: a repository has no links."""
-        return ()
-
-    def work_folder(self) -> None:
-        """Return None: unfinished runs are not pushed."""
 
     def __str__(self) -> str:
         return self.repository.id

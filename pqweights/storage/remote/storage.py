@@ -19,7 +19,7 @@ from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder, others_of_model
-from pqweights.checkpoint.storage import WorkFolder, check_not_interrupted
+from pqweights.checkpoint.storage import Storage, WorkFolder, check_not_interrupted
 from pqweights.common.locks import ProcessLock
 from pqweights.errors import SourceError
 from pqweights.storage.remote.addresses import Address, is_inside
@@ -35,7 +35,7 @@ REQUESTS_AT_ONCE = 8
 MOST_FIRST_LINE_BYTES = 1 << 20
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """A folder in object storage, see Storage. Threads may share it, and other processes get it pickled.
 
     folder: what is read
@@ -80,16 +80,6 @@ class RemoteStorage:
         self._open()
 
     @property
-    def origin(self) -> None:
-        """None: it is not a repository on the Hub."""
-        return None
-
-    @property
-    def frees(self) -> int:
-        """0: nothing is stored on this machine."""
-        return 0
-
-    @property
     def memory_bytes(self) -> int:
         """The blocks that are held and fetched, and a small file."""
         return BlockCache.memory_bytes() + SMALL_BYTES
@@ -102,16 +92,6 @@ class RemoteStorage:
     def newest(self, files: Sequence[str]) -> int:
         """Return when the last of these files was written, by the clock of the storage."""
         return max((self._files[name].modified for name in files), default=0)
-
-    @property
-    def broken_links(self) -> tuple[str, ...]:
-        """None: object storage has no links."""
-        return ()
-
-    @property
-    def outside_links(self) -> tuple[str, ...]:
-        """None: object storage has no links."""
-        return ()
 
     def work_folder(self) -> WorkFolder | None:
         """Look for what an unfinished run into this folder left."""
@@ -130,9 +110,6 @@ class RemoteStorage:
     def files(self) -> dict[str, FileState]:
         """Return the state of every file by its path, in sorted order; without hidden files, as in a local folder."""
         return self._files
-
-    def disk_need(self, files: Sequence[str]) -> None:
-        """None: nothing is stored on this machine."""
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
