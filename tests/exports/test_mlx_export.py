@@ -333,7 +333,6 @@ def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--mode", "mxfp4", "--qparams", "best"), "--qparams best: the target mlx in mode mxfp4 takes minmax"),
         (("--mode", "mxfp4", "--bits", "8"), "--bits 8: the target mlx in mode mxfp4 takes 4"),
         (("--mode", "nvfp4", "--group-size", "32"), "--group-size 32: the target mlx in mode nvfp4 takes 16"),
         (("--bits", "7"), "--bits 7: the target mlx takes 2, 3, 4, 5, 6, 8"),
