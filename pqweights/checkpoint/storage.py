@@ -33,7 +33,7 @@ class Origin(NamedTuple):
     revision: str
 
 
-class Traffic(NamedTuple):
+class FetchedBytes(NamedTuple):
     """What was fetched of a repository so far: requests, and the bytes of their replies."""
 
     requests: int
@@ -61,7 +61,7 @@ class Storage(Protocol):
         """Return the folder, if it is on this machine."""
         return None
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> FetchedBytes | None:
         """Return what was fetched so far; None if nothing has to be."""
         return None
 

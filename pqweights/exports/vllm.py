@@ -46,7 +46,7 @@ CHANNEL = (1,)  # any row can be a group
 
 
 @dataclass(frozen=True)
-class Scheme:
+class WeightScheme:
     """A format.
 
     bits: the width of a code
@@ -97,14 +97,14 @@ class Scheme:
 INTEGERS = (128, 64, 32)
 # By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8.
 SCHEMES = {
-    "w4a16": Scheme(4, INTEGERS, PACK_QUANTIZED),
-    "w8a16": Scheme(8, INTEGERS, PACK_QUANTIZED),
-    "int8": Scheme(8, CHANNEL, INT_QUANTIZED, activations=True),
-    "fp8": Scheme(8, CHANNEL, FLOAT_QUANTIZED, "fp8", activations=True),
-    "mxfp4": Scheme(4, (32,), MXFP4_PACKED, "mxfp4", activations=True),
-    "mxfp4a16": Scheme(4, (32,), MXFP4_PACKED, "mxfp4"),
-    "mxfp8": Scheme(8, (32,), MXFP8_QUANTIZED, "mxfp8", activations=True),
-    "mxfp8a16": Scheme(8, (32,), MXFP8_QUANTIZED, "mxfp8"),
+    "w4a16": WeightScheme(4, INTEGERS, PACK_QUANTIZED),
+    "w8a16": WeightScheme(8, INTEGERS, PACK_QUANTIZED),
+    "int8": WeightScheme(8, CHANNEL, INT_QUANTIZED, activations=True),
+    "fp8": WeightScheme(8, CHANNEL, FLOAT_QUANTIZED, "fp8", activations=True),
+    "mxfp4": WeightScheme(4, (32,), MXFP4_PACKED, "mxfp4", activations=True),
+    "mxfp4a16": WeightScheme(4, (32,), MXFP4_PACKED, "mxfp4"),
+    "mxfp8": WeightScheme(8, (32,), MXFP8_QUANTIZED, "mxfp8", activations=True),
+    "mxfp8a16": WeightScheme(8, (32,), MXFP8_QUANTIZED, "mxfp8"),
 }
 
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
@@ -125,7 +125,7 @@ class VllmFormat:
     compares_master = True
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> WeightScheme:
         """What the name stands for."""
         return SCHEMES[self.name]
 

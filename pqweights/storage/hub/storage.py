@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.header import HeaderStarts
-from pqweights.checkpoint.storage import Origin, Storage, Traffic
+from pqweights.checkpoint.storage import FetchedBytes, Origin, Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.locks import ProcessLock
 from pqweights.errors import SourceError
@@ -72,9 +72,9 @@ class HubStorage(Storage):
         """The repository and its commit."""
         return self.repository.origin
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> FetchedBytes:
         """Return the requests and bytes of all commands of this process."""
-        return Traffic(self.hub.requests, self.hub.bytes)
+        return FetchedBytes(self.hub.requests, self.hub.bytes)
 
     @property
     def frees(self) -> int:
