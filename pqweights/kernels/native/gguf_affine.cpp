@@ -13,7 +13,7 @@
 // 4. Encode.  Make the codes of the best, and sum their squared errors in float64.
 //
 // A block of one part stores its scale and offset themselves: round_alone takes the place of 2 and 3.
-// tests/support/gguf_affine_reference.py repeats the operations.
+// tests/references.md names what checks it.
 #include "gguf_blocks.hpp"
 #include "interface.hpp"
 

@@ -14,7 +14,7 @@
 //             factors nearby. Errors are those of the weights as decoded in float32. One part: no factors.
 // 4. Encode.  Write the codes of the winner, and sum the squares of its errors in float64.
 //
-// tests/support/gguf_symmetric_reference.py repeats the operations.
+// tests/references.md names what checks it.
 #include "gguf_blocks.hpp"
 #include "interface.hpp"
 #include "table.hpp"

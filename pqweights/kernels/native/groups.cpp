@@ -1,6 +1,6 @@
 // Groups of weights to integers with nearly the least squared error, for torchao, MLX and compressed-tensors:
-// docs/exports.md. group_fitting.hpp has what this shares with GGUF's blocks; tests/support/groups_reference.py repeats
-// every operation in numpy. Below, half = 2**(bits - 1).
+// docs/exports.md. group_fitting.hpp has what this shares with GGUF's blocks; tests/references.md names what
+// checks it. Below, half = 2**(bits - 1).
 //
 // 1. Load.    Transpose, find the extremes, and scale by a power of two so that magnitudes end in [1, 4).
 // 2. Fit.     Three chains start from three cuts of the range and make four passes over the weights.
