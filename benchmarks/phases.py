@@ -4,8 +4,9 @@
 
 Each command runs in a process of its own, in which the functions below are wrapped, with one thread and with all. The
 rest of the CPU seconds is start-up, scheduling, and Python between them. Wall seconds above CPU seconds are waiting:
-for the disk, or for a core. Of the main thread there is one, whatever the number of threads: what it does, starting
-apart, is the serial share, beside which the times tell what Amdahl's law makes of them.
+for the disk, or for a core. Of the main thread there is one, whatever the number of threads: what it does is the serial
+share. Start-up, which does not grow with the model, is what the same command takes for a checkpoint of a few megabytes;
+the share is that of the rest. By Amdahl is the share that the times of one and of more threads imply.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from harness import (
     usable_cores,
 )
 
+SMALL = "8MB"  # the checkpoint that shows start-up
 # phase -> module, class (or none), functions
 PHASES = {
     "read the source": ("pqweights.checkpoint.file_reader", "FileReader", ("read_into",)),
@@ -63,13 +65,13 @@ def wrap(owner: Any, name: str, add: Callable[[float, float], None]) -> None:
 
 def profiled(arguments: list[str]) -> dict[str, Any]:
     """Run one command in this process; its seconds, and those of every phase."""
-    found = {phase: [0, 0.0, 0.0] for phase in PHASES}
+    totals = {phase: [0, 0.0, 0.0] for phase in PHASES}
     lock = threading.Lock()
 
     def adder(phase: str) -> Callable[[float, float], None]:
         def add(wall: float, cpu: float) -> None:
             with lock:
-                found[phase] = [a + b for a, b in zip(found[phase], (1, wall, cpu), strict=True)]
+                totals[phase] = [a + b for a, b in zip(totals[phase], (1, wall, cpu), strict=True)]
 
         return add
 
@@ -88,7 +90,7 @@ def profiled(arguments: list[str]) -> dict[str, Any]:
         "seconds": seconds,
         "cpu_seconds": times.user + times.system,
         "main_thread_cpu_seconds": main_thread,
-        "phases": found,
+        "phases": totals,
     }
 
 
@@ -118,16 +120,18 @@ def _phase_lines(rows: list[Document]) -> list[list[Cell]]:
 
 def _serial_table(rows: list[Document]) -> str:
     """The CPU seconds of the main thread, and how the time falls with the number of the others."""
-    header = ["command", "threads", "seconds", "CPU", "main thread", "serial share of CPU", "by Amdahl"]
+    header = ["command", "threads", "seconds", "CPU", "start-up", "main thread", "serial share", "by Amdahl"]
     alone = {row["command"]: row["seconds"] for row in rows if row["threads"] == 1}
     lines = []
     for row in rows:
-        threads, main, whole = row["threads"], row["main_thread_cpu_seconds"], alone.get(row["command"])
+        threads, start, whole = row["threads"], row["start_up"], alone.get(row["command"])
+        main, cpu = (row[key] - start[key] for key in ("main_thread_cpu_seconds", "cpu_seconds"))
         by_amdahl = None
         if threads > 1 and whole is not None:
             by_amdahl = f"{(threads * row['seconds'] / whole - 1) / (threads - 1):.0%}"
-        cells = [f"{seconds:.2f}" for seconds in (row["seconds"], row["cpu_seconds"], main)]
-        lines.append([row["command"], threads, *cells, f"{main / row['cpu_seconds']:.0%}", by_amdahl])
+        shown = (row["seconds"], row["cpu_seconds"], start["cpu_seconds"], main)
+        cells = [f"{seconds:.2f}" for seconds in shown]
+        lines.append([row["command"], threads, *cells, f"{main / cpu:.1%}", by_amdahl])
     return table(header, lines)
 
 
@@ -144,34 +148,45 @@ def main() -> None:
     options = parser.parse_args()
     start = now()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        source, master, out = (str(Path(work) / name) for name in ("source", "master", "out"))
-        make_source(Path(source), options.size, options.largest)
-        subprocess.run([*PQWEIGHTS, "quantize", source, master], check=True, capture_output=True)  # also compiles
-        commands = {
-            "quantize": ["quantize", source, out],
-            "export": ["export", master, out, "--target", "bf16"],
-        }
-        found: dict[tuple[str, int], list[Document]] = {}
+        large = make_commands(Path(work) / "large", options.size, options.largest)
+        small = make_commands(Path(work) / "small", SMALL, SMALL)
+        runs: dict[tuple[str, int], list[Document]] = {}
+        starts: dict[tuple[str, int], list[Document]] = {}
         for _ in range(options.rounds):
-            for name, arguments in commands.items():
+            for name in large:
                 for threads in options.threads:
-                    limited = [*arguments, "--threads", str(threads)]
-                    found.setdefault((name, threads), []).append(run_profiled(limited, Path(arguments[1]), out))
-    rows = []
-    for (name, threads), runs in found.items():
-        median = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]
-        rows.append({"command": name, "threads": threads, **median})
+                    runs.setdefault((name, threads), []).append(run_profiled(large[name], threads))
+                    starts.setdefault((name, threads), []).append(run_profiled(small[name], threads))
+    rows = [
+        {"command": name, "threads": threads, **median(runs[name, threads]), "start_up": median(starts[name, threads])}
+        for name, threads in runs
+    ]
     settings = {"size": options.size, "largest": options.largest, "rounds": options.rounds}
     document = {"machine": machine(start), "settings": settings, "rows": rows}
     publish("phases", document, sections(document), options)
 
 
-def run_profiled(arguments: list[str], source: Path, out: str) -> Document:
+def make_commands(work: Path, size: str, largest: str) -> dict[str, list[str]]:
+    """Make a checkpoint and its master, and return the commands that are measured, into OUT in the same folder."""
+    work.mkdir()
+    source, master, out = (str(work / name) for name in ("source", "master", "out"))
+    make_source(Path(source), size, largest)
+    subprocess.run([*PQWEIGHTS, "quantize", source, master], check=True, capture_output=True)
+    return {"quantize": ["quantize", source, out], "export": ["export", master, out, "--target", "bf16"]}
+
+
+def median(runs: list[Document]) -> Document:
+    """The run of median time."""
+    return sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
+
+
+def run_profiled(arguments: list[str], threads: int) -> Document:
     """Run one command in a process of its own, the page cache warm and nothing else to be written."""
-    read_all(source)
+    _, source, out, *_ = arguments
+    read_all(Path(source))
     subprocess.run(["rm", "-rf", out], check=True)
     subprocess.run(["sync"], check=True)
-    command = [sys.executable, __file__, "--inside", *arguments]
+    command = [sys.executable, __file__, "--inside", *arguments, "--threads", str(threads)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stderr.splitlines()[-1]))
 
