@@ -56,14 +56,6 @@ def fetched(source: str, access: Access) -> Fetched:
         return local_folder(source, access, progress=progress)
 
 
-def check_plot(plot: Path | None) -> None:
-    """Refuse a file that cannot hold a plot, before anything is measured."""
-    if plot is not None:
-        from pqweights.quality.plots.figure import check_plot_file
-
-        check_plot_file(plot)
-
-
 SummaryOption = Annotated[
     bool | None,
     typer.Option(
@@ -74,7 +66,3 @@ SummaryOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Plot what is shown to FILE, a .png or .svg."),
-]

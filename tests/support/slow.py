@@ -59,7 +59,6 @@ SLOW = {
     "measure/test_unfinished.py": MODELS,
     "planning/test_awq.py::test_samples_of_a_large_model_stay_within_the_limit_on_disk": EXHAUSTIVE,
     "planning/test_knapsack.py::test_a_thousand_groups_are_solved_to_within_a_thousandth": EXHAUSTIVE,
-    "plots/test_plots.py": PROCESSES,
     "results/test_verify.py::test_flipped_byte_in_any_file_is_found": EXHAUSTIVE,
     "results/test_verify.py::test_flipped_byte_of_the_manifest_never_crashes": EXHAUSTIVE,
     "rewrite/test_finished_folders.py::test_overwriting_run_killed_at_any_call_resumes": KILLS,
