@@ -10,7 +10,6 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.quality.options import CalibrateArguments, SensitivityArguments
     from pqweights.storage.hub.sources import Access, Fetched
 
 
@@ -32,13 +31,6 @@ def run_continues(source: str, out: str) -> bool:
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
     return under_way or _is_fetched(source)
-
-
-def measurement_continues(asked: CalibrateArguments | SensitivityArguments) -> bool:
-    """Whether an interrupted measurement left something: what it found, or fetched files of a repository."""
-    from pqweights.checkpoint.names import UNFINISHED_SUFFIX
-
-    return asked.out.with_name(asked.out.name + UNFINISHED_SUFFIX).exists() or _is_fetched(str(asked.source))
 
 
 def _is_fetched(source: str) -> bool:

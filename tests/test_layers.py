@@ -69,7 +69,7 @@ OPTIONAL = {
         "pqweights.codecs.hadamard_lloyd_max",
         "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
-        "pqweights.quality.measure.inputs",
+        "pqweights.quality.measure.collecting",
         "pqweights.kernels.attention",
         "pqweights.kernels.transform_codes",
         "pqweights.kernels.reference",

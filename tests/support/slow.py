@@ -56,7 +56,6 @@ SLOW = {
     "measure/test_activations.py": MODELS,
     "measure/test_calibrate.py": MODELS,
     "measure/test_folded_moments.py": MODELS,
-    "measure/test_unfinished.py": MODELS,
     "planning/test_awq.py::test_samples_of_a_large_model_stay_within_the_limit_on_disk": EXHAUSTIVE,
     "planning/test_knapsack.py::test_a_thousand_groups_are_solved_to_within_a_thousandth": EXHAUSTIVE,
     "results/test_verify.py::test_flipped_byte_in_any_file_is_found": EXHAUSTIVE,
