@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -192,6 +192,12 @@ bench-kv: $(READY) ## quantized caches on the models of ARGS="MODEL_DIR..."
 	$(call BENCHMARK,kv_cache) $(ARGS)
 	$(call BENCHMARK,kv_speed)
 	$(REPORT)
+
+distribution: $(READY) ## MODEL=...: how Gaussian weights are in their blocks, before and after the rotation
+	$(BIN)/python benchmarks/distribution.py $(MODEL) $(ARGS)
+
+kv-distribution: $(READY) ## MODEL=... TEXT=FILE: how Gaussian keys and values are, and the outlier channels of keys
+	$(BIN)/python benchmarks/kv_distribution.py $(MODEL) --text $(TEXT) $(ARGS)
 
 bench-running: $(READY) ## products and tokens of packed masters beside BF16 and, with ARGS="--llama-cpp PYTHON", llama.cpp
 	$(call BENCHMARK,running) $(WORK) $(ARGS)

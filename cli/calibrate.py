@@ -15,7 +15,7 @@ from .flags import taking
 if TYPE_CHECKING:
     from pqweights.planning.statistics_file import InputVector
     from pqweights.quality.measure.calibrate import Calibration
-    from pqweights.quality.measure.layer_search import LayerReport
+    from pqweights.quality.measure.scale_search import LayerReport
 
 COLUMNS = [
     "weight",
@@ -30,15 +30,14 @@ COLUMNS = [
 REASONS_SHOWN = 2
 
 
-@taking(CalibrateArguments, continues=options.measurement_continues)
+@taking(CalibrateArguments)
 def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1. With --moments, no scales are searched: the second moments of the inputs of
-    all matrices are written, for export --calibration; --moments --scales writes both into one file. The same command
-    continues an interrupted run.
+    all matrices are written, for export --calibration; --moments --scales writes both into one file.
     """
     from pqweights.inference.runtimes.texts import read_text
     from pqweights.options import RecipeOptions
@@ -104,4 +103,4 @@ def _row(layer: LayerReport) -> list[str]:
         row[6] = f"{sum(matrix.held_back_gain or 0.0 for matrix in scaled) / len(scaled):.1%}"
     reasons = sorted({matrix.reason for matrix in layer.matrices if not matrix.scaled})
     unscaled = f"{count - len(scaled)} of {count}: " if count > 1 and reasons else ""
-    return [*row, unscaled + "; ".join(reasons[:REASONS_SHOWN])]
+    return [*row, output.with_flags(unscaled + "; ".join(reasons[:REASONS_SHOWN]))]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqweights.common.units import counted, size_text
+from pqweights.common.units import counted
 from pqweights.options import path_of
 from pqweights.quality.options import EvaluateArguments
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from pqweights.storage.hub.sources import Fetched
 
 COLUMNS = "model,KV cache,bits/coord.,bytes/token,attention,GB,bits/param,bits/weight,perplexity,change,KL mean,KL 99%,"
-COLUMNS += "top-1,tok/s,memory"
+COLUMNS += "top-1"
 CACHE_LEGEND = (
     "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits; attention: relative squared "
     "error of its outputs"
@@ -28,7 +27,7 @@ CACHE_LEGEND = (
 
 
 @taking(EvaluateArguments)
-def command(asked: EvaluateArguments, *, plot: options.PlotOption = None, json: options.JsonOption = False) -> None:
+def command(asked: EvaluateArguments, *, json: options.JsonOption = False) -> None:
     """Evaluate models on a text: perplexity, and how far each model is from a reference.
 
     Each model runs in the library that it is made for, which is named below the table. Windows slide over the text,
@@ -40,7 +39,6 @@ def command(asked: EvaluateArguments, *, plot: options.PlotOption = None, json: 
     from pqweights.quality.evaluate.report import make_record
     from pqweights.storage.hub.sources import repository_id
 
-    options.check_plot(plot)
     models, base = _fetched(asked)
     # Figures of a quantized cache are not those of the folder.
     places = [None] * len(models) if asked.no_record or asked.kv_caches else [_place(model) for model in models]
@@ -49,7 +47,7 @@ def command(asked: EvaluateArguments, *, plot: options.PlotOption = None, json: 
     with output.progress("evaluating", unit="steps") as progress:
         done = evaluate([model.path for model in models], words, named, progress=progress)
     names = dict(zip((*asked.models, str(asked.reference)), (*models, base), strict=True))
-    _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), plot, json)
+    _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
     reference = None if asked.reference is None else repository_id(str(asked.reference))
     for row, place in zip(done.rows, places, strict=False):
         if place is not None:
@@ -78,11 +76,7 @@ def _place(model: Fetched) -> Place | None:
     return None if model.origin else find_place(model.path)
 
 
-def _show(done: EvaluationReport, plot: Path | None, json: bool) -> None:
-    if plot is not None:
-        from pqweights.quality.plots.evaluation import plot_evaluation
-
-        plot_evaluation(done, plot)
+def _show(done: EvaluationReport, json: bool) -> None:
     if json:
         output.print_json(done.to_json())
     else:
@@ -115,7 +109,7 @@ def _lines(report: EvaluationReport) -> list[str]:
         legend += "; change: of the perplexity, with paired errors; KL: KL(reference || model) in nats per token"
     if caches:
         legend += CACHE_LEGEND + ("" if report.reference else "; the reference is the model with its own cache")
-    lines = [
+    return [
         _settings_line(report.settings),
         "",
         *output.table(columns, [[row.get(name, "") for name in shown] for row in cells]),
@@ -123,14 +117,6 @@ def _lines(report: EvaluationReport) -> list[str]:
         *_runtime_lines(rows),
         legend,
     ]
-    speeds = [row.speed for row in rows if row.speed]
-    if speeds:
-        meaning = (
-            f"tok/s: mean of {len(speeds[0].tokens_per_second)} runs of 100 tokens, greedy, batch 1; memory: peak of "
-            f"the process; computed in {', '.join(sorted({speed.dtype for speed in speeds}))}"
-        )
-        lines.append(meaning)
-    return lines
 
 
 def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
@@ -157,7 +143,7 @@ def _settings_line(settings: EvaluationSettings) -> str:
 
 def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
     """Return the cells of one model by column; a column that is empty for all models is not shown."""
-    divergence, size, speed, cache = row.scores.divergence, row.size, row.speed, row.kv_cache
+    divergence, size, cache = row.scores.divergence, row.size, row.kv_cache
     cells = {
         "model": row.model + (" (reference)" if is_reference else ""),
         "GB": f"{size.bytes / 1e9:.3f}",
@@ -175,6 +161,4 @@ def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
         cells["KL mean"] = output.estimate(divergence.mean, ".5f")
         cells["KL 99%"] = f"{divergence.percentile_99:.4f}"
         cells["top-1"] = output.estimate(divergence.top1, ".2%")
-    if speed is not None:
-        cells |= {"tok/s": f"{speed.mean:.1f}", "memory": size_text(speed.peak_bytes)}
     return cells

@@ -10,7 +10,6 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.quality.options import CalibrateArguments, SensitivityArguments
     from pqweights.storage.hub.sources import Access, Fetched
 
 
@@ -34,13 +33,6 @@ def run_continues(source: str, out: str) -> bool:
     return under_way or _is_fetched(source)
 
 
-def measurement_continues(asked: CalibrateArguments | SensitivityArguments) -> bool:
-    """Whether an interrupted measurement left something: what it found, or fetched files of a repository."""
-    from pqweights.checkpoint.names import UNFINISHED_SUFFIX
-
-    return asked.out.with_name(asked.out.name + UNFINISHED_SUFFIX).exists() or _is_fetched(str(asked.source))
-
-
 def _is_fetched(source: str) -> bool:
     """Whether files of a source are fetched to this machine: those of a repository."""
     from pqweights.storage.remote.addresses import is_address, local_path
@@ -56,14 +48,6 @@ def fetched(source: str, access: Access) -> Fetched:
         return local_folder(source, access, progress=progress)
 
 
-def check_plot(plot: Path | None) -> None:
-    """Refuse a file that cannot hold a plot, before anything is measured."""
-    if plot is not None:
-        from pqweights.quality.plots.figure import check_plot_file
-
-        check_plot_file(plot)
-
-
 SummaryOption = Annotated[
     bool | None,
     typer.Option(
@@ -74,7 +58,3 @@ SummaryOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Plot what is shown to FILE, a .png or .svg."),
-]

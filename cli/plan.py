@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqweights.options import PlanArguments, QuantizeArguments
@@ -25,7 +24,6 @@ def command(
     asked: PlanArguments,
     *,
     summary: options.SummaryOption = None,
-    plot: options.PlotOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
@@ -37,7 +35,7 @@ def command(
 
         chosen = choose_recipe(asked.recipe, asked)
         report.warn_of_files_beside(str(asked.source))
-        show_plan(asked, chosen, threads=asked.threads, summary=summary, plot=plot, json=json)
+        show_plan(asked, chosen, threads=asked.threads, summary=summary, json=json)
 
 
 @contextlib.contextmanager
@@ -65,7 +63,6 @@ def show_plan(
     threads: int | None,
     out: Store | None = None,
     summary: bool | None = None,
-    plot: Path | None = None,
     json: bool = False,
 ) -> None:
     """Make a plan and print it.
@@ -75,18 +72,12 @@ def show_plan(
     threads: number of threads for which the memory is estimated
     out: where the result is to be written, if that is known
     summary: whether to summarize the tensors; None to choose by their number
-    plot: where to plot the bit widths, if anywhere
     json: whether to print JSON
     """
     from pqweights.rewrite.results.plan_report import report_plan as make_plan
 
-    options.check_plot(plot)
     with output.status("reading the headers"):
         made = make_plan(str(asked.source), recipe, asked, options.thread_count(threads), out)
-    if plot is not None:
-        from pqweights.quality.plots.layers import plot_widths
-
-        plot_widths(made.tensors, plot)
     warn_if_nothing_is_quantized(made.plan.totals)
     if json:
         output.print_json_pieces(piece.decode() for piece in made.to_pieces())

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from pqweights.planning.sensitivity_file import Sensitivity
 
 
-@taking(SensitivityArguments, continues=options.measurement_continues)
+@taking(SensitivityArguments)
 def command(asked: SensitivityArguments, *, json: options.JsonOption = False) -> None:
     """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 
     The model runs with noise in one group at a time (HIGGS, arXiv:2411.17525, algorithm 3): four runs over the tokens
-    for each group, and about four groups for each layer. The same file serves every target. The same command continues
-    an interrupted run.
+    for each group, and about four groups for each layer. The same file serves every target.
     """
     from pqweights.checkpoint.writer import check_free
     from pqweights.inference.runtimes.texts import read_text

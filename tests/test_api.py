@@ -27,13 +27,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect", "generate")
 # Options that are about printing, or belong to another function of the API.
 ONLY_COMMANDS = {
-    "plan": {"json", "plot", "summary", "quiet"},
+    "plan": {"json", "summary", "quiet"},
     "quantize": {"json", "dry_run", "summary", "quiet"},
     "export": {"json", "quiet"},
     "verify": {"json", "quiet"},
     "generate": {"json", "quiet", "prompt"},
-    "inspect": {"json", "plot", "summary", "quiet", "distribution", "threads", "allow_pickle"}
-    | {"kv", "text", "max_tokens", "tokenizer", "device", "no_bos"},
+    "inspect": {"json", "summary", "quiet"},
 }
 RENAMED = {"set": "set_bits"}
 

@@ -55,7 +55,7 @@ LAYERS = (
     ("pqweights.quality.options",),
     ("pqweights.quality.evaluate", "pqweights.inference.generation", "pqweights.quality.measure"),
     ("pqweights.publish.options",),
-    ("pqweights.publish.card", "pqweights.quality.plots", "pqweights.publish.push", "pqweights.api"),
+    ("pqweights.publish.card", "pqweights.publish.push", "pqweights.api"),
     ("pqweights_cli",),
 )
 # Modules that import no other module of the library.
@@ -69,11 +69,8 @@ OPTIONAL = {
         "pqweights.codecs.hadamard_lloyd_max",
         "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
-        "pqweights.quality.measure.inputs",
+        "pqweights.quality.measure.collecting",
         "pqweights.kernels.attention",
-        "pqweights.quality.measure.kv_channels",
-        "pqweights.quality.measure.kv_distribution",
-        "pqweights.quality.measure.kv_states",
         "pqweights.kernels.transform_codes",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu_products",
@@ -105,13 +102,7 @@ OPTIONAL = {
     },
     "fsspec": {"pqweights.storage.remote.opening", "pqweights.storage.remote.s3"},
     "huggingface_hub": set(),  # by name, in pqweights.storage.hub.official
-    "matplotlib": {
-        "pqweights.quality.plots.distribution",
-        "pqweights.quality.plots.evaluation",
-        "pqweights.quality.plots.figure",
-        "pqweights.quality.plots.kv",
-        "pqweights.quality.plots.layers",
-    },
+    "matplotlib": set(),
     "transformers": {
         "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
@@ -331,7 +322,7 @@ def extras() -> dict[str, set[str]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="the packages of Linux are compared")
 def test_pip_commands_in_messages_install_what_the_extras_do() -> None:
     assert {extra: set(packages) for extra, packages in PACKAGES.items()} == {e: extras()[e] for e in PACKAGES}
-    assert pip_install("plot") == "pip install 'matplotlib>=3.9'"
+    assert pip_install("gguf") == "pip install 'gguf>=0.18'"
 
 
 def test_messages_name_extras_only_to_those_who_install_pqweights_as_well() -> None:

@@ -16,8 +16,6 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # In the work folder: which run is under way.
 JOURNAL_FILE = "journal.jsonl"
 FACTORS_FILE = "factors"  # what a fold is known to multiply by
-# Ends the name of the folder in which an interrupted measurement keeps what it has found, beside its file.
-UNFINISHED_SUFFIX = ".unfinished"
 # A folder with a tokenizer has a file that matches one of these patterns.
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 

@@ -17,7 +17,6 @@ PACKAGES = {
     "transformers": _TRANSFORMERS,
     "torchao": ("torch>=2.6", "torchao>=0.18"),
     "eval": (*_TRANSFORMERS, "datasets>=4.0"),
-    "plot": ("matplotlib>=3.9",),
     "mlx": (_MLX, "mlx-lm>=0.32"),
     "gguf": ("gguf>=0.18",),
     "llama": ("llama-cpp-python>=0.3.16",),

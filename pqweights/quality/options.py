@@ -1,4 +1,4 @@
-"""The options of what measures models: calibrate, sensitivity, eval, and the command inspect."""
+"""The options of what measures models: calibrate, sensitivity and eval."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from pqweights import parameters as checks
 from pqweights.errors import OptionError
 from pqweights.options import (
-    ALLOW_PICKLE,
-    FOLDER,
     MODEL_DTYPES,
     RECIPE,
     CodecOptions,
@@ -21,7 +19,7 @@ from pqweights.options import (
     TokenizerOption,
     take_recipe,
 )
-from pqweights.parameters import StrPath, option, options, parameters
+from pqweights.parameters import StrPath, option, options
 
 DEFAULT_CALIBRATION_TOKENS, DEFAULT_SENSITIVITY_TOKENS = 16384, 2048
 FETCHED_SOURCE = "Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
@@ -174,12 +172,8 @@ class EvaluationOptions(DeviceOption, TextOptions):
         default=None,
         metavar="SRC",
     )
-    dtype: str | None = option(
-        "Dtype to compute in.",
-        checks.text,
-        default=None,
-        choices=MODEL_DTYPES,
-        default_text="float32; with `speed` the model's own",
+    dtype: str = option(
+        "Dtype to compute in; auto is the model's own.", checks.text, default="float32", choices=MODEL_DTYPES
     )
     packed: bool = option(
         "Keep the weights packed in memory; every MODEL must be a master.", checks.flag, default=False
@@ -191,9 +185,6 @@ class EvaluationOptions(DeviceOption, TextOptions):
         default=(),
         flags=("--kv-cache",),
         metavar="SPEC",
-    )
-    speed: bool = option(
-        "Also measure tokens per second and peak memory, each model in its own process.", checks.flag, default=False
     )
     text_name: str = option("Name of the text in the report.", checks.text, default="the text", flags=())
 
@@ -222,55 +213,3 @@ class EvaluateArguments(EvaluationOptions, HubOptions):
         super().__post_init__()
         if (self.text is None) == (self.dataset is None):
             raise OptionError("expected either `text` or `dataset`")
-
-
-@options
-class StatesOptions(DeviceOption, ReadingOptions):
-    """How keys and values are measured."""
-
-    max_tokens: int | None = option(
-        "With `kv`: number of tokens to read from the start of the text.",
-        checks.whole,
-        default=None,
-        least=2,
-        default_text="2048, or the model's limit if smaller",
-    )
-
-
-@options
-class MeasureArguments(StatesOptions, ThreadsOption, HubOptions):
-    """What the command `inspect` takes: it also measures weights, or keys and values."""
-
-    folder: StrPath = option(
-        f"{FOLDER} Also any GGUF file. With `distribution`, any checkpoint; with `kv`, any of a language model.",
-        checks.location,
-        kw_only=False,
-        argument=True,
-        metavar="DIR",
-    )
-    distribution: bool = option(
-        "Measure instead how close the weights of a checkpoint are to Gaussian, before and after the rotation.",
-        checks.flag,
-        default=False,
-    )
-    kv: bool = option(
-        "Measure instead the keys and values that a language model computes for `text`: how Gaussian they are, "
-        "before and after preconditioning, and the outlier channels of keys.",
-        checks.flag,
-        default=False,
-        needs=(("text",), "for the model to read"),
-    )
-    text: Path | None = option(
-        "With `kv`: UTF-8 text for the model to read.", checks.path, default=None, metavar="FILE"
-    )
-    allow_pickle: bool = option(ALLOW_PICKLE, checks.flag, default=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        of_kv = {"text", *parameters(StatesOptions)}
-        wrong = self.given & ({"distribution", "threads", "allow_pickle"} if self.kv else of_kv)
-        if wrong:
-            instead = "" if self.kv else ", or add `kv`"
-            raise OptionError(
-                f"`{min(wrong)}`: means nothing {'with' if self.kv else 'without'} `kv`; leave it out{instead}"
-            )

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from hostile import case as parts
-from hostile import evaluation, generate, keys_and_values, masters, pickles
+from hostile import evaluation, generate, masters, pickles
 from hostile.case import DOWN, UP, Case
 from hostile.generate import CASES
 from hostile.pickles import PAYLOAD
@@ -127,7 +127,6 @@ def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "quantize b/src b/out --allow-pickle",
         "quantize c/src c/out",
         evaluation.EVAL,
-        keys_and_values.INSPECT_KV,
     ):
         result = run(line)
         assert result.exit_code == 0, (line, result.stderr, result.exception)

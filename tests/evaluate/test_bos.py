@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import evaluate, quantize
-from commands import answer, done, refused
+from commands import done, refused
 from external_runtimes import need
 from language_models import BEGIN, babbler
 from safetensors import safe_open
@@ -152,12 +152,6 @@ def test_sensitivity_reads_bos_and_its_file_says_so(text: bool, work: Path, tmp_
     assert [each["method"].get("bos") for each in methods] == [True, None, None]
     groups = [each["groups"] for each in methods]
     assert groups[1] == groups[2] != groups[0]
-
-
-def test_keys_and_values_are_those_of_a_text_behind_bos(work: Path) -> None:
-    command = ("inspect", work / "bos", "--kv", "--text", work / "text.txt", "--max-tokens", 40)
-    found, without = answer(*command), answer(*command, "--no-bos")
-    assert (found["bos"], without["bos"]) == (True, False) and found["layers"] != without["layers"]
 
 
 def test_only_the_token_that_the_tokenizer_adds_is_bos(work: Path) -> None:

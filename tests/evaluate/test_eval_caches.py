@@ -154,11 +154,6 @@ def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: 
     assert "no option" in refused("eval", work / "source", "--text", work / "text.txt", "--kv-cache", "klt:x", code=2)
 
 
-def test_speed_is_that_of_models_as_they_are(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"`speed`: .*with `kv_cache` prints its speed"):
-        evaluate([work / "source"], TEXT, kv_caches=("none",), speed=True)
-
-
 def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
     export(work / "q3", tmp_path / "mlx", "mlx", threads=2)
@@ -192,26 +187,6 @@ def test_json_has_the_figures_of_caches(work: Path) -> None:
     assert row["kv_cache"].keys() == {"spec", "tokens", "bits_per_coordinate", "bytes_per_token", "attention_error"}
     assert (row["kv_cache"]["spec"], row["kv_cache"]["tokens"]) == ("hadamard:4", 100)
     assert row["kl"]["mean"]["value"] > 0
-
-
-def test_the_plot_names_caches_and_has_one_measure(work: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from pqweights.quality.plots.evaluation import draw_evaluation
-
-    for reference in (None, work / "source"):
-        report = evaluate([work / "q3"], TEXT, reference=reference, kv_caches=("none", "hadamard:4"), **SHORT)
-        drawn = Figure()
-        draw_evaluation(report, drawn)
-        (axes,) = drawn.axes
-        found: dict[str, Any] = {bars.get_label(): bars.lines[0].get_ydata()[0] for bars in axes.containers}
-        assert list(found)[-2:] == ["q3, KV cache none", "q3, KV cache hadamard:4"]
-        scores = [row.scores for row in report.rows]
-        if reference is None:
-            assert list(found.values()) == [each.perplexity.value for each in scores]
-        else:
-            assert list(found.values()) == [each.divergence.mean.value for each in scores]  # type: ignore[union-attr]
 
 
 # --- windows that are read together ---

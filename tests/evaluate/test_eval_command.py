@@ -1,4 +1,4 @@
-"""pqweights eval on tiny random models: settings, reports, refusals, texts, speed, and the command."""
+"""pqweights eval on tiny random models: settings, reports, refusals, texts, and the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingD
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import read_text, tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate import speed
 from pqweights.quality.evaluate.protocol import Windows, compare
 
 transformers = pytest.importorskip("transformers")
@@ -402,44 +401,7 @@ def test_wikitext_without_datasets_names_the_package(monkeypatch: pytest.MonkeyP
         wikitext()
 
 
-# --- speed ---
-
-
-def test_speed_is_measured_in_the_dtype_of_the_model(work: Path) -> None:
-    """It is measured in a new process."""
-    (row,) = evaluate([work / "q3"], TEXT, speed=True, packed=True).rows
-    found = row.speed
-    assert found is not None
-    assert len(found.tokens_per_second) == 3
-    assert found.mean == pytest.approx(sum(found.tokens_per_second) / 3)
-    assert min(found.tokens_per_second) > 1
-    assert 50e6 < found.peak_bytes < 5e9
-    assert (found.dtype, row.dtype) == ("bfloat16", "float32")
-
-
-def test_error_in_the_speed_process_is_raised_in_this_one(work: Path, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"no config\.json"):
-        speed.measure_speed(tmp_path, np.arange(5), device="cpu", dtype="auto", packed=False)
-    with pytest.raises(EvaluationError, match="`packed`: expected a pqweights master"):
-        speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=True)
-
-
-@pytest.mark.parametrize(
-    ("child", "expected"),
-    [
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            r"ended with signal 9 \(9: out of memory\?\): nothing",
-        ),
-        ("raise ValueError('our own mistake')", "ended with code 1: ValueError: our own mistake"),
-    ],
-)
-def test_death_of_the_speed_process_is_reported(
-    child: str, expected: str, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speed, "CHILD", child)
-    with pytest.raises(EvaluationError, match=expected):
-        speed.measure_speed(work / "source", np.arange(5), device="cpu", dtype="auto", packed=False)
+# --- generation ---
 
 
 def test_generation_is_greedy_whatever_the_generation_config_says(copy: Callable[[str], Path]) -> None:
@@ -500,7 +462,7 @@ def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyP
     assert f"{change.value:+.4f} +- {change.standard_error:.4f}" in table[2]
     assert "standard error over windows" in result.stdout and "KL(reference || model)" in result.stdout
     alone = invoke("eval", "q3", "--text", "text.txt", "--score-first").stdout
-    assert "KL" not in alone and "change" not in alone and "tok/s" not in alone
+    assert "KL" not in alone and "change" not in alone
     assert "of each but the first masked: 287 tokens scored" in alone
     single = invoke("eval", "q3", "--text", "text.txt", "--max-tokens", 128).stdout.splitlines()[3]
     assert "+-" not in single
@@ -526,18 +488,13 @@ def test_steps_without_progress_are_announced(work: Path) -> None:
     assert told[-1] == ""
 
 
-def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.quality.evaluate import evaluation as package
-
-    runs = speed.Speed((90.0, 100.0, 110.0), 2 * 10**9, "bfloat16")
-    monkeypatch.setattr(package, "measure_speed", lambda *arguments, **options: runs)
+def test_json_holds_the_whole_report(work: Path) -> None:
     arguments = (
         work / "q3",
         "--text",
         work / "text.txt",
         "--reference",
         work / "source",
-        "--speed",
         "--dtype",
         "bfloat16",
     )
@@ -569,15 +526,6 @@ def test_json_holds_the_whole_report(work: Path, monkeypatch: pytest.MonkeyPatch
     assert math.exp(row["log_perplexity"]["value"]) == pytest.approx(row["perplexity"]["value"])
     assert row["bits_per_weight"] == pytest.approx(3.125)
     assert row["dtype"] == "bfloat16"
-    assert row["speed"] == {
-        "tokens_per_second": 100.0,
-        "runs": [90.0, 100.0, 110.0],
-        "peak_bytes": 2 * 10**9,
-        "dtype": "bfloat16",
-    }
-    table = invoke("eval", *arguments).stdout
-    assert "tok/s" in table and " 100.0  2.00 GB\n" in table
-    assert "mean of 3 runs of 100 tokens, greedy, batch 1; memory: peak of the process; computed in bfloat16" in table
 
 
 def test_wrong_usage_exits_with_2(work: Path) -> None:
@@ -606,29 +554,6 @@ def test_progress_names_model_and_time_left(work: Path, monkeypatch: pytest.Monk
     assert lines
     for line in lines:
         assert line.startswith("evaluating ") and " of 22 steps, " in line and line.endswith(f"s left: {work / 'q3'}")
-
-
-@pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
-def test_plot_shows_every_model(name: str, work: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for reference in ((), ("--reference", work / "source")):
-        result = invoke(
-            "eval", work / "q3", work / "bf16", "--text", work / "text.txt", "--plot", tmp_path / name, *reference
-        )
-        assert result.exit_code == 0, result.stderr
-        drawn = (tmp_path / name).read_bytes()
-        if name.endswith("svg"):
-            text = drawn.decode()
-            assert ">q3<" in text and ">bf16<" in text and "bits per parameter" in text
-            assert ("KL(reference || model)" in text) == bool(reference)
-        else:
-            assert drawn.startswith(b"\x89PNG")
-
-
-def test_plot_path_is_checked_before_the_models(work: Path, tmp_path: Path) -> None:
-    result = invoke("eval", work / "nowhere", "--text", work / "text.txt", "--plot", tmp_path / "plot.txt")
-    assert result.exit_code == 1
-    assert "plot.txt" in result.stderr
 
 
 def test_fresh_process_prints_only_progress_to_stderr(work: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from hostile.case import Case, stored
@@ -23,39 +22,7 @@ def calibrating(name: str, *fragments: str, options: str = "", **changed: Any) -
     return evaluating(f"calibrate-{name}", *fragments, command=CALIBRATE + options, **changed)
 
 
-UNFINISHED = "scales.safetensors.unfinished"
-SENSITIVITY = "sensitivity model s.json --tokens 32 --window 16"
-
-
-def unfinished(name: str, command: str, folder: str, *fragments: str, **files: str) -> Case:
-    """Files, by name, in the folder of an interrupted measurement."""
-    places = {f"{folder}/{key}": content for key, content in files.items()}
-    return Case(name, {command: fragments}, GOOD_MODEL | {TEXT: LONG_TEXT} | places)
-
-
-# What another checkpoint would have left: its first line, and one that it had found.
-JOURNAL = 2 * f"{hashlib.sha256(b'{}').hexdigest()} {{}}\n"
-
-
 CALIBRATE_CASES = [
-    unfinished("calibrate-journal-damaged", CALIBRATE, UNFINISHED, "journal", "damaged", journal="{"),
-    unfinished(
-        "calibrate-journal-of-another-checkpoint", CALIBRATE, UNFINISHED, "checkpoint", "--overwrite", journal=JOURNAL
-    ),
-    unfinished("calibrate-journal-missing", CALIBRATE, UNFINISHED, "interrupted run", "move it away", notes="mine"),
-    unfinished(
-        "sensitivity-journal-of-another-checkpoint",
-        SENSITIVITY,
-        "s.json.unfinished",
-        "checkpoint",
-        "--overwrite",
-        journal=JOURNAL,
-    ),
-    Case(
-        "sensitivity-folder-is-a-file",
-        {SENSITIVITY: ("s.json.unfinished", "expected a folder")},
-        GOOD_MODEL | {"s.json.unfinished": b"x"},
-    ),
     evaluating(
         "calibrate-text-missing",
         "nowhere.txt",

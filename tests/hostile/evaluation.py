@@ -149,7 +149,6 @@ EVAL_CASES = [
     evaluating("eval-weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
     evaluating("eval-logits-nan", "logits are NaN", weights=stored(language_model(value=float("nan")))),
     evaluating("eval-packed-without-a-master", "--packed", "expected a pqweights master", command=EVAL + " --packed"),
-    evaluating("eval-plot-of-another-kind", "plot.doc", ".png or .svg", command=EVAL + " --plot plot.doc"),
     evaluating("eval-reference-missing", "nowhere", "no such folder", command=EVAL + " --reference nowhere"),
     beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),
     beside(

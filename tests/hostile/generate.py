@@ -24,7 +24,6 @@ from hostile.generation import GENERATE_CASES
 from hostile.gguf import GGUF_CASES
 from hostile.headers import HEADER_CASES, WEIGHT_CASES
 from hostile.indexes import INDEX_CASES
-from hostile.keys_and_values import KV_CASES
 from hostile.masters import MASTER_CASES
 from hostile.outputs import OUTPUT_CASES
 from hostile.pickles import PICKLE_CASES
@@ -48,7 +47,6 @@ CASES = [
     *FOLD_CASES,
     *EVAL_CASES,
     *GENERATE_CASES,
-    *KV_CASES,
     *CALIBRATE_CASES,
     *FIT_CASES,
     *ELSEWHERE_CASES,

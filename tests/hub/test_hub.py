@@ -268,7 +268,7 @@ def test_options_of_the_hub_are_refused_for_folders(
     assert "hf://" in line
     assert not (tmp_path / "out").exists()
     if option[0] == "--revision":
-        for command in (["plan"], ["verify"], ["inspect"], ["inspect", "--distribution"]):
+        for command in (["plan"], ["verify"], ["inspect"]):
             assert option[0] in client.line(*command, source, *option)
     assert hub.requests == []
 

@@ -29,7 +29,6 @@ COMMANDS = (
     f"plan {SOURCE}",
     f"quantize {SOURCE} {{}}",
     f"quantize {SOURCE} {{}} --low-disk",
-    f"inspect {SOURCE} --distribution",
     f"verify {MASTER}",
     f"inspect {MASTER}",
     f"export {MASTER} {{}} --target bf16",

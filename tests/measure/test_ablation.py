@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import families
 import helpers
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ pytest.importorskip("transformers")
 
 from calls import quantize
 from independent_reader import unpack
-from test_calibrate import text, with_outliers
+from test_calibrate import outlier_model, text
 from weight_errors import relative_mse
 
 from pqweights.codecs import CODECS, lloyd_max
@@ -87,10 +86,7 @@ def test_codes_and_norms_match_the_definition_and_errors_are_those_of_the_decode
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    llama = families.FAMILIES["llama"]
-    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
-    small = replace(llama, settings={**llama.settings, **sizes})
-    return families.build(small, tmp_path_factory.mktemp("ablated") / "model", with_outliers)
+    return outlier_model(tmp_path_factory.mktemp("ablated") / "model")
 
 
 @pytest.fixture(scope="module")

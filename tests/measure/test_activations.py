@@ -19,7 +19,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.measure.activations import TextWindow, WeightLocation, locate, watch
-from pqweights.quality.measure.inputs import CollectedInputs, Sample, VectorInputs
+from pqweights.quality.measure.collecting import Collector, Sample, VectorInputs
 from pqweights.quantizing import Quantize
 
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
@@ -31,7 +31,7 @@ TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_os
 
 def watched(model: Any) -> RecordedRows:
     seen = RecordedRows()
-    watch(model, WINDOWS, seen, progress=lambda done, total: None)
+    watch(model, WINDOWS, seen, source=Path("model"))
     return seen
 
 
@@ -139,7 +139,7 @@ def test_everything_is_collected_in_one_pass() -> None:
     import torch
 
     vector = VectorInputs(3, np.empty((80, 8), np.float32), np.empty((80, 8), np.float32), with_moments=True)
-    collected = CollectedInputs({3: vector}, {("w", None): 3})
+    collected = Collector({("w", None): vector})
     values = gaussian(4, 20, 8, scale=1)
     for window, rows in enumerate(values):
         for matrix_id in (("w", None), ("other", None)):

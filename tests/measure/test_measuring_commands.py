@@ -1,7 +1,9 @@
-"""What `calibrate` and `sensitivity` refuse in the same way: in one line, before the model runs, with nothing left."""
+"""What `calibrate` and `sensitivity` refuse alike, in one line, and that nothing is left of a run that has ended."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import families
@@ -12,10 +14,27 @@ from commands import refused
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from pqweights.errors import MissingDependencyError, SourceChangedError
+from pqweights.inference.runtimes import packages
 from pqweights.integrations import transformers as integration
+from pqweights.planning.recipe import parse_recipe
+from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.options import CalibrationOptions, SensitivityOptions
 
 COMMANDS = {"calibrate": "s.safetensors", "sensitivity": "s.json"}
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
+RECIPE = parse_recipe("rules: [{role: [mlp, embedding, lm_head], keep: true}]", "narrow")
+Progress = Callable[..., None]
+
+
+def measure(command: str, source: Path, out: Path, progress: Progress = lambda *_: None) -> None:
+    """Run what a command runs: calibrate for both scales and moments."""
+    if command == "calibrate":
+        text, asked = " ".join(f"w{number}" for number in TOKENS), CalibrationOptions(window=64, max_tokens=1024)
+        calibrate(source, out, text, recipe=RECIPE, moments=True, options=asked, progress=progress)
+    else:
+        measure_sensitivity(source, RECIPE, SensitivityOptions(tokens=16, window=16), out=out, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +126,49 @@ def test_measuring_a_master_is_refused(
     master = families.master(tmp_path_factory.getbasetemp(), "llama")
     message = refused(command, master, tmp_path / COMMANDS[command], "--text", texts / "long.txt")
     assert "give the checkpoint that it was made from" in message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(
+    file: str, command: str, source: Path, tmp_path: Path
+) -> None:
+    """The model was read before or after: its file would name a checkpoint that it may not be of."""
+    model = Path(shutil.copytree(source, tmp_path / "model"))
+
+    def change(*_: object) -> None:
+        data = (model / file).read_bytes()
+        (model / file).write_bytes(data[:-2] + bytes(b ^ 1 for b in data[-2:]))
+
+    with pytest.raises(SourceChangedError, match=f"{file}: the source changed while it was being read"):
+        measure(command, model, tmp_path / "out", change)
+    assert list(tmp_path.iterdir()) == [model]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_is_left_of_an_interrupted_run(command: str, source: Path, tmp_path: Path) -> None:
+    """What is collected has no name on the disk, so a run that is killed leaves nothing either."""
+
+    def interrupt(done: int, *_: object) -> None:
+        assert list(tmp_path.iterdir()) == []
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(command, source, tmp_path / "out", interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [("calibrate", "calibrating"), ("sensitivity", "measuring sensitivities")]
+)
+def test_missing_transformers_is_named_with_what_needs_it(
+    command: str, what: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
+    with pytest.raises(MissingDependencyError, match=f"^{what} needs t"):
+        measure(command, source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""calibrate --moments: the moments are those of the inputs; matrices that read the same share them; runs continue."""
+"""calibrate --moments: the moments are those of the inputs; matrices that read the same share them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from test_unfinished import TEXT
 
 from pqweights.errors import SourceError
 from pqweights.planning.awq import open_awq
@@ -27,6 +26,7 @@ from pqweights.quality.measure.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions
 
 WINDOW, WINDOWS = 64, 16
+TEXT = " ".join(f"w{number}" for number in np.random.default_rng(11).integers(0, 500, 1100))
 Inputs = dict[str, np.ndarray[Any, Any]]
 
 
@@ -162,7 +162,7 @@ def test_several_runs_of_the_model_give_the_bytes_of_one(
 def test_one_pass_writes_scales_and_moments_into_one_file(models: dict[str, Path], tmp_path: Path) -> None:
     asked = CalibrationOptions(window=WINDOW, max_tokens=WINDOW * WINDOWS, dtype="float32")
     recipe, alone, both = (
-        parse_recipe("bits: 3", "three"),
+        parse_recipe("bits: 3\nrules: [{role: [mlp, embedding, lm_head], keep: true}]", "three"),
         tmp_path / "alone.safetensors",
         tmp_path / "both.safetensors",
     )

@@ -490,7 +490,7 @@ def test_non_finite_activations_are_named(value: float, tmp_path: Path) -> None:
     for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
         found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
         assert best is None
-        assert "--dtype float32" in found.reason
+        assert "`dtype` float32" in found.reason
 
 
 def test_non_finite_weights_are_named(tmp_path: Path) -> None:

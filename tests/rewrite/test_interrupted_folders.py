@@ -32,7 +32,6 @@ def folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         ("push", "me/model"),
         ("push", "me/model", "--dry-run"),
         ("plan",),
-        ("inspect", "--distribution"),
         ("quantize", "OUT"),
         ("export", "OUT", "--target", "bf16"),
     ],

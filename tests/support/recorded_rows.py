@@ -14,7 +14,6 @@ class RecordedRows:
     """along_rows: by matrix, whether the model stores the matrix as [N, K]."""
 
     def __init__(self) -> None:
-        self.windows = 0
         self.along_rows: dict[MatrixId, bool] = {}
         self._rows: dict[tuple[MatrixId, bool], list[npt.NDArray[np.float32]]] = {}
 

@@ -1,1 +1,1 @@
-"""Evaluation of models on a text: perplexity, distance from a reference, and speed."""
+"""Evaluation of models on a text: perplexity, and distance from a reference."""

@@ -13,7 +13,6 @@ from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.cached import MEASURED_QUERIES, CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import (
-    AUTO,
     Model,
     check_options,
     check_packed,
@@ -24,12 +23,11 @@ from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabular
 from pqweights.options import path_of
 from pqweights.quality.evaluate.protocol import Scores, Windows, compare
 from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
-from pqweights.quality.evaluate.speed import Speed, measure_speed
 from pqweights.quality.options import EvaluationOptions, TextOptions
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
-# Called with the steps done, the steps in all (windows of all models, runs for speed), and what is being done.
+# Called with the windows done, the windows of all models, and what is being done.
 Progress = Callable[[int, int, str], None]
 
 
@@ -66,25 +64,17 @@ class _EvaluationJob:
         """The folders of the models that are not the reference."""
         return self.folders if self.base is None else self.folders[1:]
 
-    @property
-    def scoring_steps(self) -> int:
-        """How many windows all models compute together."""
-        return len(self.starts) * len(self.compared) * max(1, len(self.options.kv_caches))
-
     def report(self, done: int, what: str) -> None:
-        """Report progress after `done` steps."""
-        self.progress(done, self.scoring_steps + (len(self.folders) if self.options.speed else 0), what)
-
-    def is_packed(self, folder: Folder) -> bool:
-        """Whether a folder is computed with packed weights."""
-        return self.options.packed and folder is not self.base
+        """Report progress after `done` windows."""
+        total = len(self.starts) * len(self.compared) * max(1, len(self.options.kv_caches))
+        self.progress(done, total, what)
 
     def open(self, folder: Folder, done: int) -> Model:
-        """Load a model."""
+        """Load a model; the reference is never packed."""
         self.report(done, f"loading {folder.path}")
-        dtype = self.options.dtype or "float32"
+        packed = self.options.packed and folder is not self.base
         with slow_step(f"loading {folder.path}"):
-            return open_model(folder.path, device=self.device, dtype=dtype, packed=self.is_packed(folder))
+            return open_model(folder.path, device=self.device, dtype=self.options.dtype, packed=packed)
 
 
 def evaluate(
@@ -105,9 +95,6 @@ def evaluate(
     with slow_step("reading the text with transformers"):
         job = _prepare(models, text, options, progress=progress)
     rows = _score_all(job)
-    if options.speed:
-        speeds = {str(folder.path): _measure_speed(job, number) for number, folder in enumerate(job.folders)}
-        rows = [replace(row, speed=speeds[row.model]) for row in rows]
     return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
 
 
@@ -117,10 +104,6 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
         raise EvaluationError("expected at least one model, found none")
     for spec in options.kv_caches:
         check_spec(spec)
-    if options.kv_caches and options.speed:
-        raise EvaluationError(
-            "`speed`: it measures models as they are; pqweights generate with `kv_cache` prints its speed"
-        )
     compared = [read_model(path) for path in models]
     base = [] if options.reference is None else [read_model(Path(options.reference))]
     folders = [*base, *compared]
@@ -170,7 +153,7 @@ def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[ModelSc
 def _row(
     job: _EvaluationJob, folder: Folder, model: Model, scores: Scores, *, kv_cache: CacheFigures | None = None
 ) -> ModelScores:
-    """Return the row of a model in the report, without its speed."""
+    """Return the row of a model in the report."""
     return ModelScores(
         model=str(folder.path),
         runtime=model.runtime,
@@ -213,14 +196,6 @@ def _score_caches(
     return rows
 
 
-def _measure_speed(job: _EvaluationJob, number: int) -> Speed:
-    """Measure the speed of one of the models."""
-    folder = job.folders[number]
-    job.report(job.scoring_steps + number, f"tokens per second of {folder.path}")
-    dtype, packed = job.options.dtype or AUTO, job.is_packed(folder)
-    return measure_speed(folder.path, job.ids, device=job.device, dtype=dtype, packed=packed)
-
-
 def _settings(job: _EvaluationJob) -> EvaluationSettings:
     windows, options = job.windows, job.options
     return EvaluationSettings(
@@ -232,7 +207,7 @@ def _settings(job: _EvaluationJob) -> EvaluationSettings:
         score_first=windows.score_first,
         bos=windows.bos is not None,
         scored_tokens=sum(windows.scored(start) for start in job.starts),
-        dtype=options.dtype or "float32",
+        dtype=options.dtype,
         device=job.device,
         packed=options.packed,
         reference=None if options.reference is None else str(options.reference),

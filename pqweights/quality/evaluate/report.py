@@ -21,7 +21,6 @@ from pqweights.errors import MasterError, SourceError
 from pqweights.inference.runtimes.cached import CacheFigures
 from pqweights.inference.runtimes.folders import Size
 from pqweights.quality.evaluate.protocol import Divergence, Estimate, Scores
-from pqweights.quality.evaluate.speed import Speed
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord
 
 # How the name of mlx-lm's runtime begins; it chooses its device itself.
@@ -71,7 +70,6 @@ class ModelScores:
     dtype: the dtype of the arithmetic.
     size: the size of its files.
     scores: its losses, and its divergence from the reference.
-    speed: its speed; None if it was not measured.
     kv_cache: its quantized cache of keys and values; None if they stay as they are.
     """
 
@@ -80,7 +78,6 @@ class ModelScores:
     dtype: str
     size: Size
     scores: Scores
-    speed: Speed | None = None
     kv_cache: CacheFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +97,6 @@ class ModelScores:
             "log_perplexity_change": to_json(scores.change),
             "kl": None if divergence is None else _kl_json(divergence),
             "top1_agreement": None if divergence is None else to_json(divergence.top1),
-            "speed": None if self.speed is None else self.speed.to_json(),
             "kv_cache": None if self.kv_cache is None else self.kv_cache.to_json(),
         }
 

@@ -2,7 +2,7 @@
 
 transformers runs the model. Products of activations with a parameter, or with matrices of a stack of experts, are
 recorded where torch computes them (see _PRODUCTS), so no architecture needs a rule of its own. What is kept of them is
-up to the recorder (inputs.py).
+up to the recorder (collecting.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pqweights.errors import SourceError
+from pqweights.inference.runtimes.packages import Refused
 
 MatrixId = tuple[str, int | None]  # a parameter of the model, and the number of a matrix if it is a stack
 
@@ -45,9 +47,7 @@ class TextWindow:
 
 
 class Recorder(Protocol):
-    """What `watch` hands the inputs of matrices to. windows: how many windows of the text it has."""
-
-    windows: int
+    """What `watch` hands the inputs of matrices to."""
 
     def add(self, matrix_id: MatrixId, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
         """Take the inputs [..., K] of a matrix; along_rows: whether the model stores it as [N, K]."""
@@ -57,9 +57,9 @@ class Recorder(Protocol):
 class _Watch(TorchFunctionMode):
     """Records the activations in every product with a parameter of the module that computes it."""
 
-    def __init__(self, names: Mapping[int, str], activations: Recorder) -> None:
+    def __init__(self, names: Mapping[int, str], recorder: Recorder) -> None:
         super().__init__()
-        self._names, self._activations = names, activations
+        self._names, self._recorder = names, recorder
         self._modules: list[torch.nn.Module] = []
         self.window, self.held_back = 0, False
 
@@ -92,7 +92,7 @@ class _Watch(TorchFunctionMode):
                 inputs = [] if parameter is None else _inputs_of_matrices(values, weight, parameter)
                 for number, rows in inputs:
                     matrix_id = (f"{self._names[id(module)]}.{own}".lstrip("."), number)
-                    self._activations.add(
+                    self._recorder.add(
                         matrix_id, rows, along_rows=along_rows, window=self.window, held_back=self.held_back
                     )
                 if inputs:
@@ -124,28 +124,34 @@ def _inputs_of_matrices(
 
 
 def watch(
-    model: Any, windows: Sequence[TextWindow], activations: Recorder, *, progress: Callable[[int, int], None]
+    model: Any,
+    windows: Sequence[TextWindow],
+    recorder: Recorder,
+    *,
+    source: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Run the model over the windows of token ids that `activations` does not have yet, and record the inputs there.
+    """Run the model over the windows of token ids, and record the inputs.
 
-    progress: called with the windows done and the windows in all. Raises SourceError if the model does not take text.
+    source: the folder of the model, for messages
+    progress: called with the windows done and the windows in all
+
+    Raises SourceError if the model does not take text, or if transformers cannot run it.
     """
     embeddings = model.get_input_embeddings()
     if not isinstance(embeddings, torch.nn.Embedding):
         raise SourceError(
             f"{type(model).__name__}: expected a model that reads text, found one without an embedding of tokens"
         )
-    mode = _Watch({id(module): name for name, module in model.named_modules()}, activations)
+    mode = _Watch({id(module): name for name, module in model.named_modules()}, recorder)
     before = torch.nn.modules.module.register_module_forward_pre_hook(mode.enter)
     after = torch.nn.modules.module.register_module_forward_hook(mode.leave, always_call=True)
     try:
         device = embeddings.weight.device
-        for number in range(activations.windows, len(windows)):
-            window = windows[number]
+        for number, window in enumerate(windows):
             mode.window, mode.held_back = number, window.held_back
-            with torch.inference_mode(), mode:
+            with Refused(f"{source}: transformers cannot run this model"), torch.inference_mode(), mode:
                 model(torch.from_numpy(window.ids)[None].to(device), **_without_cache(model))
-            activations.windows = number + 1
             progress(number + 1, len(windows))
     finally:
         before.remove()

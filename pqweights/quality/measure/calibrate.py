@@ -1,8 +1,7 @@
 """Calibration: run a checkpoint over a text, and write statistics of the inputs of its matrices.
 
 They are second moments for `export --calibration`, or scales that are searched for the weights that a recipe quantizes,
-or both. collecting.py runs the model, inputs.py collects, scale_search.py searches. What is found is kept in the folder
-of unfinished.py, from which the same command continues. docs/moments.md and docs/awq.md have the methods.
+or both. collecting.py collects, scale_search.py searches. docs/moments.md and docs/awq.md have the methods.
 """
 
 from __future__ import annotations
@@ -12,53 +11,54 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import convert
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.writer import COPY_BYTES, check_free
+from pqweights.checkpoint.writer import COPY_BYTES, check_free, disk_errors
 from pqweights.common.documents import as_json
 from pqweights.common.notices import slow_step
-from pqweights.errors import RecipeError
+from pqweights.errors import EvaluationError, RecipeError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import package
 from pqweights.options import path_of
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.statistics_file import (
-    VERSION,
     InputVector,
     MomentsToWrite,
     ScalesToWrite,
     WeightInputs,
-    moments_bytes,
     open_statistics,
     write_statistics,
 )
-from pqweights.quality.measure.collecting import Collection, Layout, ModelRun, find_layout, keep_moments
-from pqweights.quality.measure.layer_search import LayerReport, layer_from_record, layer_to_record, search_layer
-from pqweights.quality.measure.preparation import LoadedModel, TextWindows, plan_original, text_windows, window_size
-from pqweights.quality.measure.scale_search import FEWEST_WINDOWS
-from pqweights.quality.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.quality.measure.preparation import (
+    TextWindows,
+    load_model,
+    locate_weights,
+    plan_original,
+    temporary_file,
+    text_windows,
+    window_size,
+)
+from pqweights.quality.measure.scale_search import FEWEST_WINDOWS, LayerReport, search_layer
 from pqweights.quality.options import CalibrationOptions
 from pqweights.rewrite.task import usable_cores
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.inputs import VectorInputs
+    from pqweights.quality.measure.collecting import VectorInputs
 
 Floats = npt.NDArray[np.float32]
+Searched = dict[str, tuple[LayerReport, Floats | None]]  # the result of each weight and its scales [..., K], by name
 Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
 
 # Tokens that the model reads together, unless it takes fewer.
 WINDOW = 512
 # One window in this many is held back from the search, to check its result.
 HELD_BACK_OF = 4
-# The record of the layout in the journal.
-LAYOUT = "layout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,7 @@ class _CalibrationJob:
     """
 
     source: Path
+    out: Path
     checkpoint: Checkpoint
     planned: list[TensorPlan] | None
     moments: bool
@@ -155,17 +156,10 @@ def calibrate(
     """
     with slow_step("reading the text with transformers"):
         job = _prepare(source, out, text, recipe=recipe, moments=moments, options=options, progress=progress)
-    asked = inputs_of(
-        job.checkpoint,
-        recipe={"recipe": None if recipe is None else recipe.to_json(), "moments": moments, "version": VERSION},
-        text=text,
-        windows=job.text.ids,
-        dtype=options.dtype,
-        device_map=options.device_map,
-    )
-    with open_unfinished(out, asked, job.checkpoint, overwrite=options.overwrite) as work:
-        vectors, weights = _collect(job, work)
-        layers = None if job.planned is None else [layer_from_record(t.name, work.found[t.name]) for t in job.planned]
+    with temporary_file(out) as stream:
+        vectors, weights, searched = _collect(job, stream)
+        job.checkpoint.check_unchanged()
+        layers = None if job.planned is None else [searched[tensor.name] for tensor in job.planned]
         result = _result(job, vectors if moments else None, weights if moments else {}, layers)
         about = {
             **({} if recipe is None else {"recipe": recipe.to_json()}),
@@ -179,9 +173,7 @@ def calibrate(
             out,
             checkpoint=job.checkpoint.fingerprint(),
             about=about,
-            moments=MomentsToWrite(vectors=vectors, weights=weights, data=_data(work.moments, vectors))
-            if moments
-            else None,
+            moments=MomentsToWrite(vectors=vectors, weights=weights, data=_pieces(stream)) if moments else None,
             scales=None if layers is None else _scales(layers),
         )
     return result
@@ -194,15 +186,11 @@ def _scales(layers: Sequence[tuple[LayerReport, Floats | None]]) -> ScalesToWrit
     )
 
 
-def _data(path: Path, vectors: Sequence[InputVector]) -> Iterator[bytes]:
-    """Yield the moments in the work folder."""
-    left = sum(moments_bytes(vector.size, vector.held_back) for vector in vectors)
-    with open(path, "rb") as stream:
-        while left:
-            data = stream.read(min(left, COPY_BYTES))
-            assert data, "the file of the moments was cut"
-            left -= len(data)
-            yield data
+def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield what was written to a temporary file."""
+    stream.seek(0)
+    while data := stream.read(COPY_BYTES):
+        yield data
 
 
 def _result(
@@ -263,6 +251,7 @@ def _prepare(
     check_free(out, options.overwrite, kind="statistics", read=open_statistics)
     return _CalibrationJob(
         source=source,
+        out=out,
         checkpoint=checkpoint,
         planned=planned,
         moments=moments,
@@ -272,15 +261,18 @@ def _prepare(
     )
 
 
-def _collect(job: _CalibrationJob, work: Unfinished) -> tuple[list[InputVector], dict[str, WeightInputs]]:
-    """Find what `work` does not have, and keep it there; return which vectors there are, and what weights read."""
-    from pqweights.quality.measure.activations import TextWindow
+def _collect(job: _CalibrationJob, stream: IO[bytes]) -> tuple[list[InputVector], dict[str, WeightInputs], Searched]:
+    """Run the model and search; return what is known of the vectors, what weights read, and what was found for them.
 
-    model = LoadedModel(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
+    stream: where moments are written
+    """
+    from pqweights.quality.measure.activations import TextWindow
+    from pqweights.quality.measure.collecting import Collection, find_layout
+
+    model = load_model(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
     windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.text.ids)]
-    if LAYOUT not in work.found:
-        work.keep(LAYOUT, as_json(find_layout(model, job.shapes, windows[0])))
-    layout = convert(work.found[LAYOUT], Layout)
+    where = locate_weights(job.source, model, list(job.shapes))
+    layout = find_layout(model, where, job.shapes, windows[0], source=job.source)
     collection = Collection.of(layout, scales=job.planned is not None, moments=job.moments)
     names = list(layout.weights)
     # The matrices of a weight are searched together, but moments may be collected one vector at a time.
@@ -289,66 +281,68 @@ def _collect(job: _CalibrationJob, work: Unfinished) -> tuple[list[InputVector],
         units = [[vector for vector in layout.weights[name].vectors if vector is not None] for name in names]
     parts = collection.parts(units)
     vectors: list[InputVector] = []
+    searched: Searched = {}
     for number, part in enumerate(parts):
-        numbers = sorted({vector for unit in part for vector in units[unit]})
-        weights = {names[unit] for unit in part} if job.planned is not None else set()
-        missing = [tensor for tensor in job.planned or () if tensor.name in weights and tensor.name not in work.found]
-        record = f"part {number}"
-        if missing or record not in work.found:
-            collected = ModelRun(work=work, collection=collection, number=number, vectors=numbers).run(
-                model,
-                windows,
-                progress=lambda done, total, before=number: job.progress(  # type: ignore[misc]
-                    before * total + done, len(parts) * total, "running the model"
-                ),
-            )
-            if number == len(parts) - 1:
-                model.free()
-            if record not in work.found:
-                work.keep(record, {"vectors": _written(job, work, collected, layout=layout, before=vectors)})
-            _search_all(job, missing, work=work, reads=layout.weights, collected=collected)
-        vectors += [InputVector(**entry) for entry in work.found[record]["vectors"]]
-    left = [tensor for tensor in job.planned or () if tensor.name not in work.found]
-    _search_all(job, left, work=work, reads=layout.weights, collected={})
-    return vectors, layout.weights
+        collected = collection.run(
+            model,
+            windows,
+            sorted({vector for unit in part for vector in units[unit]}),
+            source=job.source,
+            beside=job.out,
+            progress=lambda done, total, before=number: job.progress(  # type: ignore[misc]
+                before * total + done, len(parts) * total, "running the model"
+            ),
+        )
+        job.checkpoint.check_unchanged()
+        if number == len(parts) - 1:
+            model = None  # its memory is free for the search
+        if job.moments:
+            new = {vector: collected[vector] for vector in collected if vector >= len(vectors)}
+            _write_moments(new, stream, out=job.out, names=[name for name, _ in layout.places])
+            vectors += [vector.about for vector in new.values()]
+        if job.planned is not None:
+            here = {names[unit] for unit in part}
+            planned = [tensor for tensor in job.planned if tensor.name in here]
+            searched |= _search_all(job, planned, reads=layout.weights, collected=collected)
+    left = [tensor for tensor in job.planned or () if tensor.name not in layout.weights]
+    return vectors, layout.weights, searched | _search_all(job, left, reads={}, collected={})
 
 
-def _written(
-    job: _CalibrationJob,
-    work: Unfinished,
-    collected: Mapping[int, VectorInputs],
-    *,
-    layout: Layout,
-    before: Sequence[InputVector],
-) -> list[dict[str, Any]]:
-    """Write the moments of the vectors that no earlier part has, and return what is known of them, as JSON."""
-    if not job.moments:
-        return []
-    new = {number: vector for number, vector in collected.items() if number >= len(before)}
-    known = sum(moments_bytes(vector.size, vector.held_back) for vector in before)
-    return [as_json(vector) for vector in keep_moments(work, new, layout, known=known)]
+def _write_moments(vectors: Mapping[int, VectorInputs], stream: IO[bytes], *, out: Path, names: Sequence[str]) -> None:
+    """Write the moments of vectors to a temporary file.
+
+    out: the file of the result, for messages
+    names: the parameter at which each vector was collected, by number
+
+    Raises EvaluationError if one is not finite, OutputError.
+    """
+    for number, vector in vectors.items():
+        for values in vector.moments():
+            if not np.isfinite(values).all():
+                raise EvaluationError(f"the inputs of {names[number]} are not finite; try `dtype` float32")
+            with disk_errors(out):
+                stream.write(np.ascontiguousarray(values).data)
 
 
 def _search_all(
     job: _CalibrationJob,
     planned: Sequence[TensorPlan],
     *,
-    work: Unfinished,
     reads: Mapping[str, WeightInputs],
     collected: Mapping[int, VectorInputs],
-) -> None:
-    """Search weights in threads, each of which keeps what it found; the first error stops the search."""
+) -> Searched:
+    """Search weights in threads; the first error stops the search."""
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
+    searched: Searched = {}
     pool = ThreadPoolExecutor(job.options.threads or usable_cores())
-
-    def search_one(plan: TensorPlan) -> None:
-        layer, scales = search_layer(plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
-        work.keep(plan.name, layer_to_record(layer, scales))
-
     try:
-        results = [pool.submit(search_one, plan) for plan in planned]
-        for number, result in enumerate(results):
-            result.result()
-            job.progress(number + 1, len(results), planned[number].name)
+        results = [
+            pool.submit(search_layer, plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
+            for plan in planned
+        ]
+        for number, (plan, result) in enumerate(zip(planned, results, strict=True)):
+            searched[plan.name] = result.result()
+            job.progress(number + 1, len(results), plan.name)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+    return searched

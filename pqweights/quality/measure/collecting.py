@@ -1,33 +1,34 @@
-"""The runs of the model in a calibration: what each collects of the inputs, within the room that there is.
+"""What a calibration collects of the inputs of matrices while a model reads a text, with some rows that are held back.
 
-Everything is collected in one pass over the text. If the moments or samples of all vectors would take too much room,
-the model runs several times, each time for a part of the vectors. What a run has collected is saved in between, so that
-an interrupted calibration continues.
+Matrices with the same inputs (q, k and v; gate and up) share one vector. They are found by what they read in the first
+window, so no architecture needs a rule of its own. One pass over the text collects everything that was asked for: the
+sum of x x', the sums of squares, and random samples of rows. If the moments or samples of all vectors would take too
+much room, the model runs several times, each time for a part of the vectors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.errors import EvaluationError
-from pqweights.inference.runtimes.packages import Refused
 from pqweights.planning.statistics_file import InputVector, WeightInputs, moments_bytes
-from pqweights.quality.measure.preparation import LoadedModel
-from pqweights.quality.measure.scale_search import FEWEST_ROWS
-from pqweights.quality.measure.unfinished import Unfinished
+from pqweights.quality.measure.activations import MatrixId, TextWindow, WeightLocation, matrix_ids, watch
+from pqweights.quality.measure.preparation import temporary_file
+from pqweights.quality.measure.scale_search import FEWEST_ROWS, Inputs
 
-if TYPE_CHECKING:
-    from pqweights.quality.measure.activations import MatrixId, TextWindow
-    from pqweights.quality.measure.inputs import SeenInputs, VectorInputs
+Floats = npt.NDArray[np.float32]
 
 # The most rows of inputs that are kept of each vector, to search on and held back; fewer of both if the disk space is
 # short.
@@ -38,10 +39,6 @@ HELD_BACK_ROWS = 512
 SAMPLE_BYTES = 8_000_000_000
 # The most memory for the moments of one run of the model, in bytes; those of a single vector may take more.
 MOMENTS_BYTES = 4_000_000_000
-# What is collected is saved while the model runs, for a run that continues this one: at most this often, and so that
-# saving takes at most this share of the time.
-SECONDS_BETWEEN_SAVES = 5.0
-SAVING_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,40 +46,76 @@ class Layout:
     """Which vectors there are: for each its K, and the matrix at which it is collected; and what each weight reads."""
 
     sizes: list[int]
-    places: list[tuple[str, int | None]]
+    places: list[MatrixId]
     weights: dict[str, WeightInputs]
 
 
-def find_layout(model: LoadedModel, shapes: Mapping[str, tuple[int, ...]], window: TextWindow) -> Layout:
-    """Find out which matrices of some weights read the same in a window. shapes: those of the weights, by name"""
-    from pqweights.quality.measure.activations import matrix_ids, watch
-    from pqweights.quality.measure.inputs import SeenInputs
+class _SeenInputs:
+    """What each matrix reads in a window, to find which ones read the same."""
 
-    where = model.locate(list(shapes))
-    seen = SeenInputs()
-    loaded = model.get()
-    with Refused(model.cannot_run):
-        watch(loaded, [window], seen, progress=lambda done, total: None)
+    def __init__(self) -> None:
+        # By matrix: K, whether the model stores the matrix as [N, K], and a digest of its inputs.
+        self.matrices: dict[MatrixId, tuple[int, bool, Any]] = {}
+        self._rows: Counter[MatrixId] = Counter()
+
+    def add(self, matrix_id: MatrixId, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Add inputs [..., K] to the digest of a matrix."""
+        rows = values.detach().reshape(-1, values.shape[-1]).float().cpu().numpy()
+        if not len(rows):
+            return
+        self._rows[matrix_id] += len(rows)
+        if matrix_id not in self.matrices:
+            self.matrices[matrix_id] = rows.shape[1], along_rows, hashlib.sha256()
+        self.matrices[matrix_id][2].update(np.ascontiguousarray(rows).tobytes())
+
+    def key(self, matrix_id: MatrixId) -> tuple[object, ...] | None:
+        """Return what is equal for matrices that read the same; None for a matrix that read nothing.
+
+        Experts may have read the same few tokens by chance: matrices that did not read every token must also be of the
+        same expert, by its number or by the module that holds it.
+        """
+        seen = self.matrices.get(matrix_id)
+        if seen is None:
+            return None
+        name, number = matrix_id
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        every_token = self._rows[matrix_id] == max(self._rows.values())
+        expert = () if every_token and number is None else (number, None if number is not None else module)
+        return seen[0], seen[2].hexdigest(), expert
+
+
+def find_layout(
+    model: Any,
+    where: Mapping[str, WeightLocation],
+    shapes: Mapping[str, tuple[int, ...]],
+    window: TextWindow,
+    *,
+    source: Path,
+) -> Layout:
+    """Find out which matrices of some weights read the same in a window.
+
+    where: the places of the weights in the model, by name
+    shapes: their shapes
+    source: the folder of the model, for messages
+    """
+    seen = _SeenInputs()
+    watch(model, [window], seen, source=source)
     layout = Layout(sizes=[], places=[], weights={})
     known: dict[Any, int] = {}
     for name, location in where.items():
         matrices = matrix_ids(shapes[name], location)
-        stored = _stored(matrices, seen)
+        # The model stores all matrices of a stack alike; it may multiply by none of them.
+        stacks = {stack for stack, _ in matrices}
+        stored = next((stored for (stack, _), stored in seen.matrices.items() if stack in stacks), None)
         if stored is None:
             continue
-        size, along_rows = stored
+        size, along_rows, _ = stored
         vectors = tuple(_numbered(matrix_id, size, seen, known=known, layout=layout) for matrix_id in matrices)
         layout.weights[name] = WeightInputs(vectors=vectors, transposed=along_rows == location.transposed)
     return layout
 
 
-def _stored(matrices: Sequence[MatrixId], seen: SeenInputs) -> tuple[int, bool] | None:
-    """Return K and whether the model stores matrices as [N, K]; None if it multiplies by none of their stack."""
-    names = {name for name, _ in matrices}
-    return next((stored[:2] for (name, _), stored in seen.found.items() if name in names), None)
-
-
-def _numbered(matrix_id: MatrixId, size: int, seen: SeenInputs, *, known: dict[Any, int], layout: Layout) -> int:
+def _numbered(matrix_id: MatrixId, size: int, seen: _SeenInputs, *, known: dict[Any, int], layout: Layout) -> int:
     """Return the number of the vector that a matrix reads, a new one unless another matrix reads the same."""
     # An expert that the first window did not reach has a vector of its own.
     for key in (matrix_id, seen.key(matrix_id)):
@@ -135,81 +168,44 @@ class Collection:
             parts[-1].append(number)
         return parts
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRun:
-    """A run of the model that collects the inputs of some vectors.
-
-    work: where what is collected is kept
-    number: which part of the vectors it is for
-    vectors: their numbers
-    """
-
-    work: Unfinished
-    collection: Collection
-    number: int
-    vectors: Sequence[int]
-
     def run(
-        self, model: LoadedModel, windows: Sequence[TextWindow], *, progress: Callable[[int, int], None]
-    ) -> Mapping[int, VectorInputs]:
-        """Return the inputs of the vectors, by number; what an interrupted run has collected is not computed again.
+        self,
+        model: Any,
+        windows: Sequence[TextWindow],
+        vectors: Sequence[int],
+        *,
+        source: Path,
+        beside: Path,
+        progress: Callable[[int, int], None],
+    ) -> dict[int, VectorInputs]:
+        """Run the model over the windows, and return the inputs of some vectors, by number.
 
+        source: the folder of the model, for messages
+        beside: a file in the folder whose disk has room for the sampled rows
         progress: called with the windows done and the windows in all
         """
-        from pqweights.quality.measure.activations import watch
-        from pqweights.quality.measure.inputs import CollectedInputs
-
-        room, is_known = self._room()
-        numbers = {self.collection.layout.places[number]: number for number in self.vectors}
-        collected = CollectedInputs(self._empty(room), numbers)
-        identity = [self.number, self.collection.rows]
-        if is_known:
-            collected.restore(self.work.state, identity)
-        due = time.monotonic() + SECONDS_BETWEEN_SAVES
-
-        def after_window(done: int, total: int) -> None:
-            nonlocal due
-            start = time.monotonic()
-            if done == total or start >= due:
-                room.flush()
-                collected.save(self.work.state, identity)
-                end = time.monotonic()
-                due = end + max(SECONDS_BETWEEN_SAVES, (end - start) / SAVING_SHARE)
-            progress(done, total)
-
-        if collected.windows < len(windows):
-            loaded = model.get()
-            with Refused(model.cannot_run):
-                watch(loaded, windows, collected, progress=after_window)
-        return collected.vectors
-
-    def _room(self) -> tuple[np.memmap[Any, np.dtype[np.float32]], bool]:
-        """Return the file of sampled rows as an array, and whether it was there. Raises OutputError."""
-        channels = sum(self.collection.layout.sizes[number] for number in self.vectors)
-        count = max(1, sum(self.collection.rows) * channels)
-        is_known = self.work.samples.exists() and self.work.samples.stat().st_size >= 4 * count
-        if not is_known:
-            with disk_errors(self.work.samples), open(self.work.samples, "wb") as stream:
-                stream.truncate(4 * count)
-                if hasattr(os, "posix_fallocate"):  # macOS has none
-                    # Room that is missing when a mapped page is written would end the process.
-                    with _ignored(errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some file systems cannot
-                        os.posix_fallocate(stream.fileno(), 0, 4 * count)
-        return np.memmap(self.work.samples, dtype=np.float32, mode="r+", shape=(count,)), is_known
-
-    def _empty(self, room: np.memmap[Any, np.dtype[np.float32]]) -> dict[int, VectorInputs]:
-        """Return the vectors without inputs, by number. room: for their sampled rows"""
-        from pqweights.quality.measure.inputs import VectorInputs
-
+        room = _room(beside, sum(self.rows) * sum(self.layout.sizes[number] for number in vectors))
         result, at = {}, 0
-        for number in self.vectors:
-            size, samples = self.collection.layout.sizes[number], []
-            for capacity in self.collection.rows:
+        for number in vectors:
+            size, samples = self.layout.sizes[number], []
+            for capacity in self.rows:
                 samples.append(room[at : at + capacity * size].reshape(capacity, size))
                 at += capacity * size
-            result[number] = VectorInputs(number, *samples, with_moments=self.collection.moments)
+            result[number] = VectorInputs(number, *samples, with_moments=self.moments)
+        recorder = Collector({self.layout.places[number]: vector for number, vector in result.items()})
+        watch(model, windows, recorder, source=source, progress=progress)
         return result
+
+
+def _room(beside: Path, count: int) -> np.memmap[Any, np.dtype[np.float32]]:
+    """Return room for numbers in a temporary file, [count] f32. Raises OutputError."""
+    with disk_errors(beside), temporary_file(beside) as stream:
+        stream.truncate(4 * max(1, count))
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            # Room that is missing when a mapped page is written would end the process.
+            with _ignored(errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some file systems cannot
+                os.posix_fallocate(stream.fileno(), 0, 4 * max(1, count))
+        return np.memmap(stream, dtype=np.float32, mode="r+", shape=(max(1, count),))
 
 
 @contextlib.contextmanager
@@ -222,24 +218,100 @@ def _ignored(*numbers: int) -> Iterator[None]:
             raise
 
 
-def keep_moments(
-    work: Unfinished, vectors: Mapping[int, VectorInputs], layout: Layout, *, known: int
-) -> list[InputVector]:
-    """Write moments behind those that the file in the work folder has, and return what is known of the vectors.
+class Sample:
+    """A random sample of rows; every row that was offered is kept with the same chance (reservoir sampling).
 
-    known: the size of what the file has
-
-    Raises EvaluationError if one is not finite.
+    room: where the rows are kept, [capacity, K] f32
+    seed: the seed of the choice
     """
-    with disk_errors(work.moments), open(work.moments, "ab") as stream:
-        stream.truncate(known)
-        for number, vector in vectors.items():
-            for values in vector.moments():
-                if not np.isfinite(values).all():
-                    raise EvaluationError(
-                        f"the inputs of {layout.places[number][0]} are not finite; try `dtype` float32"
-                    )
-                stream.write(np.ascontiguousarray(values).data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return [vector.about for vector in vectors.values()]
+
+    def __init__(self, room: Floats, seed: int | tuple[int, ...]) -> None:
+        self._room, self._random, self.seen = room, np.random.default_rng(seed), 0
+        self._windows = np.zeros(len(room), dtype=np.int64)
+
+    def add(self, rows: Floats, window: int) -> None:
+        """Offer rows [n, K] of a window."""
+        capacity = len(self._room)
+        numbers = np.arange(self.seen, self.seen + len(rows))
+        into = np.where(numbers < capacity, numbers, self._random.integers(0, numbers + 1))
+        self.seen += len(rows)
+        for row in np.flatnonzero(into < capacity):
+            self._room[into[row]], self._windows[into[row]] = rows[row], window
+
+    @property
+    def rows(self) -> Floats:
+        """The rows that are kept, [rows, K]."""
+        return self._room[: self.seen]
+
+    @property
+    def windows(self) -> npt.NDArray[np.int64]:
+        """The number of the window that each kept row comes from, [rows]."""
+        return self._windows[: self.seen]
+
+
+class VectorInputs:
+    """The inputs of one vector.
+
+    number: that of the vector, from which the samples are seeded
+    rows, held_back: the room for samples of rows and of rows held back, [capacity, K] f32; no sums of squares are kept
+        if there is no room for rows
+    with_moments: whether the sum of x x' is kept
+    """
+
+    def __init__(self, number: int, rows: Floats, held_back: Floats, *, with_moments: bool) -> None:
+        size = rows.shape[1]
+        self._rows, self._held_back, self._tokens = Sample(rows, (number, 1)), Sample(held_back, number), 0
+        self._squares = np.zeros(size if len(rows) else 0, dtype=np.float64)
+        self._sum = torch.zeros((size, size) if with_moments else (0, 0), dtype=torch.float32)
+        self._size = size
+
+    def add(self, rows: torch.Tensor, *, window: int, held_back: bool) -> None:
+        """Add rows [n, K] f32 of a window."""
+        if held_back:
+            self._held_back.add(rows.cpu().numpy(), window)
+            return
+        self._tokens += len(rows)
+        if len(self._sum):
+            self._sum = self._sum.to(rows.device).addmm_(rows.T, rows)
+        if len(self._squares):
+            values = rows.cpu().numpy()
+            self._rows.add(values, window)
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
+
+    def inputs(self) -> Inputs | None:
+        """Return what scales are searched on; None if there were no inputs."""
+        if not self._tokens and not self._held_back.seen:
+            return None
+        return Inputs(
+            tokens=self._tokens,
+            rms=np.sqrt(self._squares / max(self._tokens, 1)).astype(np.float32),
+            rows=np.array(self._rows.rows),
+            held_back=np.array(self._held_back.rows),
+            windows=self._held_back.windows,
+        )
+
+    @property
+    def about(self) -> InputVector:
+        """What the file says of the vector."""
+        windows = self._held_back.windows
+        return InputVector(
+            size=self._size, tokens=self._tokens, held_back=len(windows), windows=len(np.unique(windows))
+        )
+
+    def moments(self) -> tuple[Floats, Floats]:
+        """Return the moments [K, K], which are zeros if there was no token, and the rows held back."""
+        return (self._sum / max(self._tokens, 1)).cpu().numpy(), self._held_back.rows
+
+
+class Collector:
+    """A recorder for vectors, each of which is collected at one of the matrices that read it."""
+
+    def __init__(self, vectors: Mapping[MatrixId, VectorInputs]) -> None:
+        self._vectors = vectors
+
+    def add(self, matrix_id: MatrixId, values: torch.Tensor, *, along_rows: bool, window: int, held_back: bool) -> None:
+        """Collect the inputs [..., K] of a matrix."""
+        vector = self._vectors.get(matrix_id)
+        if vector is not None:
+            vector.add(values.detach().reshape(-1, values.shape[-1]).float(), window=window, held_back=held_back)

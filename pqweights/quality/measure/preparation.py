@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.writer import disk_errors
 from pqweights.common.notices import slow_step
 from pqweights.common.units import counted
 from pqweights.errors import EvaluationError, RecipeError, SourceError
@@ -53,6 +55,12 @@ def window_size(folder: Folder, asked: int | None, default: int) -> int:
     return size
 
 
+def temporary_file(beside: Path) -> IO[bytes]:
+    """Open a file without a name, beside another one; it is gone when it is closed, or when its process is killed."""
+    with disk_errors(beside):
+        return tempfile.TemporaryFile(dir=beside.absolute().parent)
+
+
 class TextWindows(NamedTuple):
     """The windows of a text.
 
@@ -96,43 +104,23 @@ def text_windows(
     return TextWindows([with_bos(piece, encoded.bos) for piece in pieces], encoded.bos is not None)
 
 
-class LoadedModel:
-    """The model of a measurement, which is loaded when it is first needed: perhaps never in a run that is continued.
+def load_model(source: Path, *, dtype: str, device_map: str | None) -> Any:
+    """Load the model of a checkpoint. dtype, device_map: as in CalibrationOptions
 
-    source: its folder
-    dtype, device_map: as in CalibrationOptions
+    Raises SourceError if it lacks weights: its activations would be those of random ones.
     """
+    from pqweights.integrations.transformers import load
 
-    def __init__(self, source: Path, *, dtype: str, device_map: str | None) -> None:
-        self.source, self._dtype, self._device_map, self._model = source, dtype, device_map, None
+    with slow_step(f"loading {source}"), Refused(f"{source}: transformers cannot run this model"), quiet():
+        loaded = load(source, dtype=dtype, device_map=device_map, experts_implementation="eager")
+    name = type(loaded.model).__name__
+    check_loaded(source, name, missing=loaded.missing, unexpected=loaded.unexpected)
+    return loaded.model
 
-    @property
-    def cannot_run(self) -> str:
-        """How messages about a model that transformers refuses begin."""
-        return f"{self.source}: transformers cannot run this model"
 
-    def get(self) -> Any:
-        """Return the model. Raises SourceError if it lacks weights: its activations would be those of random ones."""
-        from pqweights.integrations.transformers import load
+def locate_weights(source: Path, model: Any, names: Sequence[str]) -> dict[str, WeightLocation]:
+    """Return where tensors of a checkpoint are in the model that was loaded from it."""
+    from pqweights.quality.measure.activations import locate
 
-        if self._model is None:
-            with slow_step(f"loading {self.source}"), Refused(self.cannot_run), quiet():
-                loaded = load(
-                    self.source, dtype=self._dtype, device_map=self._device_map, experts_implementation="eager"
-                )
-            name = type(loaded.model).__name__
-            check_loaded(self.source, name, missing=loaded.missing, unexpected=loaded.unexpected)
-            self._model = loaded.model
-        return self._model
-
-    def locate(self, names: Sequence[str]) -> dict[str, WeightLocation]:
-        """Return where tensors of the checkpoint are in the model."""
-        from pqweights.quality.measure.activations import locate
-
-        model = self.get()
-        with Refused(self.cannot_run), quiet():
-            return locate(model, names)
-
-    def free(self) -> None:
-        """Free the memory of the model."""
-        self._model = None
+    with Refused(f"{source}: transformers cannot run this model"), quiet():
+        return locate(model, names)

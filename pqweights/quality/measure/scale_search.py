@@ -13,19 +13,24 @@ check encodes in any case, so that no scale is taken that only the model praises
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.scales import LARGEST_SCALE, SMALLEST_SCALE
+from pqweights.checkpoint.scales import LARGEST_SCALE, SMALLEST_SCALE, scale_shape
 from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import Coder
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import SourceError
+from pqweights.planning.plan import TensorPlan, coder_of
+from pqweights.planning.statistics_file import WeightInputs
+
+if TYPE_CHECKING:
+    from pqweights.quality.measure.collecting import VectorInputs
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -79,6 +84,35 @@ class SearchResult:
     weight_exponent: float = 0.0
     gain: float | None = None
     held_back_gain: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """The result for one weight of the plan.
+
+    name: the weight.
+    codec, bits: what the scales were searched for.
+    matrices: one result, or one for each expert.
+    """
+
+    name: str
+    codec: str
+    bits: float
+    matrices: tuple[SearchResult, ...]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether any of its matrices gets scales."""
+        return any(matrix.scaled for matrix in self.matrices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the weight in the metadata of the file."""
+        return {
+            "codec": self.codec,
+            "bits": self.bits,
+            "scaled": self.scaled,
+            "matrices": [vars(matrix) for matrix in self.matrices],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +171,40 @@ class Matrix:
             yield self.read(first, min(step, self.rows - first))
 
 
+def search_layer(
+    planned: TensorPlan,
+    tensor: LogicalTensor,
+    *,
+    reads: WeightInputs | None,
+    collected: Mapping[int, VectorInputs],
+) -> tuple[LayerReport, Floats | None]:
+    """Search the scales of one weight; return its report, and its scales [..., K] or None.
+
+    reads: what its matrices read; None if the model was not seen to multiply by them
+    collected: the inputs of vectors, by number
+    """
+    coder, shape = coder_of(planned), planned.shape
+
+    def report(*results: SearchResult) -> LayerReport:
+        return LayerReport(name=planned.name, codec=coder.codec, bits=coder.bits, matrices=results)
+
+    if len(shape) not in (2, 3) or not planned.weights:
+        reason = f"expected a matrix or a stack of them, found shape {list(shape)}"
+        return report(SearchResult(scaled=False, reason=reason, tokens=0)), None
+    count, block_size = math.prod(shape[:-2]), CODECS[coder.codec].block_size
+    vectors = (None,) * count if reads is None else reads.vectors
+    results, scales = [], np.ones((count, shape[-1]), dtype=np.float32)
+    for number, vector in enumerate(vectors):
+        weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=block_size)
+        inputs = None if vector is None else collected[vector].inputs()
+        result, best = search(coder, weight, inputs, transposed=reads is not None and reads.transposed)
+        results.append(result)
+        if best is not None:
+            scales[number] = best
+    layer = report(*results)
+    return layer, scales.reshape(scale_shape(shape)) if layer.scaled else None
+
+
 def search(
     coder: Coder, weight: Matrix, inputs: Inputs | None, *, transposed: bool = False
 ) -> tuple[SearchResult, Floats | None]:
@@ -153,10 +221,10 @@ def search(
     if inputs is None or why_not:
         return SearchResult(scaled=False, reason=why_not, tokens=tokens), None
     sample = weight.sample()
-    channels = _Channels(_logarithms(inputs.rms), _logarithms(_rms(sample)))
+    of_inputs, of_weights = _logarithms(inputs.rms), _logarithms(_rms(sample))
 
     def error(a: float, b: float) -> float:
-        return expected_error(coder, sample, channels.scales(a, b), inputs.rows)
+        return expected_error(coder, sample, _as_stored(a * of_inputs - b * of_weights), inputs.rows)
 
     plain = error(0.0, 0.0)
     if plain == 0.0:
@@ -166,7 +234,7 @@ def search(
     if not gain >= SMALLEST_GAIN:
         reason = f"no scale gains {SMALLEST_GAIN:.0%}"
         return SearchResult(scaled=False, reason=reason, tokens=tokens, gain=gain), None
-    best = channels.scales(a, b)
+    best = _as_stored(a * of_inputs - b * of_weights)
     held_back_gain, reason = _check(coder, weight, scales=best, inputs=inputs)
     result = SearchResult(
         scaled=not reason,
@@ -178,17 +246,6 @@ def search(
         held_back_gain=held_back_gain,
     )
     return result, best if result.scaled else None
-
-
-class _Channels(NamedTuple):
-    """The logarithms of the sizes of each channel, around 0: of the inputs and of the weights, [K] f32."""
-
-    inputs: Floats
-    weights: Floats
-
-    def scales(self, a: float, b: float) -> Floats:
-        """Return rms(x)^a / rms(w)^b, [K], as float16 holds it."""
-        return _as_stored(a * self.inputs - b * self.weights)
 
 
 def _check(coder: Coder, weight: Matrix, *, scales: Floats, inputs: Inputs) -> tuple[float, str]:
@@ -223,7 +280,7 @@ def _why_not(weight: Matrix, inputs: Inputs | None, transposed: bool) -> str:
     if not weight.begins_with_a_block:
         return "it shares blocks with the next matrix of the stack"
     if not all(np.isfinite(values).all() for values in (inputs.rms, inputs.rows, inputs.held_back)):
-        return "its inputs are not finite; try --dtype float32"
+        return "its inputs are not finite; try `dtype` float32"
     return ""
 
 

@@ -36,8 +36,14 @@ from pqweights.planning.sensitivity_file import (
     read_sensitivity,
     write_sensitivity,
 )
-from pqweights.quality.measure.preparation import LoadedModel, TextWindows, plan_original, text_windows, window_size
-from pqweights.quality.measure.unfinished import Unfinished, inputs_of, open_unfinished
+from pqweights.quality.measure.preparation import (
+    TextWindows,
+    load_model,
+    locate_weights,
+    plan_original,
+    text_windows,
+    window_size,
+)
 from pqweights.quality.options import SensitivityOptions
 
 # Relative squared errors: about those of 5, 4 and 3 bits, and one in between.
@@ -108,7 +114,7 @@ def measure_sensitivity(
     """Run a checkpoint once for each level of noise in each group of the weights that a recipe quantizes.
 
     text: what the model reads; by default tokens are drawn uniformly from the vocabulary, the same on every machine.
-    out: the file for the sensitivities, beside which an interrupted run keeps what it has measured
+    out: the file for the sensitivities
 
     The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
     MissingDependencyError.
@@ -118,51 +124,40 @@ def measure_sensitivity(
     with slow_step("loading transformers"):
         _torch()
     windows = _windows(source, options, text)
-    inputs = inputs_of(
-        checkpoint,
-        recipe=recipe.to_json(),
-        text=text,
-        windows=windows.ids,
-        dtype=options.dtype,
-        device_map=options.device_map,
-    )
-    with open_unfinished(out, inputs, checkpoint, overwrite=options.overwrite) as work:
-        model = LoadedModel(source, dtype=options.dtype, device_map=options.device_map)
-        groups = tuple(_measure(model, checkpoint, planned, windows=windows, work=work, progress=progress))
-        checkpoint.check_unchanged()
-        result = Sensitivity(checkpoint=checkpoint.fingerprint(), method=_method(text, windows, options), groups=groups)
-        write_sensitivity(out, result)
+    groups = tuple(_measure(source, checkpoint, planned, windows=windows, options=options, progress=progress))
+    checkpoint.check_unchanged()
+    result = Sensitivity(checkpoint=checkpoint.fingerprint(), method=_method(text, windows, options), groups=groups)
+    write_sensitivity(out, result)
     return result
 
 
 def _measure(
-    loaded: LoadedModel,
+    source: Path,
     checkpoint: Checkpoint,
     planned: Sequence[TensorPlan],
     *,
     windows: TextWindows,
-    work: Unfinished,
+    options: SensitivityOptions,
     progress: Progress,
 ) -> Iterator[Measured]:
-    """Yield what was measured for each group; groups that `work` does not have are measured, and kept there."""
-    model, where = loaded.get().eval(), loaded.locate([tensor.name for tensor in planned])
+    """Yield what was measured for each group."""
+    model = load_model(source, dtype=options.dtype, device_map=options.device_map).eval()
+    where = locate_weights(source, model, [tensor.name for tensor in planned])
     if model.get_output_embeddings() is None:
         raise SourceError(
-            f"{loaded.source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
+            f"{source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
         )
     groups = groups_of(checkpoint, [(tensor.name, tensor.role) for tensor in planned if tensor.name in where])
     if not groups:
-        raise SourceError(f"{loaded.source}: transformers loads none of the weights that the recipe quantizes")
-    runner = _Runner(loaded.source, model, windows.ids)
+        raise SourceError(f"{source}: transformers loads none of the weights that the recipe quantizes")
+    runner = _Runner(source, model, windows.ids)
     block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     for number, (name, weights) in enumerate(groups.items()):
-        if name not in work.found:
-            progress(number, len(groups), name)
-            noise = {
-                where[weight].matrix_id[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
-            }
-            work.keep(name, {"points": runner.divergences(name, noise)})
-        points = tuple((t2, kl) for t2, kl in work.found[name]["points"])
+        progress(number, len(groups), name)
+        noise = {
+            where[weight].matrix_id[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
+        }
+        points = tuple(runner.divergences(name, noise))
         yield Measured(name=name, weights=tuple(weights), alpha=max(0.0, fitted_alpha(points)), points=points)
     progress(len(groups), len(groups), "")
 

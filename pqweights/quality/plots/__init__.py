@@ -1,1 +1,0 @@
-"""Plots as PNG or SVG files. matplotlib is imported only when one is drawn."""
