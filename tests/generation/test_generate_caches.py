@@ -147,9 +147,9 @@ def test_hybrid_models_generate_through_transformers(tmp_path: Path) -> None:
 def test_json_has_the_figures(work: Path) -> None:
     found = answer("generate", work / "chat", "-p", PROMPT, "--max-tokens", TOKENS, "--kv-cache", "hadamard:4")
     figures = found["kv_cache"]
-    assert figures.keys() == {"spec", "tokens", "bits_per_coordinate", "bytes_per_token", "attention_error"}
+    assert figures.keys() == {"spec", "tokens", "bits_per_coordinate", "bytes_per_token"}
     assert (figures["spec"], figures["tokens"]) == ("hadamard:4", found["prompt_tokens"] + TOKENS - 1)
-    assert 4 < figures["bits_per_coordinate"] < 16 and figures["attention_error"] is None
+    assert 4 < figures["bits_per_coordinate"] < 16
     # Keys and values of one layer with one head of 192 coordinates.
     assert figures["bytes_per_token"] == pytest.approx(figures["bits_per_coordinate"] / 8 * 384)
     assert answer("generate", work / "chat", "-p", "A", "--max-tokens", 2)["kv_cache"] is None

@@ -18,7 +18,7 @@ from pqweights.inference.kv import cache as module
 from pqweights.inference.kv.cache import KVCache, kv_cache
 from pqweights.inference.kv.layer import PackedHybridLayer, PackedLayer
 
-SPECS = ("klt:4", "hadamard:4", "polar", "polar:online", "polar-rope:residual=0", "polar-rope")
+SPECS = ("klt:4", "hadamard:4", "polar", "polar-rope:residual=0", "polar-rope")
 FAMILIES = ("llama", "gemma3", "qwen3_5", "falcon_h1")
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import pqweights
 from pqweights.inference.kv import bases as module
-from pqweights.inference.kv import klt
 from pqweights.inference.kv.bases import LEAST_SHARE, model_bases
 from pqweights.inference.kv.cache import kv_cache
 from pqweights.inference.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
@@ -235,24 +234,3 @@ def test_packed_model_gives_nearly_the_bases_of_the_plain_one(tmp_path_factory: 
             net(prompt, past_key_values=cache)
             found.append(net(prompt[:, :3], past_key_values=cache).logits)
     assert relative_error(found[0], found[1]) < 0.01
-
-
-def test_angles_that_threads_share_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that made fewer angles may store them after each attribute that another thread reads."""
-    monkeypatch.setattr(klt, "MORE_POSITIONS", 4)
-    angles = klt._Angles((1.0, 0.5), torch.device("cpu"))
-    angles.at(0, 4)
-    fewer = dict(vars(angles))
-    angles.at(0, 64)
-    more = dict(vars(angles))
-
-    class Shared(klt._Angles):
-        def __getattribute__(self, name: str) -> object:
-            found = object.__getattribute__(self, name)
-            if name in more:
-                object.__getattribute__(self, "__dict__").update(fewer)
-            return found
-
-    angles.__class__ = Shared
-    cos, sin = angles.at(10, 50)
-    assert cos.shape == sin.shape == (50, 2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,21 +39,6 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
         turning = _turning(net, model, number, attentions[number][0])
         result[number] = _layer_bases(*attentions[number], _key_heads(model.config), turning)
     return result
-
-
-def summary(bases: dict[int, LayerBases]) -> list[float]:
-    """Return numbers that tell the weights of models apart: the mean logarithm of each layer's variances.
-
-    They depend on the machine in their last digits only; `is_same_summary` compares them.
-    """
-    both = [basis for _, layer in sorted(bases.items()) for basis in (layer.keys, layer.values)]
-    return [round(float(basis.variances.double().log().mean()), 6) for basis in both]
-
-
-def is_same_summary(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two summaries are those of the same weights, up to rounding."""
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4) for a, b in pairs)
 
 
 def _attentions(net: Any) -> Iterator[tuple[Any, Any]]:

@@ -13,7 +13,7 @@ from pqweights.inference.kv.klt import LayerBases
 from pqweights.inference.kv.model import CachedModel
 from pqweights.inference.kv.on_codes import PAST, PastOfLayer, attends_on_codes, has_kernels
 from pqweights.inference.kv.schemes import LayerModel, Scheme
-from pqweights.inference.kv.states import DecodedStates, PackedStates
+from pqweights.inference.kv.states import PackedStates
 
 
 class PackedLayer(DynamicLayer):
@@ -23,7 +23,6 @@ class PackedLayer(DynamicLayer):
     tokens; what is packed is never packed again.
 
     on_codes: whether single tokens attend on codes, through the attention of on_codes.py, where there are kernels
-    keeps_decoded: whether everything is also kept as it is decoded, see DecodedStates
     """
 
     def __init__(self, scheme: Scheme, model: CachedModel, bases: LayerBases | None) -> None:
@@ -31,7 +30,7 @@ class PackedLayer(DynamicLayer):
         self._scheme, self._model, self._bases = scheme, model, bases
         self.packed_keys: PackedStates | None = None
         self.packed_values: PackedStates | None = None
-        self.on_codes = self.keeps_decoded = False
+        self.on_codes = False
         self._past: PastOfLayer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -41,9 +40,8 @@ class PackedLayer(DynamicLayer):
             scheme.check_size(size)
         pairs = self._model.pairs_of(sizes[0])
         layer = LayerModel(key_size=sizes[0], value_size=sizes[1], pairs=pairs, bases=self._bases)
-        states = DecodedStates if self.keeps_decoded else PackedStates
         self.packed_keys, self.packed_values = (
-            states(quantizer, scheme.residual) for quantizer in scheme.quantizers(layer)
+            PackedStates(quantizer, scheme.residual) for quantizer in scheme.quantizers(layer)
         )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
