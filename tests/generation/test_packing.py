@@ -85,7 +85,7 @@ def test_needs_are_read_from_headers(folders, monkeypatch):
     [
         ("source", False, "pqweights quantize"),
         ("bf16", False, "pqweights quantize"),
-        ("t4", False, "leave out --no-packed"),
+        ("t4", False, "let them stay packed"),
         ("t4", True, "fewer bits"),
     ],
 )

@@ -111,10 +111,9 @@ def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
     if packed or folder.runtime in (MLX, LLAMA_CPP):
         remedy = "quantize it with fewer bits, or use a machine with more memory"
     elif folder.runtime == MASTER:
-        remedy = "leave out --no-packed"
+        remedy = "let them stay packed: `packed`"
     else:
-        remedy = f"quantize it and run the master packed: pqweights quantize {folder.path} MASTER, then pqweights "
-        remedy += "generate MASTER --packed"
+        remedy = f"quantize it and run the master with `packed`: pqweights quantize {folder.path} MASTER"
     raise GenerationError(
         f"{folder.path}: its weights need about {shown(needed)} of memory, and {shown(needs.free or 0)} are free; "
         f"{remedy}"
