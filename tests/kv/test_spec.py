@@ -107,9 +107,11 @@ def test_models_without_a_cache_of_keys_are_refused(spec: str) -> None:
         assert "expected a decoder with attention" in refused(spec, config)
 
 
-def test_models_with_nothing_but_sliding_windows_are_refused() -> None:
+def test_models_without_layers_of_full_attention_alone_are_refused() -> None:
     config = transformers.MistralConfig(sliding_window=16, num_hidden_layers=2)
     assert refused("polar", config).endswith("expected layers with full attention, found sliding_attention")
+    config = transformers.FalconH1Config(num_hidden_layers=2)
+    assert refused("polar", config).endswith("expected layers with full attention, found hybrid")
 
 
 def test_heads_must_fit_the_method() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
-from pqweights.inference.kv.model import FULL, HYBRID, CachedModel
+from pqweights.inference.kv.model import FULL, CachedModel
 from pqweights.inference.kv.polar_rope import RopePairs
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
@@ -27,7 +27,7 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
     Raises OptionError for a model whose attention is not made of four projections.
     """
     modules = list(_attentions(net))
-    numbers = [number for number, layer_type in enumerate(model.layers) if layer_type in (FULL, HYBRID)]
+    numbers = [number for number, layer_type in enumerate(model.layers) if layer_type == FULL]
     attentions = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
     result = {}
     for number in numbers:

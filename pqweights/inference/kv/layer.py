@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases
@@ -131,35 +131,3 @@ class PackedLayer(DynamicLayer):
         if self.is_initialized:
             for states in self.states:
                 states.replace_tensors(change)
-
-
-def _both(name: str) -> Any:
-    """Return a method that calls those with this name of the attention and of the recurrent state."""
-
-    def method(layer: Any, *args: Any) -> None:
-        for of_layer in (LinearAttentionLayer, PackedLayer):
-            getattr(of_layer, name)(layer, *args)
-
-    return method
-
-
-class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
-    """A layer with full attention and a recurrent state beside it, of which only keys and values are packed."""
-
-    is_compileable = False
-
-    def __init__(
-        self, scheme: Scheme, model: CachedModel, bases: LayerBases | None, *, number_of_states: int = 1
-    ) -> None:
-        PackedLayer.__init__(self, scheme, model, bases)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the attention (two tensors) or the recurrent state (keyword arguments)."""
-        if args:
-            PackedLayer.lazy_initialization(self, *args)
-        else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    offload, prefetch, reset = _both("offload"), _both("prefetch"), _both("reset")
-    reorder_cache, crop = _both("reorder_cache"), _both("crop")

@@ -90,20 +90,10 @@ class CachedRun:
             yield from self._batch(np.stack(windows[first : first + together]), last)
 
     def _window_bytes(self, tokens: int, last: int) -> int:
-        """Return about how much memory a window takes: logits, keys and values twice, one layer's activations, scores.
-
-        Attention that is computed in steps of its own holds the scores of all heads.
-        """
+        """Return about how much memory a window takes: logits, keys and values twice, and one layer's activations."""
         config = self._net.config.get_text_config(decoder=True)
-        hidden = int(getattr(config, "hidden_size", 0) or 0)
-        width = max(hidden, (getattr(config, "num_attention_heads", 0) or 0) * (getattr(config, "head_dim", 0) or 0))
-        inner = getattr(config, "intermediate_size", 0)
-        inner = inner if isinstance(inner, int) and inner else 4 * hidden
-        layers = int(getattr(config, "num_hidden_layers", 0) or 1)
-        is_eager = getattr(config, "_attn_implementation", None) == "eager"
-        scores = tokens * int(getattr(config, "num_attention_heads", 0) or 0) if is_eager else 0
-        values = last * int(config.vocab_size) + tokens * (4 * layers * width + 4 * width + 3 * inner + scores)
-        return 4 * max(1, values)
+        hidden, layers = (int(getattr(config, name, 0) or 1) for name in ("hidden_size", "num_hidden_layers"))
+        return 4 * (last * int(config.vocab_size) + tokens * hidden * (4 * layers + 16))
 
     def _batch(self, ids: Ids, last: int) -> Iterator[Floats]:
         """Yield the predictions of windows that are read together, [windows, tokens]."""
