@@ -1,6 +1,7 @@
-"""Methods for caches that the benchmarks compare with: KIVI, per-token absmax, and the unbiased products of QJL.
+"""Methods for caches that the benchmarks compare with: KIVI, per-token absmax, and variants of the papers' methods.
 
-`add` makes them methods of this process: `kivi:B`, `absmax:B`, and `hadamard:B,qjl`.
+`add` makes them methods of this process: `kivi:B`, `absmax:B`, `hadamard:B,qjl` with unbiased products, and `polar`
+with its options `online` (codebooks made for each prompt) and `rotation=0` (without the random rotation).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, LEVELS, directions, transform
 from pqweights.inference.kv.codes import halves, pack, unpack
 from pqweights.inference.kv.polar_rope import affine_codes
-from pqweights.inference.kv.rotated import SEED, RotatedScalar, rotation
-from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Scheme, digits
+from pqweights.inference.kv.rotated import SEED, RotatedScalar, angle_codes_of, angles_of, rotation
+from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Polar, Scheme, digits
 from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 
 
@@ -92,6 +94,74 @@ class RotatedScalarWithSigns(StateQuantizer):
         return self._scalar.decode(rows, shared, start) + rest * (math.sqrt(math.pi / 2) / self.size)
 
 
+# Rounds of k-means on a prompt's angles; the centroids of the densities, from which it starts, are near already.
+ROUNDS = 8
+# Codebooks of a prompt are made from at least so many tokens.
+TOKENS_OF_CODEBOOKS = 64
+
+
+class PolarOfPrompt(StateQuantizer):
+    """The recursive polar transform (arXiv:2502.02617) with codebooks of the prompt, or without the random rotation.
+
+    size: coordinates of a vector, a multiple of 16
+    online: whether codebooks are made for the first states, by k-means in one dimension (Section 4.1), and kept for
+        each sequence; otherwise those of the densities serve all
+    rotated: whether vectors are rotated first; without it, this is what the paper calls PolarQuant without the R
+    """
+
+    def __init__(self, size: int, *, online: bool, rotated: bool) -> None:
+        self.size, self.online, self.rotated = size, online, rotated
+        self.first = TOKENS_OF_CODEBOOKS if online else 1
+
+    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
+        if shared is not None:
+            return shared
+        angles, _ = transform(self._turned(states), angles_of)
+        tables = [torch.tensor(LEVELS[level]).expand(len(states), -1) for level in range(len(angles))]
+        if self.online:
+            tables = [_k_means(of_level.flatten(1), table) for of_level, table in zip(angles, tables, strict=True)]
+        return {f"centroids{level}": table[:, None] for level, table in enumerate(tables, 1)}
+
+    def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
+        angles, radius = transform(self._turned(states), angles_of)
+        packed = []
+        for level, (of_level, bits) in enumerate(zip(angles, ANGLE_BITS, strict=True), 1):
+            codes = _nearest(of_level.flatten(1), shared[f"centroids{level}"][:, 0]).view(of_level.shape)
+            packed.append(pack(codes.to(torch.uint8), bits))
+        return {"angles": torch.cat(packed, dim=-1), "radius": halves(radius)}
+
+    def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
+        def pairs(level: int, codes: Tensor) -> Tensor:
+            centroids = shared[f"centroids{level}"][:, 0].gather(1, codes.flatten(1).long()).view(codes.shape)
+            return torch.stack([centroids.cos(), centroids.sin()], dim=-1)
+
+        groups: Tensor = directions(angle_codes_of(rows, self.size), pairs).unflatten(-1, (-1, GROUP))
+        values: Tensor = (groups * rows["radius"].float()[..., None]).flatten(-2)
+        return values @ rotation(self.size, values.device) if self.rotated else values
+
+    def _turned(self, states: Tensor) -> Tensor:
+        return states @ rotation(self.size, states.device).T if self.rotated else states
+
+
+def _nearest(angles: Tensor, centroids: Tensor) -> Tensor:
+    """The numbers of the nearest centroids, i64; the first level's circle is closed at 0.
+
+    angles: [batch, n]; centroids: of each sequence, ascending, [batch, entries]
+    """
+    middles = (centroids[:, 1:] + centroids[:, :-1]) / 2
+    return torch.searchsorted(middles.contiguous(), angles.contiguous(), right=True)
+
+
+def _k_means(angles: Tensor, centroids: Tensor) -> Tensor:
+    """Better centroids of angles [batch, n] for each sequence, [batch, entries]."""
+    for _ in range(ROUNDS):
+        codes = _nearest(angles, centroids)
+        counts = torch.zeros_like(centroids).scatter_add_(1, codes, torch.ones_like(angles))
+        sums = torch.zeros_like(centroids).scatter_add_(1, codes, angles)
+        centroids = torch.where(counts > 0, sums / counts.clamp(min=1), centroids)
+    return centroids
+
+
 @functools.cache
 def projection(size: int, device: torch.device) -> Tensor:
     """The matrix of independent Gaussian rows, rotated, whose products' signs are stored, [size, size] f32."""
@@ -142,6 +212,27 @@ class HadamardOrSigns(Hadamard):
         return RotatedScalarWithSigns(layer.key_size, self.keys or self.bits) if self.qjl else keys, values
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolarWithOptions(Polar):
+    """The method of the library, with further options.
+
+    online: 1 for codebooks made for each prompt
+    rotation: 0 to leave out the random rotation
+    """
+
+    online: int = 0
+    rotation: int = 1
+
+    choices = {**Polar.choices, "online": (0, 1), "rotation": (0, 1)}
+    words = {"online": {"online": 1}}
+
+    def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
+        if not self.online and self.rotation:
+            return super().quantizers(layer)
+        options = {"online": bool(self.online), "rotated": bool(self.rotation)}
+        return PolarOfPrompt(layer.key_size, **options), PolarOfPrompt(layer.value_size, **options)
+
+
 def add() -> None:
     """Make them methods of this process."""
-    SCHEMES.update({"kivi": Kivi, "absmax": Absmax, "hadamard": HadamardOrSigns})
+    SCHEMES.update({"kivi": Kivi, "absmax": Absmax, "hadamard": HadamardOrSigns, "polar": PolarWithOptions})

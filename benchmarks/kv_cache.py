@@ -24,14 +24,13 @@ from typing import Any
 import kv_baselines
 import numpy as np
 import torch
+from attention_error import attention_error
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 from recall import Case, States, fill, read_cases, read_states, recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
-from pqweights.inference.kv.attention_error import attention_error
 from pqweights.inference.kv.cache import KVCache, kv_cache
 from pqweights.inference.kv.states import tensor_bytes
-from pqweights.inference.runtimes.cached import MEASURED_QUERIES
 from pqweights.inference.runtimes.models import Model
 from pqweights.inference.runtimes.texts import Ids, read_text, tokenize
 from pqweights.quality.evaluate.protocol import Scores, Windows, compare
@@ -72,6 +71,8 @@ SPECS = (
 # With the windows of recent tokens that the papers have; for contexts that are much longer than those windows.
 WINDOWED = ("kivi:4", "kivi:2", "polar-rope:m4n4,values=16", "polar-rope:m4n4", "polar-rope:m4n2", "klt:2,residual=128")
 LONG = 1024
+# Attention is compared for the queries of a window's last tokens.
+MEASURED_QUERIES = 32
 BACKENDS = ("transformers quanto 4", "transformers quanto 2", "transformers hqq 4", "transformers hqq 2")
 OUTLIERS, OUTLIER_PAIRS = "+outliers", ((3, 24.0), (11, 12.0))
 
@@ -248,7 +249,7 @@ def scores_of(bench: Bench, predictions: Floats) -> Scores:
             of_window = logits[known[piece.tobytes()]]
             return np.concatenate([of_window[-(last - 1) :], of_window[-1:]])
 
-        return Model(runtime="", dtype="", logits=looked_up, generate=None, stepper=None)  # type: ignore[arg-type]
+        return Model(runtime="", dtype="", logits=looked_up, stepper=None)  # type: ignore[arg-type]
 
     # Windows that do not overlap, of which the last tokens are scored: compare() sees `scored` as the stride.
     class Apart(Windows):

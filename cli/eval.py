@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Place
     from pqweights.storage.hub.sources import Fetched
 
-COLUMNS = "model,KV cache,bits/coord.,bytes/token,attention,GB,bits/param,bits/weight,perplexity,change,KL mean,KL 99%,"
-COLUMNS += "top-1"
-CACHE_LEGEND = (
-    "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits; attention: relative squared "
-    "error of its outputs"
-)
+COLUMNS = "model,KV cache,bits/coord.,bytes/token,GB,bits/param,bits/weight,perplexity,change,KL mean,KL 99%,top-1"
+CACHE_LEGEND = "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits"
 
 
 @taking(EvaluateArguments)
@@ -156,7 +152,6 @@ def _cells(row: ModelScores, is_reference: bool) -> dict[str, str]:
         cells["KV cache"] = cache.spec
         cells["bits/coord."] = f"{cache.bits_per_coordinate:.3f}"
         cells["bytes/token"] = f"{cache.bytes_per_token:.0f}"
-        cells["attention"] = "" if cache.attention_error is None else f"{cache.attention_error:.5f}"
     if divergence is not None:
         cells["KL mean"] = output.estimate(divergence.mean, ".5f")
         cells["KL 99%"] = f"{divergence.percentile_99:.4f}"

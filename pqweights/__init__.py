@@ -22,7 +22,6 @@ from pqweights.errors import PqweightsError
 if TYPE_CHECKING:
     from pqweights.api import export, generate, inspect, plan, quantize, verify
     from pqweights.inference.kv.cache import kv_cache
-    from pqweights.inference.kv.files import load_kv_cache, save_kv_cache
 
 __all__ = [
     "PqweightsError",
@@ -31,11 +30,9 @@ __all__ = [
     "generate",
     "inspect",
     "kv_cache",
-    "load_kv_cache",
     "load_model",
     "plan",
     "quantize",
-    "save_kv_cache",
     "verify",
 ]
 __version__ = "0.2.0"
@@ -44,8 +41,6 @@ __version__ = "0.2.0"
 _FUNCTIONS = {
     **dict.fromkeys(("export", "generate", "inspect", "plan", "quantize", "verify"), "pqweights.api"),
     "kv_cache": "pqweights.inference.kv.cache",
-    "load_kv_cache": "pqweights.inference.kv.files",
-    "save_kv_cache": "pqweights.inference.kv.files",
 }
 
 

@@ -82,9 +82,7 @@ OPTIONAL = {
         "pqweights.integrations.packed_products_gpu",
         "pqweights.integrations.packed_rows",
         "pqweights.inference.kv.bases",
-        "pqweights.inference.kv.attention_error",
         "pqweights.inference.kv.cache",
-        "pqweights.inference.kv.files",
         "pqweights.inference.kv.klt",
         "pqweights.inference.kv.layer",
         "pqweights.inference.kv.on_codes",
@@ -110,14 +108,11 @@ OPTIONAL = {
         "pqweights.integrations.packed_modules",
         "pqweights.integrations.quantizer",
         "pqweights.integrations.transformers",
-        "pqweights.inference.kv.attention_error",
         "pqweights.inference.kv.cache",
-        "pqweights.inference.kv.files",
         "pqweights.inference.kv.layer",
         "pqweights.inference.kv.model",
         "pqweights.inference.kv.on_codes",
     },
-    "safetensors": {"pqweights.inference.kv.files"},
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.

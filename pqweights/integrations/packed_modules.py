@@ -1,8 +1,7 @@
-"""The classes of modules with packed weights: what `print` shows of them, and how linear layers and embeddings run.
+"""The classes of modules with packed weights, by which `print` shows them, and how linear layers and embeddings run.
 
-PackedLinear(..., codec=..., bits=..., bytes=...) goes straight to the packed weight, which saves the search of torch
-for an implementation. For torch.compile, which cannot look into packed weights, both are custom operators; these know a
-module by its number.
+PackedLinear goes straight to the packed weight, which saves the search of torch for an implementation. For
+torch.compile, which cannot look into packed weights, both are custom operators; these know a module by its number.
 """
 
 from __future__ import annotations
@@ -25,19 +24,14 @@ from pqweights.integrations.packed_products_gpu import forget_inputs
 def name_packed_modules(model: Any) -> None:
     """Give each module that holds a packed weight a class of its own."""
     for module in model.modules():
-        if _packed(module) and not isinstance(module, PreTrainedModel):  # the class of a model is its architecture
+        is_packed = any(isinstance(value, PackedTensor) for value in module._parameters.values())
+        if is_packed and not isinstance(module, PreTrainedModel):  # the class of a model is its architecture
             module.__class__ = _packed_class(module.__class__)
             _number(module)
 
 
 @functools.cache
 def _packed_class(module_class: Any) -> Any:
-    def extra_repr(module: Any) -> str:
-        own = module_class.extra_repr(module)
-        if module_class.__repr__ is not nn.Module.__repr__ and not own:  # Conv1D prints its sizes without extra_repr
-            own = module_class.__repr__(module).partition("(")[2].removesuffix(")")
-        return _describe(own, _packed(module))
-
     def reduced(module: Any, protocol: int) -> tuple[Any, ...]:
         return (_new, (module_class,), *module_class.__reduce_ex__(module, protocol)[2:])
 
@@ -45,14 +39,8 @@ def _packed_class(module_class: Any) -> Any:
         module_class.__setstate__(module, state)
         _number(module)
 
-    # A class that prints itself in its own way, as Conv1D does, would leave extra_repr out. Nothing finds this class by
-    # its name, so modules are pickled as what makes them.
-    members: dict[str, Any] = {
-        "extra_repr": extra_repr,
-        "__repr__": nn.Module.__repr__,
-        "__reduce_ex__": reduced,
-        "__setstate__": set_state,
-    }
+    # Nothing finds this class by its name, so modules are pickled as what makes them.
+    members: dict[str, Any] = {"__reduce_ex__": reduced, "__setstate__": set_state}
     members["forward"] = _FORWARDS.get(module_class.forward) or _uncompiled(module_class.forward)
     return type(f"Packed{module_class.__name__}", (module_class,), members)
 
@@ -62,8 +50,6 @@ def _new(module_class: Any) -> Any:
     packed = _packed_class(module_class)
     return packed.__new__(packed)
 
-
-# --- running ---
 
 _numbers = itertools.count(1)
 _numbered: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -130,26 +116,3 @@ def _embedding_operator(input: Tensor, number: int) -> Tensor:
 def _embedding_shape(input: Tensor, number: int) -> Tensor:
     module = _numbered[number]
     return input.new_empty(*input.shape, module.embedding_dim, dtype=module.weight.dtype)
-
-
-# --- printing ---
-
-
-def _describe(own: str, packed: dict[str, PackedTensor]) -> str:
-    """Return the extra_repr of a module: its own, and what is stored of its packed weights."""
-    if packed.keys() == {"weight"}:
-        return ", ".join(filter(None, [own, _stored(packed["weight"])]))
-    lines = [f"({name}): shape={tuple(weight.shape)}, {_stored(weight)}" for name, weight in packed.items()]
-    return "\n".join(filter(None, [own, *lines]))
-
-
-def _stored(weight: PackedTensor) -> str:
-    """Return the codec, the bit width and the bytes of a packed weight; merged experts may have several of each."""
-    rows = [piece for matrix in weight.matrices for piece in matrix]
-    codecs, widths = sorted({piece.coder.codec for piece in rows}), sorted({piece.coder.bits for piece in rows})
-    bits = "/".join(f"{width:g}" for width in widths)
-    return f"codec={'/'.join(codecs)}, bits={bits}, bytes={weight.stored_bytes}"
-
-
-def _packed(module: Any) -> dict[str, PackedTensor]:
-    return {name: value for name, value in module._parameters.items() if isinstance(value, PackedTensor)}

@@ -23,6 +23,7 @@ from pqweights.errors import SourceError
 from pqweights.inference.runtimes import llama_cpp
 from pqweights.inference.runtimes.folders import LLAMA_CPP, size
 from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.steps import Continuation, TokenChoice
 from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
 
 need("llama.cpp")
@@ -116,51 +117,48 @@ def test_greedy_generation_is_that_of_transformers(models: tuple[Model, Model]) 
     assert models[1].generate(IDS[:10], 40).tolist() == expected.tolist()
 
 
-def followed(model: Model, ids: Any, count: int) -> tuple[list[int], list[Any]]:
-    """The tokens that a stepper makes, greedily, and the logits that it chose from."""
+def followed(model: Model, ids: Any, count: int, **chosen: Any) -> tuple[list[int], int]:
+    """The tokens that a stepper makes, and how many of the prompt it read."""
     tokens: list[int] = []
-    seen = []
-
-    def step(logits: Any) -> int | None:
-        seen.append(logits.copy())
-        tokens.append(int(logits.argmax()))
-        return tokens[-1] if len(tokens) < count else None
-
-    model.stepper.run(ids, step)
-    return tokens, seen
+    model.stepper.run(ids, Continuation(most=count, choice=TokenChoice(**chosen)), tokens.append)
+    return tokens, model.stepper.read_tokens
 
 
 def test_stepper_keeps_what_prompts_have_in_common(work: Path) -> None:
     model, fresh = open_model(work / "source.gguf"), open_model(work / "source.gguf")
     tokens, _ = followed(model, IDS[:20], 10)
     read = np.array([*IDS[:20], *tokens[:-1]])
-    longer = np.concatenate([read, IDS[50:60]])
-    shorter = np.concatenate([read[:8], IDS[60:70]])
-    assert model.stepper.kept(longer) == len(read) and model.stepper.kept(shorter) == 8
-    for ids in (longer, shorter, IDS[:20]):
-        (found, logits), (expected, others) = followed(model, ids, 5), followed(fresh, ids, 5)
-        assert found == expected
-        np.testing.assert_allclose(logits, others, rtol=0, atol=1e-3)
-        fresh.logits(IDS[:2], 1)  # forgets
-        assert fresh.stepper.kept(ids) == 0
+    prompts = (np.concatenate([read, IDS[50:60]]), np.concatenate([read[:8], IDS[60:70]]), IDS[:20])
+    for ids, count in zip(prompts, (10, 10, 12), strict=True):
+        assert followed(model, ids, 5) == (fresh.generate(ids, 5).tolist(), count)
 
 
-def test_context_grows_with_the_reply(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = followed(open_model(work / "source.gguf"), IDS[:20], 80)[0]
-    monkeypatch.setattr(llama_cpp, "ROOM_FOR_REPLY", 0)
+def test_context_grows_with_the_prompt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "ROOM_STEP", 1)
-    assert followed(open_model(work / "source.gguf"), IDS[:20], 80)[0] == expected
+    model, whole = open_model(work / "source.gguf"), open_model(work / "source.gguf").generate(IDS[:20], 80).tolist()
+    assert followed(model, IDS[:20], 30) == (whole[:30], 20)
+    longer = np.array([*IDS[:20], *whole[:30]])
+    assert followed(model, longer, 50) == (whole[30:], 50)  # anew, as there is no room
+    assert followed(model, longer[:-1], 30) == (whole[29:59], 1)
+
+
+def test_tokens_are_chosen_by_llama_cpp(work: Path) -> None:
+    model = open_model(work / "source.gguf")
+    samples = [followed(model, IDS[:20], 20, temperature=2.0, seed=seed)[0] for seed in (1, 1, 2)]
+    assert samples[0] == samples[1] != samples[2]
+    likeliest = followed(model, IDS[:20], 20, temperature=2.0, top_p=1e-6, seed=1)[0]
+    assert likeliest == model.generate(IDS[:20], 20).tolist()
 
 
 def test_broken_off_reply_is_not_kept(work: Path) -> None:
     model = open_model(work / "source.gguf")
 
-    def interrupt(_: Any) -> int | None:
+    def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        model.stepper.run(IDS[:20], interrupt)
-    assert model.stepper.kept(IDS[:20]) == 0
+        model.stepper.run(IDS[:20], Continuation(most=5), interrupt)
+    assert followed(model, IDS[:20], 1)[1] == 20
 
 
 # Tokens.

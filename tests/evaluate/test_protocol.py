@@ -35,8 +35,7 @@ def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:
 
 def scored(logits: Callable[[Ids, int], Floats]) -> Model:
     """A model that only computes logits."""
-    stepper = MlxStepper(None)
-    return Model(runtime="a table", dtype="float32", logits=logits, generate=lambda ids, count: ids, stepper=stepper)
+    return Model(runtime="a table", dtype="float32", logits=logits, stepper=MlxStepper(None))
 
 
 def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> Model:

@@ -134,15 +134,15 @@ def fails_after(steps: int, error: BaseException, monkeypatch: pytest.MonkeyPatc
     """Let every reply fail after some tokens."""
     original = TorchStepper.run
 
-    def run(stepper: TorchStepper, ids: Any, step: Any) -> None:
+    def run(stepper: TorchStepper, ids: Any, wanted: Any, on_token: Any) -> None:
         calls = iter(range(steps + 1))
 
-        def stepping(logits: Any) -> Any:
+        def taking(token: int) -> None:
             if next(calls) == steps:
                 raise error
-            return step(logits)
+            on_token(token)
 
-        original(stepper, ids, stepping)
+        original(stepper, ids, wanted, taking)
 
     monkeypatch.setattr(TorchStepper, "run", run)
 

@@ -16,11 +16,10 @@ from language_models import SPEECH, TEMPLATE, babbler, speaker
 
 import pqweights
 from pqweights.errors import GenerationError, OptionError, PqweightsError
-from pqweights.inference.generation import generator as module
 from pqweights.inference.generation.generator import Generator
 from pqweights.inference.generation.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
-from pqweights.inference.runtimes import steps
 from pqweights.inference.runtimes.models import open_model
+from pqweights.inference.runtimes.steps import Continuation, Stepper
 from pqweights.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 
@@ -81,63 +80,54 @@ def test_greedy_tokens_are_those_of_transformers(work):
         assert list(reply(work / "babbler", prompt, no_chat=True, max_tokens=40).token_ids) == expected
 
 
-def test_repetition_penalty_of_the_model_is_applied(work, tmp_path):
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 1}, {"min_length": 30}])
+def test_settings_of_the_model_are_applied(settings, work, tmp_path):
     folder = Path(shutil.copytree(work / "babbler", tmp_path / "model"))
-    (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.8, "eos_token_id": 257}))
-    found = list(reply(folder, "Hello", no_chat=True, max_tokens=40).token_ids)
-    assert found == greedy(folder, "Hello", 40) != greedy(work / "babbler", "Hello", 40)
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 257}))
+    tokens = list(reply(folder, "Hello", no_chat=True, max_tokens=40).token_ids)
+    assert tokens == greedy(folder, "Hello", 40)
+    assert "min_length" in settings or tokens != greedy(work / "babbler", "Hello", 40)
 
 
 PROMPT = np.array(families.IDS[0], dtype=np.int64)
 
 
+def greedy_tokens(stepper: Stepper, prompt: Any, count: int) -> list[int]:
+    tokens: list[int] = []
+    stepper.run(prompt, Continuation(most=count), tokens.append)
+    return tokens
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_both_loops_give_the_tokens_of_transformers(name, tmp_path, monkeypatch):
+def test_families_give_the_tokens_of_transformers(name, tmp_path):
     """Also after a call that left its cache, which the next prompt begins with."""
     model = open_model(families.build(families.FAMILIES[name], tmp_path / "model"))
-    expected = model.generate(PROMPT, 12).tolist()
-
-    def tokens(prompt: Any, count: int) -> list[int]:
-        return greedy_tokens(model.stepper, prompt, count)
-
-    assert tokens(PROMPT, 5) == expected[:5]
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    expected = model.net.generate(torch.tensor(PROMPT)[None], **asked)[0, len(PROMPT) :].tolist()
+    assert greedy_tokens(model.stepper, PROMPT, 5) == expected[:5]
     longer = np.append(PROMPT, expected[:8])
-    assert model.stepper.kept(longer) in (0, len(PROMPT) + 4)
-    assert tokens(longer, 4) == expected[8:]
-    monkeypatch.setattr(steps, "_is_plain", lambda model, cache: False)
-    assert tokens(PROMPT, 12) == expected
-
-
-def greedy_tokens(stepper: steps.Stepper, prompt: Any, count: int) -> list[int]:
-    found: list[int] = []
-
-    def step(logits: Any) -> int | None:
-        found.append(int(logits.argmax()))
-        return found[-1] if len(found) < count else None
-
-    stepper.run(prompt, step)
-    return found
+    assert greedy_tokens(model.stepper, longer, 4) == expected[8:]
+    assert model.stepper.read_tokens in (len(longer), 4)
 
 
 def test_what_prompts_have_in_common_is_not_read_again(work):
-    stepper = open_model(work / "babbler").stepper
-    stepper.run(PROMPT, lambda logits: None)
-    assert stepper.kept(np.append(PROMPT, 3)) == len(PROMPT)
+    model, stepper = open_model(work / "babbler"), open_model(work / "babbler").stepper
+    stepper.run(PROMPT, Continuation(most=1), lambda token: None)
     # The last token is always read, and what comes after the first difference is taken off.
-    others = (PROMPT, PROMPT[:3], np.append(PROMPT[:4], [3, 4]), PROMPT[1:])
-    assert [stepper.kept(ids) for ids in others] == [len(PROMPT) - 1, 2, 4, 0]
-    expected: list[int] = []
-    for each in (np.append(PROMPT[:4], [3, 4]), PROMPT, PROMPT[1:]):
-        found = greedy_tokens(stepper, each, 5)
-        assert found == open_model(work / "babbler").generate(each, 5).tolist() != expected
-        expected = found
+    prompts = {0: np.append(PROMPT, 3), 1: PROMPT, 2: np.append(PROMPT[:4], [3, 4]), 3: PROMPT[1:]}
+    read = []
+    for prompt in prompts.values():
+        assert greedy_tokens(stepper, prompt, 5) == model.generate(prompt, 5).tolist()
+        read.append(stepper.read_tokens)
+    assert read == [1, 1, 2, len(PROMPT) - 1]
 
-    def broken(logits: Any) -> int:
+    def broken(token: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stepper.run(np.append(PROMPT, 3), broken)
-    assert stepper.kept(np.append(PROMPT, [3, 4])) == 0
+        stepper.run(np.append(PROMPT[1:], 3), Continuation(most=5), broken)
+    greedy_tokens(stepper, PROMPT[1:], 1)
+    assert stepper.read_tokens == len(PROMPT) - 1
 
 
 # --- ends ---
@@ -181,12 +171,15 @@ def test_a_conversation_is_kept_and_not_read_again(work):
     assert first.settings.chat and second.settings.chat
 
 
-def test_replies_of_a_conversation_do_not_depend_on_what_was_kept(work, monkeypatch):
-    asked, anew = (generator(work / "babbler", max_tokens=12) for _ in range(2))
-    found = [asked.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
-    monkeypatch.setattr(steps, "common_tokens", lambda known, ids: 0)
-    expected = [anew.reply(prompt, lambda piece: None) for prompt in ("Hi", "And?")]
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+def test_replies_of_a_conversation_do_not_depend_on_what_was_kept(work):
+    asked, anew = (generator(work / "babbler", max_tokens=12, temperature=1.0, seed=3) for _ in range(2))
+    replies = [asked.reply(prompt, lambda piece: None) for prompt in ("Hi", "Hi")]
+    expected = [anew.reply("Hi", lambda piece: None)]
+    anew._model.stepper.forget()  # type: ignore[union-attr]
+    expected.append(anew.reply("Hi", lambda piece: None))
+    assert [done.token_ids for done in replies] == [done.token_ids for done in expected]
+    assert replies[0].token_ids != replies[1].token_ids
+    assert replies[1].read_tokens < expected[1].read_tokens
 
 
 def test_the_oldest_turns_are_left_out_where_the_model_takes_no_more(work):
@@ -235,11 +228,12 @@ def test_other_models_take_the_likeliest_token(tmp_path):
     assert (asked.temperature, asked.top_p, asked.top_k) == (1.0, 1.0, 0)
 
 
-def test_settings_that_are_not_applied_are_told(tmp_path):
-    told: list[str] = []
-    generation = {"min_p": 0.1, "num_beams": 1, "no_repeat_ngram_size": 3}
-    generator(speaker(tmp_path / "model", generation=generation), told).load()
-    assert told[0] == "generation_config.json: not applied: min_p, no_repeat_ngram_size"
+def test_random_numbers_of_the_program_stay_as_they_were(work):
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    reply(work / "babbler", max_tokens=3, temperature=1.0, seed=8)
+    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +282,9 @@ def test_exports_run_in_their_libraries(name, package, work):
     assert list(first.token_ids) == model.generate(np.array(given), 8).tolist()
     second = asked.reply("More", lambda piece: None)
     assert second.read_tokens < second.prompt_tokens
+    settings = ({"temperature": 5.0, "seed": 3}, {"temperature": 5.0, "top_p": 1e-6})
+    samples, likeliest = ([reply(work / name, max_tokens=8, **how).token_ids for _ in range(2)] for how in settings)
+    assert samples[0] == samples[1] != likeliest[0] == likeliest[1]
 
 
 def test_a_trellis_master_stays_packed_where_the_decoded_model_does_not_fit(work, monkeypatch):
@@ -296,9 +293,9 @@ def test_a_trellis_master_stays_packed_where_the_decoded_model_does_not_fit(work
     done = generator(work / "t4", told, max_tokens=4).reply("Hello", lambda piece: None)
     assert done.settings.packed
     assert len(told) == 1 and "the weights stay packed, which is slower" in told[0]
-    with pytest.raises(GenerationError, match="leave out --no-packed"):
+    with pytest.raises(GenerationError, match="let them stay packed: `packed`"):
         reply(work / "t4", packed=False)
-    with pytest.raises(GenerationError, match="quantize it and run the master packed"):
+    with pytest.raises(GenerationError, match="quantize it and run the master with `packed`"):
         reply(work / "babbler")
 
 
@@ -313,24 +310,32 @@ def test_a_master_that_is_damaged_is_refused_or_ends_the_reply(work, tmp_path):
 # --- what cannot generate ---
 
 
-def test_prompts_beyond_the_limit_are_refused_before_the_model_is_loaded(work, monkeypatch):
-    monkeypatch.setattr(module, "open_model", None)
+def test_prompts_beyond_the_limit_are_refused_before_the_model_is_loaded(work):
+    asked = generator(work / "speaker")
     with pytest.raises(GenerationError, match="has 128 tokens, and the model takes 128"):
-        reply(work / "speaker", "A" * 128)
+        asked.reply("A" * 128, lambda piece: None)
+    assert asked._model is None
 
 
-def test_out_of_memory_is_one_line(work, monkeypatch):
+def test_out_of_memory_is_one_line(work):
     asked = generator(work / "babbler")
     asked.load()
 
-    def fail(**_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
-    monkeypatch.setattr(asked._model.stepper, "_model", fail)  # type: ignore[union-attr]
-    monkeypatch.setattr(steps, "_is_plain", lambda model, cache: True)
-    monkeypatch.setattr(steps, "_new_cache", lambda model: None)
-    fail.device = "cpu"  # type: ignore[attr-defined]
+    asked._model.net.register_forward_pre_hook(fail)  # type: ignore[union-attr]
     with pytest.raises(GenerationError, match="not enough memory to generate"):
+        asked.reply("Hello", lambda piece: None)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9}])
+def test_logits_that_are_nan_are_an_error(options, work):
+    asked = generator(work / "babbler", **options)
+    asked.load()
+    with torch.no_grad():
+        asked._model.net.get_output_embeddings().weight[100] = torch.nan  # type: ignore[union-attr]
+    with pytest.raises(GenerationError, match="logits are NaN: the model is damaged, or overflows"):
         asked.reply("Hello", lambda piece: None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import language_models
@@ -11,8 +12,6 @@ from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.errors import GenerationError
 from pqweights.inference.generation import packing
 from pqweights.inference.generation.packing import Needs, check_fits, choose_packed, read_needs
@@ -20,41 +19,29 @@ from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.memory import free_bytes, peak_bytes
 from pqweights.planning.recipe import load_recipe
 
-SCALAR, TRELLIS = "hadamard-lloyd-max", "hadamard-trellis"
-TEXT_SIZES = {"decoded": 16 * 10**9, "packed": 5 * 10**9}
 
-
-def needs(*codecs: str, free: int | None = 64 * 10**9) -> Needs:
-    scalar = bool(codecs) and all(isinstance(CODECS.get(name), HadamardLloydMax) for name in codecs)
-    return Needs(codecs=frozenset(codecs), free=free, multiplied=scalar, **TEXT_SIZES)
+def needs(multiplied: bool | None = False, free: int | None = 64 * 10**9) -> Needs:
+    return Needs(decoded=16 * 10**9, packed=5 * 10**9, multiplied=multiplied, free=free)
 
 
 @pytest.mark.parametrize(
-    ("codecs", "free", "packed", "told"),
+    ("multiplied", "free", "packed"),
     [
-        ((), 64, False, False),  # no master
-        ((), 1, False, False),
-        ((SCALAR,), 64, True, False),
-        ((SCALAR,), 1, True, False),
-        ((TRELLIS,), 64, False, False),
-        ((TRELLIS,), 15, True, True),
-        ((TRELLIS,), None, False, False),
-        ((TRELLIS, SCALAR), 64, False, False),
-        ((TRELLIS, SCALAR), 15, True, True),
-        (("a codec that somebody added",), 64, False, False),
+        (None, 64, False),  # no master
+        (None, 1, False),
+        (True, 64, True),
+        (True, 1, True),
+        (False, 64, False),
+        (False, 15, True),
+        (False, None, False),
     ],
 )
-def test_scalar_codes_run_packed_and_others_where_they_must(codecs, free, packed, told):
-    found, why = choose_packed(None, needs(*codecs, free=None if free is None else free * 10**9))
-    assert (found, why is not None) == (packed, told)
-    if why is not None:
-        assert "16.00 GB" in why and "15.00 GB are free" in why
-
-
-@pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize("codec", [SCALAR, TRELLIS])
-def test_what_was_asked_for_is_done(asked, codec):
-    assert choose_packed(asked, needs(codec, free=1)) == (asked, None)
+def test_scalar_codes_run_packed_and_others_where_they_must(multiplied, free, packed):
+    chosen, why = choose_packed(None, needs(multiplied, None if free is None else free * 10**9))
+    assert (chosen, why is not None) == (packed, multiplied is False and packed)
+    assert why is None or ("16.00 GB" in why and "15.00 GB are free" in why)
+    for asked in (True, False):
+        assert choose_packed(asked, needs(multiplied, free=1)) == (asked, None)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +58,11 @@ def test_needs_are_read_from_headers(folders, monkeypatch):
     monkeypatch.setattr(packing, "free_bytes", lambda: 123)
     parameters = sum(values.size for _, values in read_all(folders / "source").values())
     source = read_needs(read_folder(folders / "source"), "auto")  # whose dtype is float32
-    assert (source.decoded, source.codecs, source.free) == (4 * parameters, frozenset(), 123)
+    assert (source.decoded, source.multiplied, source.free) == (4 * parameters, None, 123)
     assert read_needs(read_folder(folders / "source"), "bfloat16").decoded == 2 * parameters
     assert read_needs(read_folder(folders / "bf16"), "auto").decoded == 2 * parameters
     scalar, trellis = (read_needs(read_folder(folders / name), "auto") for name in ("q4", "t4"))
-    assert (scalar.codecs, trellis.codecs) == ({SCALAR}, {TRELLIS})
+    assert (scalar.multiplied, trellis.multiplied) == (True, False)
     assert scalar.decoded == trellis.decoded == 4 * parameters
     assert scalar.packed == sum(file.stat().st_size for file in (folders / "q4").glob("*.safetensors"))
 
@@ -85,7 +72,7 @@ def test_needs_are_read_from_headers(folders, monkeypatch):
     [
         ("source", False, "pqweights quantize"),
         ("bf16", False, "pqweights quantize"),
-        ("t4", False, "leave out --no-packed"),
+        ("t4", False, "let them stay packed"),
         ("t4", True, "fewer bits"),
     ],
 )
@@ -123,15 +110,6 @@ STAT = "anon 5\ninactive_file 300\nactive_file 7\n"
         # A limit of a parent group counts, and so does that of a container whose own path is not mounted.
         ("0::/a/b\n", {"a/memory.max": "5000", "a/memory.current": "1000", "a/b/memory.max": "max"}, 4000),
         ("0::/host/x\n", {"memory.max": "700", "memory.current": "1000"}, 0),
-        (
-            "3:cpu,memory:/job\n2:pids:/\n",
-            {
-                "memory/job/memory.limit_in_bytes": "5000",
-                "memory/job/memory.usage_in_bytes": "4000",
-                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
-            },
-            1500,
-        ),
     ],
 )
 def test_free_memory_is_the_least_of_the_machine_and_its_groups(groups, files, expected, tmp_path):
@@ -159,6 +137,7 @@ def test_weights_are_multiplied_as_they_are_in_whole_blocks_of_rows(shapes, mode
     weights = {f"model.{n}.weight": bf16(gaussian(*shape, seed=n)) for n, shape in enumerate(shapes)}
     source = write_checkpoint(tmp_path / "source", weights)
     run_command({"quantize": str(source)}, tmp_path / "master")
-    encoded = [each for each in open_local(tmp_path / "master").tensors if isinstance(each, EncodedTensor)]
+    encoded = [tensor for tensor in open_local(tmp_path / "master").tensors if isinstance(tensor, EncodedTensor)]
     assert len(encoded) == len(shapes)
-    assert packing._multiplied(encoded, {"model_type": model_type}) is multiplied
+    folder = replace(read_folder(tmp_path / "master"), config={"model_type": model_type})
+    assert read_needs(folder, "float32").multiplied is multiplied

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from caches import decoded, gaussian, store
+from caches import decoded, gaussian, relative_error, store
 from test_schemes import affine, half, same
 
 from pqweights.inference.kv.schemes import SCHEMES
@@ -48,6 +48,19 @@ def test_absmax_is_symmetric(bits: int) -> None:
     expected = np.clip(np.rint(plain / scale), -most, most) * scale
     for kind in ("keys", "values"):
         same(decoded(f"absmax:{bits}", states, kind), expected)
+
+
+def test_codebooks_of_the_prompt_are_as_good_on_gaussian_states_and_better_on_others() -> None:
+    """Without the rotation, angles of states with large and small channels come in clusters."""
+    states = gaussian(2, 2, 1000, 64)
+    errors = [relative_error(decoded(spec, states), states) for spec in ("polar:online", "polar", "polar:rotation=0")]
+    assert errors == pytest.approx([errors[1]] * 3, rel=0.03)
+    states *= torch.tensor([1, 0.2]).repeat(32)
+    specs = ("polar:online,rotation=0", "polar:rotation=0")
+    online, offline = (relative_error(decoded(spec, states), states) for spec in specs)
+    assert online < 0.8 * offline
+    apart = torch.cat([decoded(specs[0], states[number : number + 1]) for number in range(2)])
+    assert torch.equal(decoded(specs[0], states), apart)
 
 
 def test_products_are_unbiased_with_qjl() -> None:

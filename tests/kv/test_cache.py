@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from pqweights.inference.kv import cache as module
 from pqweights.inference.kv.cache import KVCache, kv_cache
-from pqweights.inference.kv.layer import PackedHybridLayer, PackedLayer
+from pqweights.inference.kv.layer import PackedLayer
 
-SPECS = ("klt:4", "hadamard:4", "polar", "polar:online", "polar-rope:residual=0", "polar-rope")
-FAMILIES = ("llama", "gemma3", "qwen3_5", "falcon_h1")
+SPECS = ("klt:4", "hadamard:4", "polar", "polar-rope:residual=0", "polar-rope")
+FAMILIES = ("llama", "gemma3", "qwen3_5")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,6 @@ def test_only_full_attention_is_packed() -> None:
     assert kinds == [DynamicSlidingWindowLayer, PackedLayer]
     kinds = [type(layer) for layer in kv_cache(model("qwen3_5"), "polar").layers]
     assert kinds == [type(plain(model("qwen3_5")).layers[0]), PackedLayer]
-    assert {type(layer) for layer in kv_cache(model("falcon_h1"), "polar").layers} == {PackedHybridLayer}
 
 
 # --- with quantization ---
@@ -151,19 +150,17 @@ def test_recent_tokens_count_with_sixteen_bits() -> None:
 
 
 @pytest.mark.parametrize("spec", ["none", *SPECS])
-@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-def test_reset_forgets_everything(name: str, spec: str) -> None:
-    net, prompt = model(name), ids(150)
+def test_reset_forgets_everything(spec: str) -> None:
+    net, prompt = model("llama"), ids(150)
     cache = kv_cache(net, spec)
     first = read(net, cache, prompt, 140, 5)
     cache.reset()
     assert cache.get_seq_length() == 0 == cache.held_bytes()
     assert torch.equal(read(net, cache, prompt, 140, 5), first)
-    if name == "llama":  # recurrent states cannot be cropped
-        with pytest.raises(ValueError, match="negative"):
-            cache.crop(3)
-        cache.crop(-1000)
-        assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(3)
+    cache.crop(-1000)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("spec", ["none", *SPECS])
@@ -221,7 +218,7 @@ def test_generate_takes_every_method(spec: str, settings: dict[str, Any]) -> Non
         assert second.shape == (1, 94 + 5 + 24) and cache.get_seq_length() == 122
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
 def test_beams_of_other_layers(name: str) -> None:
     net = model(name)
     found = generated(net, kv_cache(net, "hadamard:8"), ids(40), num_beams=3)

@@ -12,7 +12,6 @@ from cached_models import causal, hybrid_model, one_by_one, read, tokens
 from torch import Tensor
 
 from pqweights.errors import OptionError
-from pqweights.inference.kv.attention_error import attention_error
 from pqweights.inference.kv.cache import KVCache, kv_cache
 from pqweights.inference.kv.on_codes import NAME, PAST, attends_on_codes
 
@@ -29,7 +28,7 @@ SPECS = (
     "polar-rope:values=2,residual=40",
     "polar-rope:values=16",
 )
-WITHOUT_KERNELS = ("klt:3", "polar", "polar:online", "polar-rope:m6n4", "none")
+WITHOUT_KERNELS = ("klt:3", "polar", "polar-rope:m6n4", "none")
 
 
 @pytest.fixture(scope="module")
@@ -275,12 +274,3 @@ def test_a_step_allocates_less_than_the_restored_states() -> None:
         largest.append(max(event.cpu_memory_usage for event in profile.events()))
     restored = count * 2 * 32 * 4
     assert largest[0] >= restored > 4 * largest[1]
-
-
-# --- the error of attention ---
-
-
-def test_an_attention_that_cannot_be_replaced_is_not_measured() -> None:
-    net = causal("Falcon", alibi=True, multi_query=False, num_kv_heads=4, head_dim=None)
-    with torch.no_grad():
-        assert attention_error(net, kv_cache(net, "hadamard:2"), tokens(1, 80), 16) is None

@@ -28,7 +28,6 @@ ROTATED = {
     "gpt_oss": RopePairs(32, 32, False),
     "qwen3_5": RopePairs(32, 8, False),
     "qwen3_vl": RopePairs(32, 32, False),
-    "falcon_h1": RopePairs(32, 32, False),
 }
 
 

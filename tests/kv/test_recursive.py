@@ -1,4 +1,4 @@
-"""The recursive polar transform: Definition 1 as a recursion, the densities of Lemma 2, and both kinds of codebooks."""
+"""The recursive polar transform: Definition 1 as a recursion, the densities of Lemma 2, and the codebooks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from caches import decoded, gaussian, layer, relative_error, store
+from caches import decoded, gaussian, relative_error
 from helpers import Array
 
 from pqweights.codecs.polar_transform import LEVELS, RELATIVE_MSE, angle_density
-from pqweights.inference.kv.rotated import polar
-from pqweights.inference.kv.schemes import parse_spec
+from pqweights.inference.kv.rotated import RecursivePolar, polar, rotation
 
 
 def transformed(vector: list[float]) -> tuple[list[list[float]], float]:
@@ -75,43 +74,11 @@ def test_error_is_the_theoretical_one() -> None:
         assert relative_error(decoded("polar", states), states) == pytest.approx(RELATIVE_MSE, rel=0.02)
 
 
-def test_codebooks_of_the_prompt_are_as_good_on_gaussian_states() -> None:
-    states = gaussian(1, 2, 1000, 64)
-    found, offline = (relative_error(decoded(spec, states), states) for spec in ("polar:online", "polar"))
-    assert found == pytest.approx(offline, rel=0.03)
-
-
-def test_codebooks_of_the_prompt_are_better_where_angles_do_not_follow_the_densities() -> None:
-    """Without the rotation, angles of states with large and small channels come in clusters."""
-    states = gaussian(1, 2, 1000, 64) * torch.tensor([1, 0.2]).repeat(32)
-    specs = ("polar:online,rotation=0", "polar:rotation=0")
-    found, offline = (relative_error(decoded(spec, states), states) for spec in specs)
-    assert found < 0.8 * offline
-
-
-def test_each_sequence_has_codebooks_of_its_own() -> None:
-    """What a sequence becomes does not depend on the others of its batch."""
-    states = gaussian(2, 2, 200, 64) * torch.stack([torch.ones(64), torch.linspace(0.1, 2, 64)])[:, None, None]
-    spec = "polar:online,rotation=0"
-    apart = torch.cat([decoded(spec, each[None]) for each in states])
-    assert torch.equal(decoded(spec, states), apart)
-
-
 def test_codes_are_those_of_the_nearest_centroids() -> None:
-    quantizer = parse_spec("polar:rotation=0").quantizers(layer(16))[0]
-    assert quantizer is not None
+    quantizer = RecursivePolar(16)
     for first in LEVELS[0]:
         angles = [[first] + [0.1] * 7, *([LEVELS[level][2]] * (8 >> level) for level in (1, 2, 3))]
-        vector = torch.tensor(inverse(angles, 3.0))[None, None, None]
-        found = quantizer.decode(quantizer.encode(vector, {}, 0), {}, 0)
         expected = [[first] + [LEVELS[0][0]] * 7, *angles[1:]]
+        vector = torch.tensor(inverse(angles, 3.0))[None, None, None] @ rotation(16, torch.device("cpu"))
+        found = quantizer.decode(quantizer.encode(vector, {}, 0), {}, 0) @ rotation(16, torch.device("cpu")).T
         assert found.flatten().tolist() == pytest.approx(inverse(expected, 3.0), abs=1e-5)
-
-
-def test_first_codebooks_wait_for_enough_tokens() -> None:
-    held = store("polar:online", 64)
-    for tokens in (30, 33, 1):
-        assert held.packed_tokens == 0
-        held.append(gaussian(1, 1, tokens, 64))
-    assert held.packed_tokens == 64
-    assert all(part.shape[:2] == (1, 1) for part in held.chunks[0].shared.values())

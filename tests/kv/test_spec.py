@@ -36,7 +36,7 @@ WRONG = {
     "polar:residual=-1": "residual: expected a whole number from 0 to 1048575, found '-1'",
     "polar:residual=1048576": "residual: expected a whole number from 0 to 1048575",
     "polar:residual=1.5": "residual: expected a whole number",
-    "polar:4": "polar has no option '4'; expected online, online=N, rotation=N, residual=N",
+    "polar:4": "polar has no option '4'; expected residual=N",
     "polar-rope:m4n7": "polar-rope has no option 'm4n7'; the nearest is 'm4n",
     "polar-rope:m4n2,angle=3": "angle is given twice",
     "polar-rope:values=3": "values: expected 2 or 4 or 16, found '3'",
@@ -107,9 +107,11 @@ def test_models_without_a_cache_of_keys_are_refused(spec: str) -> None:
         assert "expected a decoder with attention" in refused(spec, config)
 
 
-def test_models_with_nothing_but_sliding_windows_are_refused() -> None:
+def test_models_without_layers_of_full_attention_alone_are_refused() -> None:
     config = transformers.MistralConfig(sliding_window=16, num_hidden_layers=2)
     assert refused("polar", config).endswith("expected layers with full attention, found sliding_attention")
+    config = transformers.FalconH1Config(num_hidden_layers=2)
+    assert refused("polar", config).endswith("expected layers with full attention, found hybrid")
 
 
 def test_heads_must_fit_the_method() -> None:

@@ -11,8 +11,8 @@ from pqweights.inference.kv.states import GROWTH, LEAST_TOKENS, PackedStates, us
 
 # What these decode a token to does not depend on the tokens beside it.
 TOKEN_WISE = ("polar", "hadamard:3,centred=0", "polar-rope:residual=0")
-# What of the first tokens is measured, all later ones are encoded with: the mean, variances, codebooks.
-MEASURED = ("hadamard:3", "polar:online", "klt:3", "klt:2.25")
+# What of the first tokens is measured, all later ones are encoded with: the mean, variances.
+MEASURED = ("hadamard:3", "klt:3", "klt:2.25")
 ALL = (*TOKEN_WISE, *MEASURED, "polar-rope:m4n2,residual=0", "polar:residual=40", "none")
 SIZE = 32
 
@@ -109,7 +109,8 @@ def test_cropped_stores_go_on(spec: str, kept: int) -> None:
     held.crop(kept)
     kept = min(kept, 140)
     assert held.tokens == kept
-    assert torch.equal(found(held), before[:, :, :kept])
+    # torch may multiply a single row in another order than many.
+    assert torch.allclose(found(held), before[:, :, :kept], rtol=0, atol=1e-5 if spec.startswith("klt") else 0)
     held.append(later[:, :, :100])
     for token in range(100, 170):
         held.append(later[:, :, token : token + 1])

@@ -78,11 +78,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3VLConfig",
         {"text_config": {**TEXT, **MROPE}, "vision_config": VISION},
     ),
-    "falcon_h1": (
-        "FalconH1ForCausalLM",
-        "FalconH1Config",
-        {**TEXT, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-    ),
 }
 
 

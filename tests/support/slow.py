@@ -45,7 +45,6 @@ SLOW = {
     "integrations/test_packed.py": MODELS,
     "architectures/test_packed_architectures.py": MODELS,
     "integrations/test_transformers.py": MODELS,
-    "kv/test_files.py": MODELS,
     "kv/test_on_codes.py": MODELS,
     "kernels/test_gpu_products.py::test_kernels_are_compiled_for_gpus": COMPILES,
     "kernels/test_groups.py::test_every_family_has_finite_numbers_and_true_errors": EXHAUSTIVE,

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pqweights.errors import GenerationError
-from pqweights.inference.generation.choosing import Chooser, Floats, choose_tokens, read_settings
+from pqweights.inference.generation.choosing import choose_tokens, read_settings
 from pqweights.inference.generation.packing import check_fits, choose_packed, read_needs
 from pqweights.inference.generation.prompts import (
     ASSISTANT,
@@ -41,7 +40,7 @@ from pqweights.inference.runtimes.folders import read_model
 from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.memory import peak_bytes
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
-from pqweights.inference.runtimes.steps import TorchStepper
+from pqweights.inference.runtimes.steps import Continuation, TokenChoice, TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
 from pqweights.options import GenerationOptions
 
@@ -80,12 +79,12 @@ class Generator:
         has_kv_cache = options.kv_cache is not None
         check_options([self._folder], device=options.device, dtype=options.dtype, has_kv_cache=has_kv_cache)
         self._device = choose_device(options.device, [self._folder])
-        self._settings = read_settings(self._folder)
-        self._choice = choose_tokens(options, self._settings)
-        self._random = np.random.default_rng(self._choice.seed)
+        ends, own = read_settings(self._folder)
+        self._choice = choose_tokens(options, own)
+        self._replies = 0
         self._tokenizer_place = Path(options.tokenizer or path)
         self._tokenizer = load_tokenizer(self._tokenizer_place)
-        self._ends = self._settings.ends | ({self._tokenizer.eos_token_id} - {None})
+        self._ends = ends | ({self._tokenizer.eos_token_id} - {None})
         if isinstance(self._tokenizer, GgufTokenizer):
             self._ends |= self._tokenizer.ends
         self.chats = not options.no_chat and has_chat_template(self._tokenizer)
@@ -118,8 +117,6 @@ class Generator:
             self._run = CachedRun(self._model.net, self._options.kv_cache)
             self._model = replace(self._model, stepper=self._run.stepper())
         self._load_seconds += time.perf_counter() - start
-        if self._settings.not_applied:
-            self._tell(f"generation_config.json: not applied: {', '.join(self._settings.not_applied)}")
         if not self._options.no_chat and not self.chats:
             self._tell("the model has no chat template: it continues the text as it is")
 
@@ -166,22 +163,24 @@ class Generator:
         if self._folder.context is not None:
             room = min(room, self._folder.context - len(ids))
         before = () if self.chats else ids[-CONTEXT_TOKENS:].tolist()
-        run = _Reply(
-            chooser=Chooser(self._choice, ids, self._random),
-            stream=TextStream(self._tokenizer, before),
-            ends=self._ends,
-            room=room,
-            on_text=on_text,
-        )
-        read = len(ids) - self._model.stepper.kept(ids)
-        run.follow(self._model, ids)
-        if self.chats and run.text:
-            self._turns = [*self._turns, Message(USER, prompt), Message(ASSISTANT, run.text)]
-        return self._report(run, ids, read)
+        reply = _Reply(TextStream(self._tokenizer, before), on_text)
+        wanted = Continuation(most=room, ends=self._ends, choice=self._choice_of_reply())
+        reply.follow(self._model, ids, wanted)
+        if self.chats and reply.text:
+            self._turns = [*self._turns, Message(USER, prompt), Message(ASSISTANT, reply.text)]
+        return self._report(reply, ids)
 
-    def _report(self, run: _Reply, ids: Ids, read: int) -> Generation:
+    def _choice_of_reply(self) -> TokenChoice:
+        """Return how the tokens of a reply are chosen: each has a seed of its own."""
+        self._replies += 1
+        if self._choice.seed is None:
+            return self._choice
+        seeds = np.random.SeedSequence([self._choice.seed, self._replies])
+        return replace(self._choice, seed=int(seeds.generate_state(1)[0]))
+
+    def _report(self, reply: _Reply, ids: Ids) -> Generation:
         assert self._model is not None
-        is_full = run.stop == LENGTH and len(run.tokens) < self._options.max_tokens
+        is_full = reply.stop == LENGTH and len(reply.tokens) < self._options.max_tokens
         settings = GenerationSettings(
             runtime=self._model.runtime,
             device=self._device,
@@ -193,12 +192,12 @@ class Generator:
         )
         return Generation(
             model=self._name,
-            text=run.text,
-            token_ids=tuple(run.tokens),
+            text=reply.text,
+            token_ids=tuple(reply.tokens),
             prompt_tokens=len(ids),
-            read_tokens=read,
-            stop=CONTEXT if is_full else run.stop,
-            timings=run.timings(self._load_seconds),
+            read_tokens=self._model.stepper.read_tokens,
+            stop=CONTEXT if is_full else reply.stop,
+            timings=reply.timings(self._load_seconds),
             peak_bytes=peak_bytes(self._device),
             kv_cache=self._cache_figures(),
             settings=settings,
@@ -216,26 +215,32 @@ class Generator:
 class _Reply:
     """A text while it is generated.
 
-    chooser: chooses tokens
-    stream: turns them into text
-    ends: the tokens that end it
-    room: the most tokens
+    stream: turns tokens into text
     on_text: called with each piece of the text
     """
 
-    def __init__(
-        self, *, chooser: Chooser, stream: TextStream, ends: frozenset[int] | set[Any], room: int, on_text: OnText
-    ) -> None:
-        self._choose, self._stream, self._ends, self._room, self._on_text = chooser, stream, ends, room, on_text
+    def __init__(self, stream: TextStream, on_text: OnText) -> None:
+        self._stream, self._on_text = stream, on_text
         self.tokens: list[int] = []
         self.text, self.stop = "", LENGTH
         self._start = self._first = self._last = 0.0
 
-    def follow(self, model: Model, ids: Ids) -> None:
+    def follow(self, model: Model, ids: Ids, wanted: Continuation) -> None:
         """Let a model read the prompt and continue it, until the text ends or the user breaks it off."""
+
+        def take(token: int) -> None:
+            self._last = time.perf_counter()
+            if not self.tokens:
+                self._first = self._last
+            self.tokens.append(token)
+            if token in wanted.ends:
+                self.stop = END
+            else:
+                self._give(self._stream.add(token))
+
         self._start = time.perf_counter()
         try:
-            model.stepper.run(ids, self._step)
+            model.stepper.run(ids, wanted, take)
         except KeyboardInterrupt:
             self.stop = INTERRUPTED
         self._give(self._stream.end())
@@ -244,18 +249,6 @@ class _Reply:
         """Return how long it took. load: the seconds of loading"""
         first = self._first - self._start if self.tokens else None
         return Timings(load=load, first_token=first, generation=self._last - self._first)
-
-    def _step(self, logits: Floats) -> int | None:
-        token = self._choose(np.asarray(logits))
-        self._last = time.perf_counter()
-        if not self.tokens:
-            self._first = self._last
-        self.tokens.append(token)
-        if token in self._ends:
-            self.stop = END
-            return None
-        self._give(self._stream.add(token))
-        return token if len(self.tokens) < self._room else None
 
     def _give(self, piece: str) -> None:
         if piece:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +29,15 @@ BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Needs:
     """What a model needs, and what there is; all in bytes, and of the weights alone.
 
-    codecs: the names of the codecs of a master; empty for other models.
     decoded: with ordinary weights.
     packed: as it is stored.
-    multiplied: whether nearly all weights can be multiplied as they are stored.
+    multiplied: whether nearly all weights can be multiplied as they are stored; None for what is not a master.
     free: what this process can still take; None if the system does not say.
     """
 
-    codecs: frozenset[str]
     decoded: int
     packed: int
-    multiplied: bool
+    multiplied: bool | None
     free: int | None
 
     def fits(self, needed: int) -> bool:
@@ -53,12 +51,10 @@ def choose_packed(asked: bool | None, needs: Needs) -> tuple[bool, str | None]:
     Scalar codes in whole blocks are multiplied as they are, which is faster than BF16. Other codes are decoded for each
     token, so they stay packed only where the decoded model does not fit into memory.
     """
-    if asked is not None or not needs.codecs:
+    if asked is not None or needs.multiplied is None:
         return bool(asked), None
-    if needs.multiplied:
-        return True, None
-    if needs.fits(needs.decoded):
-        return False, None
+    if needs.multiplied or needs.fits(needs.decoded):
+        return needs.multiplied, None
     return True, (
         f"the decoded model needs about {shown(needs.decoded)} of memory, and {shown(needs.free or 0)} are free: the "
         "weights stay packed, which is slower"
@@ -73,34 +69,23 @@ def read_needs(folder: Folder, dtype: str) -> Needs:
     Raises SourceError, MasterError.
     """
     stored = size(folder.path)
-    encoded: list[EncodedTensor] = []
-    if folder.runtime == MASTER:
-        encoded = [tensor for tensor in open_local(folder.path).tensors if isinstance(tensor, EncodedTensor)]
     decoded = stored.bytes
     if folder.runtime not in (MLX, LLAMA_CPP) and stored.parameters is not None:
         decoded = stored.parameters * BYTES_PER_WEIGHT[_own_dtype(folder.config) if dtype == AUTO else dtype]
-    return Needs(
-        codecs=frozenset(tensor.coder.codec for tensor in encoded),
-        decoded=decoded,
-        packed=stored.bytes,
-        multiplied=_multiplied(encoded, folder.config),
-        free=free_bytes(),
-    )
+    multiplied = _multiplied(folder) if folder.runtime == MASTER else None
+    return Needs(decoded=decoded, packed=stored.bytes, multiplied=multiplied, free=free_bytes())
 
 
-def _multiplied(encoded: Sequence[EncodedTensor], config: Mapping[str, Any]) -> bool:
+def _multiplied(folder: Folder) -> bool:
     """Whether nearly all weights of a master are multiplied without being decoded for each token."""
-    if config.get("model_type") in TRANSPOSED:
+    if folder.config.get("model_type") in TRANSPOSED:
         return False
-    weights = [
-        (
-            math.prod(tensor.shape),
-            isinstance(CODECS.get(tensor.coder.codec), HadamardLloydMax) and not tensor.shape[-1] % BLOCK_SIZE,
-        )
-        for tensor in encoded
-        if len(tensor.shape) > 1
-    ]
-    return sum(size for size, whole in weights if whole) >= MOSTLY * sum(size for size, _ in weights)
+    sizes = {True: 0, False: 0}
+    for tensor in open_local(folder.path).tensors:
+        if isinstance(tensor, EncodedTensor) and len(tensor.shape) > 1:
+            is_scalar = isinstance(CODECS.get(tensor.coder.codec), HadamardLloydMax)
+            sizes[is_scalar and not tensor.shape[-1] % BLOCK_SIZE] += math.prod(tensor.shape)
+    return sizes[True] >= MOSTLY * sum(sizes.values())
 
 
 def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
@@ -111,10 +96,9 @@ def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
     if packed or folder.runtime in (MLX, LLAMA_CPP):
         remedy = "quantize it with fewer bits, or use a machine with more memory"
     elif folder.runtime == MASTER:
-        remedy = "leave out --no-packed"
+        remedy = "let them stay packed: `packed`"
     else:
-        remedy = f"quantize it and run the master packed: pqweights quantize {folder.path} MASTER, then pqweights "
-        remedy += "generate MASTER --packed"
+        remedy = f"quantize it and run the master with `packed`: pqweights quantize {folder.path} MASTER"
     raise GenerationError(
         f"{folder.path}: its weights need about {shown(needed)} of memory, and {shown(needs.free or 0)} are free; "
         f"{remedy}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.inference.generation.choosing import TokenChoice
 from pqweights.inference.runtimes.cached import CacheFigures
+from pqweights.inference.runtimes.steps import TokenChoice
 
 # How a reply ends: with a token that ends a text, at the most tokens asked for, at the most that the model takes, or
 # because the user broke it off.

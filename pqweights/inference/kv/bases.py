@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
-from pqweights.inference.kv.model import FULL, HYBRID, CachedModel
+from pqweights.inference.kv.model import FULL, CachedModel
 from pqweights.inference.kv.polar_rope import RopePairs
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
@@ -28,7 +27,7 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
     Raises OptionError for a model whose attention is not made of four projections.
     """
     modules = list(_attentions(net))
-    numbers = [number for number, layer_type in enumerate(model.layers) if layer_type in (FULL, HYBRID)]
+    numbers = [number for number, layer_type in enumerate(model.layers) if layer_type == FULL]
     attentions = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
     result = {}
     for number in numbers:
@@ -40,21 +39,6 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
         turning = _turning(net, model, number, attentions[number][0])
         result[number] = _layer_bases(*attentions[number], _key_heads(model.config), turning)
     return result
-
-
-def summary(bases: dict[int, LayerBases]) -> list[float]:
-    """Return numbers that tell the weights of models apart: the mean logarithm of each layer's variances.
-
-    They depend on the machine in their last digits only; `is_same_summary` compares them.
-    """
-    both = [basis for _, layer in sorted(bases.items()) for basis in (layer.keys, layer.values)]
-    return [round(float(basis.variances.double().log().mean()), 6) for basis in both]
-
-
-def is_same_summary(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two summaries are those of the same weights, up to rounding."""
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4) for a, b in pairs)
 
 
 def _attentions(net: Any) -> Iterator[tuple[Any, Any]]:

@@ -13,8 +13,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from pqweights.errors import OptionError
 from pqweights.inference.kv.bases import model_bases
 from pqweights.inference.kv.klt import LayerBases
-from pqweights.inference.kv.layer import PackedHybridLayer, PackedLayer
-from pqweights.inference.kv.model import FULL, HYBRID, CachedModel, cached_model
+from pqweights.inference.kv.layer import PackedLayer
+from pqweights.inference.kv.model import FULL, CachedModel, cached_model
 from pqweights.inference.kv.on_codes import NAME as ON_CODES
 from pqweights.inference.kv.on_codes import VALUE_UNIT, may_attend_on_codes
 from pqweights.inference.kv.schemes import UNQUANTIZED, Hadamard, PolarRope, Scheme, parse_spec
@@ -158,6 +158,4 @@ def _layer(model: CachedModel, scheme: Scheme, number: int, bases: LayerBases | 
     layer_type, options = model.layers[number], model.options[number]
     if layer_type == FULL:
         return PackedLayer(scheme, model, bases)
-    if layer_type == HYBRID:
-        return PackedHybridLayer(scheme, model, bases, **options)
     return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**options)

@@ -32,8 +32,8 @@ ERRORS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.0006417, 0.0001633
 # How many tokens what the weights say of variances, and a mean of zero, count for beside the first tokens.
 PRIOR_VARIANCE, PRIOR_MEAN = 16, 4
 FIRST_TOKENS = 64
-# Positions for which angles are computed at once.
-MORE_POSITIONS = 4096
+# Angles are computed for so many positions at least, and then for twice as many.
+LEAST_POSITIONS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,30 +54,13 @@ class StateBasis:
         return self
 
 
-class _Angles:
-    """Cosines and sines of the angles of all positions up to the last that was asked for, on one device."""
-
-    def __init__(self, frequencies: tuple[float, ...], device: torch.device) -> None:
-        self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=device)
-        # One object, because threads share it: what one of them reads belongs together while another makes more.
-        self._cos_and_sin = (torch.empty(0, len(frequencies), device=device),) * 2
-
-    def at(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return those of some positions, twice [count, frequencies] f32."""
-        end, (cos, sin) = start + count, self._cos_and_sin
-        if end > len(cos):
-            room = -(-end // MORE_POSITIONS) * MORE_POSITIONS
-            with torch.inference_mode(False):  # others may use them in another mode
-                positions = torch.arange(room, device=self._frequencies.device, dtype=torch.float64)
-                angles = positions[:, None] * self._frequencies
-                cos, sin = self._cos_and_sin = angles.cos().float(), angles.sin().float()
-        return cos[start:end], sin[start:end]
-
-
 @functools.lru_cache(maxsize=8)
-def _angles(frequencies: tuple[float, ...], device: torch.device) -> _Angles:
-    """Return what all layers with the same frequencies share."""
-    return _Angles(frequencies, device)
+def _angles(frequencies: tuple[float, ...], device: torch.device, positions: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles of the first positions, twice [positions, frequencies] f32."""
+    with torch.inference_mode(False):  # others may use them in another mode
+        steps = torch.arange(positions, device=device, dtype=torch.float64)
+        angles = steps[:, None] * torch.tensor(frequencies, device=device, dtype=torch.float64)
+        return angles.cos().float(), angles.sin().float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +77,9 @@ class Turning:
     @torch.no_grad()
     def turned(self, states: Tensor, start: int, sign: int) -> Tensor:
         """Turn states [..., tokens, size] of the tokens from `start` on by their angles, forward (1) or back (-1)."""
-        cos, sin = _angles(self._known_frequencies, states.device).at(start, states.shape[-2])
+        end = start + states.shape[-2]
+        positions = max(LEAST_POSITIONS, 1 << (end - 1).bit_length())
+        cos, sin = (table[start:end] for table in _angles(self._known_frequencies, states.device, positions))
         rotated = self.pairs.rotated
         shape = (rotated // 2, 2) if self.pairs.interleaved else (2, rotated // 2)
         # Views, so that each half is written where it belongs.

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases
 from pqweights.inference.kv.model import CachedModel
 from pqweights.inference.kv.on_codes import PAST, PastOfLayer, attends_on_codes, has_kernels
 from pqweights.inference.kv.schemes import LayerModel, Scheme
-from pqweights.inference.kv.states import DecodedStates, PackedStates
+from pqweights.inference.kv.states import PackedStates
 
 
 class PackedLayer(DynamicLayer):
@@ -23,7 +23,6 @@ class PackedLayer(DynamicLayer):
     tokens; what is packed is never packed again.
 
     on_codes: whether single tokens attend on codes, through the attention of on_codes.py, where there are kernels
-    keeps_decoded: whether everything is also kept as it is decoded, see DecodedStates
     """
 
     def __init__(self, scheme: Scheme, model: CachedModel, bases: LayerBases | None) -> None:
@@ -31,7 +30,7 @@ class PackedLayer(DynamicLayer):
         self._scheme, self._model, self._bases = scheme, model, bases
         self.packed_keys: PackedStates | None = None
         self.packed_values: PackedStates | None = None
-        self.on_codes = self.keeps_decoded = False
+        self.on_codes = False
         self._past: PastOfLayer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -41,9 +40,8 @@ class PackedLayer(DynamicLayer):
             scheme.check_size(size)
         pairs = self._model.pairs_of(sizes[0])
         layer = LayerModel(key_size=sizes[0], value_size=sizes[1], pairs=pairs, bases=self._bases)
-        states = DecodedStates if self.keeps_decoded else PackedStates
         self.packed_keys, self.packed_values = (
-            states(quantizer, scheme.residual) for quantizer in scheme.quantizers(layer)
+            PackedStates(quantizer, scheme.residual) for quantizer in scheme.quantizers(layer)
         )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -133,35 +131,3 @@ class PackedLayer(DynamicLayer):
         if self.is_initialized:
             for states in self.states:
                 states.replace_tensors(change)
-
-
-def _both(name: str) -> Any:
-    """Return a method that calls those with this name of the attention and of the recurrent state."""
-
-    def method(layer: Any, *args: Any) -> None:
-        for of_layer in (LinearAttentionLayer, PackedLayer):
-            getattr(of_layer, name)(layer, *args)
-
-    return method
-
-
-class PackedHybridLayer(LinearAttentionAndFullAttentionLayer, PackedLayer):
-    """A layer with full attention and a recurrent state beside it, of which only keys and values are packed."""
-
-    is_compileable = False
-
-    def __init__(
-        self, scheme: Scheme, model: CachedModel, bases: LayerBases | None, *, number_of_states: int = 1
-    ) -> None:
-        PackedLayer.__init__(self, scheme, model, bases)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the attention (two tensors) or the recurrent state (keyword arguments)."""
-        if args:
-            PackedLayer.lazy_initialization(self, *args)
-        else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    offload, prefetch, reset = _both("offload"), _both("prefetch"), _both("reset")
-    reorder_cache, crop = _both("reorder_cache"), _both("crop")

@@ -11,8 +11,7 @@ from pqweights.errors import OptionError
 from pqweights.inference.kv.polar_rope import RopePairs, rope_pairs
 from pqweights.inference.kv.schemes import Scheme
 
-# Layers with keys and values of all tokens; in those of the second kind beside a recurrent state.
-FULL, HYBRID = "full_attention", "hybrid"
+FULL = "full_attention"  # layers with keys and values of all tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def cached_model(config: Any, scheme: Scheme) -> CachedModel:
             f"{subject}: expected a decoder with attention, found a model without keys and values to keep"
         )
     layers, options = get_layer_types_and_kwargs(decoder)
-    if not {FULL, HYBRID} & set(layers):
+    if FULL not in layers:
         raise OptionError(f"{subject}: expected layers with full attention, found {', '.join(sorted(set(layers)))}")
     size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
     scheme.check_size(size)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, LEVELS, angle_codes, directions, transform, unit_vectors
+from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, angle_codes, directions, transform, unit_vectors
 from pqweights.inference.kv.codes import coded, halves, levels_of, pack, packed_bytes, unpack, width_tables
 from pqweights.inference.kv.states import Parts, StateQuantizer
 from pqweights.kernels.attention import MOST_SIZE, hadamard_scores, weighted_values
@@ -133,69 +132,44 @@ class RotatedScalar(StateQuantizer):
         return sums.view(batch, heads, *sums.shape[1:]) @ rotation(self.size, weights.device)
 
 
-# Rounds of k-means on a prompt's angles; the centroids of the densities, from which it starts, are near already.
-ROUNDS = 8
-# Codebooks of a prompt are made from at least so many tokens.
-TOKENS_OF_CODEBOOKS = 64
-
-
 class RecursivePolar(StateQuantizer):
-    """The quantizer.
+    """The quantizer. size: coordinates of a vector, a multiple of 16"""
 
-    size: coordinates of a vector, a multiple of 16
-    online: whether codebooks are made for the first states, by k-means in one dimension (Section 4.1), and kept for
-        each sequence; otherwise those of the densities serve all
-    rotated: whether vectors are rotated first; without it, this is what the paper calls PolarQuant without the R
-    """
-
-    def __init__(self, size: int, *, online: bool = False, rotated: bool = True) -> None:
-        self.size, self.online, self.rotated = size, online, rotated
-        self.first = TOKENS_OF_CODEBOOKS if online else 1
-
-    def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer."""
-        if shared is not None or not self.online:
-            return super().fit(states, shared, start)
-        angles, _ = transform(self._turned(states), _angles)
-        return {f"centroids{level}": _k_means(of_level, level) for level, of_level in enumerate(angles, 1)}
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
         """See StateQuantizer."""
-        codes, radius = transform(self._turned(states), self._code_rule(shared))
+        codes, radius = transform(states @ rotation(self.size, states.device).T, angle_codes)
         packed = [pack(of_level, bits) for of_level, bits in zip(codes, ANGLE_BITS, strict=True)]
         return {"angles": torch.cat(packed, dim=-1), "radius": halves(radius)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
         """See StateQuantizer."""
-        counts = [self.size >> level for level in range(1, len(ANGLE_BITS) + 1)]
-        sizes = [packed_bytes(count, bits) for count, bits in zip(counts, ANGLE_BITS, strict=True)]
-        packed = rows["angles"].split(sizes, dim=-1)
-        codes = [unpack(*of_level) for of_level in zip(packed, ANGLE_BITS, counts, strict=True)]
-        groups: Tensor = directions(codes, functools.partial(self._pairs_of, shared)).unflatten(-1, (-1, GROUP))
+        groups: Tensor = directions(angle_codes_of(rows, self.size), _pairs).unflatten(-1, (-1, GROUP))
         values: Tensor = (groups * rows["radius"].float()[..., None]).flatten(-2)
-        return values @ rotation(self.size, values.device) if self.rotated else values
+        return values @ rotation(self.size, values.device)
 
-    def _code_rule(self, shared: Parts) -> Callable[[int, Tensor, Tensor], Tensor]:
-        """Return what gives the codes of pairs: tangents, or for codebooks of a prompt the nearest centroids."""
-        if not self.online:
-            return angle_codes
 
-        def nearest(level: int, x: Tensor, y: Tensor) -> Tensor:
-            angles = _angles(level, x, y)
-            return _nearest(angles.flatten(1), shared[f"centroids{level}"][:, 0]).view(angles.shape).to(torch.uint8)
+def angle_codes_of(rows: Parts, size: int) -> list[Tensor]:
+    """Return the codes of the angles of each level. size: coordinates of a vector"""
+    counts = [size >> level for level in range(1, len(ANGLE_BITS) + 1)]
+    sizes = [packed_bytes(count, bits) for count, bits in zip(counts, ANGLE_BITS, strict=True)]
+    packed = rows["angles"].split(sizes, dim=-1)
+    return [unpack(*of_level) for of_level in zip(packed, ANGLE_BITS, counts, strict=True)]
 
-        return nearest
 
-    def _pairs_of(self, shared: Parts, level: int, codes: Tensor) -> Tensor:
-        """Return cosines and sines of the centroids of codes, which are complex numbers, so that one look-up does."""
-        if not self.online:
-            return torch.view_as_real(_unit_vectors(level, codes.device)[codes.int()])
-        centroids = shared[f"centroids{level}"][:, 0]
-        table = torch.complex(centroids.cos(), centroids.sin())
-        return torch.view_as_real(table.gather(1, codes.flatten(1).long()).view(codes.shape))
+def _pairs(level: int, codes: Tensor) -> Tensor:
+    """Return cosines and sines of the centroids of codes, which are complex numbers, so that one look-up does."""
+    return torch.view_as_real(_unit_vectors(level, codes.device)[codes.int()])
 
-    def _turned(self, states: Tensor) -> Tensor:
-        return states @ rotation(self.size, states.device).T if self.rotated else states
+
+@functools.cache
+def _unit_vectors(level: int, device: torch.device) -> Tensor:
+    """Return the unit vectors of the centroids at a level, [entries] c64."""
+    with torch.inference_mode(False):  # later calls may need gradients
+        cosines, sines = (torch.from_numpy(table) for table in unit_vectors(level))
+        return torch.complex(cosines, sines).to(device)
 
 
 def polar(vectors: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -206,53 +180,10 @@ def polar(vectors: Tensor) -> tuple[list[Tensor], Tensor]:
     Returns the angles of each level, [..., size / 2**level] in radians, those of the first level in [0, 2 pi), all
     others in [0, pi / 2]; and the radii [..., size / 16].
     """
-    return transform(vectors, _angles)
+    return transform(vectors, angles_of)
 
 
-def _angles(level: int, x: Tensor, y: Tensor) -> Tensor:
+def angles_of(level: int, x: Tensor, y: Tensor) -> Tensor:
     """Return the angles of pairs, which at the first level go around the circle."""
     angles = torch.atan2(y.contiguous(), x.contiguous())  # torch computes angles of others one by one
     return torch.where(angles < 0, angles + 2 * math.pi, angles) if level == 1 else angles
-
-
-def _nearest(angles: Tensor, centroids: Tensor) -> Tensor:
-    """Return the numbers of the nearest centroids, i64; the first level's circle is closed at 0.
-
-    angles: [batch, n]
-    centroids: of each sequence, ascending, [batch, entries]
-    """
-    middles = (centroids[:, 1:] + centroids[:, :-1]) / 2
-    return torch.searchsorted(middles.contiguous(), angles.contiguous(), right=True)
-
-
-def _k_means(angles: Tensor, level: int) -> Tensor:
-    """Return the centroids of angles for each sequence, [batch, 1, entries] f32.
-
-    angles: [batch, heads, tokens, n]
-    """
-    flat = angles.flatten(1)
-    centroids = _offline(level, angles.device).expand(len(flat), -1).contiguous()
-    for _ in range(ROUNDS):
-        codes = _nearest(flat, centroids)
-        counts = torch.zeros_like(centroids).scatter_add_(1, codes, torch.ones_like(flat))
-        sums = torch.zeros_like(centroids).scatter_add_(1, codes, flat)
-        centroids = torch.where(counts > 0, sums / counts.clamp(min=1), centroids)
-    return centroids[:, None]
-
-
-@functools.cache
-def _offline(level: int, device: torch.device) -> Tensor:
-    """Return the centroids of the densities at a level, [entries] f32."""
-    with torch.inference_mode(False):  # later calls may need gradients
-        return torch.tensor(LEVELS[level - 1], dtype=torch.float32, device=device)
-
-
-@functools.cache
-def _unit_vectors(level: int, device: torch.device) -> Tensor:
-    """Return the unit vectors of these as complex numbers, [entries] c64."""
-    with torch.inference_mode(False):
-        cosines, sines = (torch.from_numpy(table) for table in unit_vectors(level))
-        return torch.complex(cosines, sines).to(device)
-
-
-assert 1 << len(ANGLE_BITS) == GROUP

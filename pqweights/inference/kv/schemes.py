@@ -196,26 +196,16 @@ class Polar(Scheme):
     """PolarQuant of Han et al. (arXiv:2502.02617): rotated keys and values as angles, at 3.875 bits.
 
     Angles take 4, 2, 2 and 2 bits, and a radius 16 bits for 16 coordinates.
-
-    online: 1 for codebooks made for each prompt
-    rotation: 0 to leave out the random rotation
     """
 
-    online: int = 0
-    rotation: int = 1
-
     name = "polar"
-    choices = {"online": (0, 1), "rotation": (0, 1), "residual": WINDOWS}
-    words = {"online": {"online": 1}}
+    choices = {"residual": WINDOWS}
+    words = {}
     size_unit: ClassVar[int] = GROUP
 
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """See Scheme."""
-        online, rotated = bool(self.online), bool(self.rotation)
-        return (
-            RecursivePolar(layer.key_size, online=online, rotated=rotated),
-            RecursivePolar(layer.value_size, online=online, rotated=rotated),
-        )
+        return RecursivePolar(layer.key_size), RecursivePolar(layer.value_size)
 
 
 @dataclass(frozen=True, kw_only=True)

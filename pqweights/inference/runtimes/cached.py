@@ -18,8 +18,6 @@ Floats = npt.NDArray[np.float32]
 
 # Windows that are read together take at most about this much memory, beside the model; one is always read.
 BATCH_BYTES = 512_000_000
-# The queries whose attention is compared with that over keys and values as they are: those of a text's last tokens.
-MEASURED_QUERIES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +28,12 @@ class CacheFigures:
     tokens: how many tokens it held
     bits_per_coordinate: see KVCache.bits_per_coordinate
     bytes_per_token: of all packed layers together, for one sequence
-    attention_error: the relative mean squared error of the attention's outputs; None if it was not measured
     """
 
     spec: str
     tokens: int
     bits_per_coordinate: float
     bytes_per_token: float
-    attention_error: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as eval --json and generate --json print them."""
@@ -94,27 +90,15 @@ class CachedRun:
             yield from self._batch(np.stack(windows[first : first + together]), last)
 
     def _window_bytes(self, tokens: int, last: int) -> int:
-        """Return about how much memory a window takes: logits, keys and values twice, one layer's activations, scores.
-
-        Attention that is computed in steps of its own holds the scores of all heads.
-        """
+        """Return about how much memory a window takes: logits, keys and values twice, and one layer's activations."""
         config = self._net.config.get_text_config(decoder=True)
-        hidden = int(getattr(config, "hidden_size", 0) or 0)
-        width = max(hidden, (getattr(config, "num_attention_heads", 0) or 0) * (getattr(config, "head_dim", 0) or 0))
-        inner = getattr(config, "intermediate_size", 0)
-        inner = inner if isinstance(inner, int) and inner else 4 * hidden
-        layers = int(getattr(config, "num_hidden_layers", 0) or 1)
-        is_eager = getattr(config, "_attn_implementation", None) == "eager"
-        scores = tokens * int(getattr(config, "num_attention_heads", 0) or 0) if is_eager else 0
-        values = last * int(config.vocab_size) + tokens * (4 * layers * width + 4 * width + 3 * inner + scores)
-        return 4 * max(1, values)
+        hidden, layers = (int(getattr(config, name, 0) or 1) for name in ("hidden_size", "num_hidden_layers"))
+        return 4 * (last * int(config.vocab_size) + tokens * hidden * (4 * layers + 16))
 
     def _batch(self, ids: Ids, last: int) -> Iterator[Floats]:
         """Yield the predictions of windows that are read together, [windows, tokens]."""
         torch = package("torch", "transformers")
         cache, logits = self.new_cache(), []
-        for layer in cache.packed_layers:
-            layer.keeps_decoded = True
         given = torch.from_numpy(ids).to(self._net.device)
         start = max(1, ids.shape[1] - last + 1)
         with torch.inference_mode(), quiet():
@@ -131,7 +115,7 @@ class CachedRun:
         """Return what generates with such a cache."""
         return TorchStepper(self._net, partial(self.new_cache, on_codes=True))
 
-    def figures(self, cache: Any = None, attention_error: float | None = None) -> CacheFigures:
+    def figures(self, cache: Any = None) -> CacheFigures:
         """Return what a cache takes. cache: by default that of the last call of `logits`."""
         cache = self._last if cache is None else cache
         return CacheFigures(
@@ -139,20 +123,4 @@ class CachedRun:
             tokens=cache.get_seq_length(),
             bits_per_coordinate=cache.bits_per_coordinate(),
             bytes_per_token=cache.bits_per_coordinate() / 8 * cache.coordinates_per_token(),
-            attention_error=attention_error,
         )
-
-    def attention_error(self, ids: Ids) -> float | None:
-        """Return the relative mean squared error of the attention's outputs for the queries of the last tokens.
-
-        None for a model that computes its attention itself, so that it cannot be replaced, and for outputs of zero.
-
-        Each layer gets the inputs that it has without quantization. Keys and values of the tokens before the last
-        MEASURED_QUERIES are those that the cache has kept. ids: [tokens], more than MEASURED_QUERIES
-        """
-        from pqweights.inference.kv.attention_error import attention_error
-
-        torch = package("torch", "transformers")
-        given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(self._net.device)
-        with torch.inference_mode(), quiet():
-            return attention_error(self._net, self.new_cache(), given, MEASURED_QUERIES)

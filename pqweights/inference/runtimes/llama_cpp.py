@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,20 @@ import numpy.typing as npt
 from pqweights.errors import GenerationError, SourceError
 from pqweights.gguf.contents import GgufContents
 from pqweights.inference.runtimes.llama_library import library, load
-from pqweights.inference.runtimes.steps import NOTHING, Step, common_tokens
+from pqweights.inference.runtimes.steps import Continuation, Stepper, TokenChoice, nan_error
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.rewrite.task import usable_cores
 
 # Tokens that llama.cpp reads at once; the logits of so many are in memory twice.
 BATCH_TOKENS = 512
-# A context has room for a multiple of so many tokens, and for this many more than a prompt.
-ROOM_STEP, ROOM_FOR_REPLY = 256, 512
+# A context has room for a multiple of so many tokens.
+ROOM_STEP = 256
 FLOAT32 = 0  # ggml_type
 NO_FLASH_ATTENTION = 0  # llama_flash_attn_type
 
 
-class LlamaRun:
-    """A loaded model. It is a Stepper, too."""
+class LlamaRun(Stepper):
+    """A loaded model."""
 
     def __init__(self, contents: GgufContents, *, exact: bool) -> None:
         """Load a model.
@@ -35,66 +35,31 @@ class LlamaRun:
 
         Raises SourceError if llama.cpp refuses the file, MissingDependencyError.
         """
+        super().__init__()
         self._path, self._exact = contents.path, exact
         self._llama, self._log = library()
         self._held = _Held(self._llama, load(contents.path))
         weakref.finalize(self, self._held.free)
         vocabulary = self._llama.llama_model_get_vocab(self._held.model)
         self._vocabulary = int(self._llama.llama_vocab_n_tokens(vocabulary))
-        states = (self._llama.llama_model_is_recurrent, self._llama.llama_model_is_hybrid)
-        self._can_be_cut = not any(is_one(self._held.model) for is_one in states)
         self._room = 0
-        self._ids = NOTHING  # what the context holds
 
     def logits(self, ids: Ids, last: int) -> npt.NDArray[np.float32]:
         """Return the logits after each of the last tokens, [last, vocabulary] f32. ids: [tokens]"""
-        self._ids = NOTHING
-        self._make_room(len(ids), kept=0)
-        self._keep(0)
+        self.forget()
+        self._begin(len(ids))
         return self._read(ids, 0, last)
 
-    def generate(self, ids: Ids, count: int) -> Ids:
-        """Return the likeliest next tokens, [count]. ids: [tokens]"""
-        tokens: list[int] = []
+    def _has_room(self, tokens: int) -> bool:
+        return tokens <= self._room
 
-        def likeliest(logits: npt.NDArray[np.float32]) -> int | None:
-            tokens.append(int(logits.argmax()))
-            return tokens[-1] if len(tokens) < count else None
+    def _begin(self, tokens: int) -> None:
+        """See Stepper. Raises GenerationError if there is not enough memory."""
+        if not self._has_room(tokens):
+            self._make_context(-(-max(tokens, 2 * self._room) // ROOM_STEP) * ROOM_STEP)
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._held.context), True)
 
-        self._ids = NOTHING
-        self.run(ids, likeliest)
-        return np.array(tokens, dtype=np.int64)
-
-    def kept(self, ids: Ids) -> int:
-        """See Stepper."""
-        common = common_tokens(self._ids, ids)
-        return common if common == len(self._ids) or self._can_be_cut else 0
-
-    def run(self, ids: Ids, step: Step) -> None:
-        """See Stepper."""
-        kept, fed = self.kept(ids), ids.tolist()
-        self._ids = NOTHING
-        self._make_room(len(ids) + ROOM_FOR_REPLY, kept=kept)
-        kept = self._keep(kept)
-        tokens = ids[kept:]
-        while True:
-            token = step(self._read(tokens, len(fed) - len(tokens), 1)[0])
-            if token is None:
-                break
-            fed.append(token)
-            self._make_room(len(fed), kept=len(fed) - 1)
-            tokens = np.array([token], dtype=np.int64)
-        self._ids = np.array(fed, dtype=np.int64)
-
-    def _make_room(self, tokens: int, *, kept: int) -> None:
-        """Have a context for so many tokens; a new one takes over the state of the old one if some are kept.
-
-        Raises GenerationError if there is not enough memory.
-        """
-        if tokens <= self._room:
-            return
-        state = self._state() if kept else None
-        room = -(-max(tokens, 2 * self._room if kept else 0) // ROOM_STEP) * ROOM_STEP
+    def _make_context(self, room: int) -> None:
         self._held.free_context()
         self._room = 0
         parameters = self._llama.llama_context_default_params()
@@ -108,25 +73,44 @@ class LlamaRun:
         self._held.context = self._llama.llama_init_from_model(self._held.model, parameters)
         if not self._held.context:
             raise GenerationError(
-                f"{self._path}: llama.cpp cannot make room for {room} tokens: {self._log.first_error()}"
+                f"{self._path}: llama.cpp cannot make room for {room} tokens: {self._log.first_error()}; give a "
+                "smaller `max_tokens`"
             )
         self._room = room
-        if state is not None and not self._llama.llama_state_seq_set_data(self._held.context, state, len(state), 0):
-            raise GenerationError(f"{self._path}: llama.cpp cannot go on beyond {kept} tokens; give `max_tokens`")
 
-    def _state(self) -> Any:
-        """Return what the context holds of the tokens."""
-        state = (ctypes.c_uint8 * self._llama.llama_state_seq_get_size(self._held.context, 0))()
-        self._llama.llama_state_seq_get_data(self._held.context, state, len(state), 0)
-        return state
-
-    def _keep(self, count: int) -> int:
-        """Forget all but the first tokens, and return how many are left: none where that is not possible."""
+    def _cut(self, count: int) -> bool:
         memory = self._llama.llama_get_memory(self._held.context)
-        if count and self._llama.llama_memory_seq_rm(memory, 0, count, -1):
-            return count
-        self._llama.llama_memory_clear(memory, True)
-        return 0
+        end = self._llama.llama_memory_seq_pos_max(memory, 0) + 1
+        return bool(self._llama.llama_memory_seq_rm(memory, 0, end - count, -1))
+
+    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: Callable[[int], object]) -> int | None:
+        sampler = self._sampler(wanted.choice)
+        try:
+            tokens = ids[kept:]
+            for count in range(wanted.most):
+                if np.isnan(self._read(tokens, len(ids) + count - len(tokens), 1)).any():
+                    raise nan_error()
+                token = int(self._llama.llama_sampler_sample(sampler, self._held.context, -1))
+                on_token(token)
+                if token in wanted.ends:
+                    break
+                tokens = np.array([token], dtype=np.int64)
+            return count  # the last token is not read
+        finally:
+            self._llama.llama_sampler_free(sampler)
+
+    def _sampler(self, choice: TokenChoice) -> Any:
+        """Return llama.cpp's own sampler; GGUF files state neither top-k nor a penalty."""
+        llama = self._llama
+        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        if choice.temperature > 0:
+            steps = [llama.llama_sampler_init_temp(choice.temperature), llama.llama_sampler_init_top_p(choice.top_p, 1)]
+            steps.append(llama.llama_sampler_init_dist(choice.seed))
+        else:
+            steps = [llama.llama_sampler_init_greedy()]
+        for step in steps:
+            llama.llama_sampler_chain_add(chain, step)
+        return chain
 
     def _read(self, ids: Ids, start: int, last: int) -> npt.NDArray[np.float32]:
         """Append tokens to those that the context holds, and return the logits after the last ones.

@@ -35,33 +35,20 @@ def free_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_groups(root: Path) -> list[int]:
-    """Return what is left of the limit of each control group that this process is in, of both versions."""
+    """Return what is left of the limit of each control group (version 2) that this process is in."""
     result = []
     for line in (_read(root / PROCESS / "self/cgroup") or "").splitlines():
-        _, _, controllers_and_path = line.partition(":")
-        controllers, _, path = controllers_and_path.partition(":")
-        if controllers == "":
-            mounted, names = root / GROUPS, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mounted = root / GROUPS / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
+        _, _, path = line.partition("::")
         # In a container, the path may be one of the host, which is not mounted there: its own group is then the root.
         group = Path(path.strip("/"))
-        for ancestor in (group, *group.parents):
-            result += _left(mounted / ancestor, *names)
+        for folder in (root / GROUPS / ancestor for ancestor in (group, *group.parents)):
+            most, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+            if most is None or used is None or not (most.strip().isdigit() and used.strip().isdigit()):
+                continue  # "max" is no limit
+            rows = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+            reclaimable = sum(int(row[1]) for row in rows if row[:1] == ["inactive_file"])
+            result.append(int(most) - int(used) + reclaimable)
     return result
-
-
-def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
-    """Return what is left of the limit of a group, as a list; an empty one if it has none."""
-    most, used = _read(group / limit), _read(group / usage)
-    if most is None or used is None or not (most.strip().isdigit() and used.strip().isdigit()):
-        return []  # "max" is no limit
-    rows = (line.split() for line in (_read(group / "memory.stat") or "").splitlines())
-    reclaimable = sum(int(row[1]) for row in rows if len(row) == 2 and row[0] == cached and row[1].isdigit())
-    return [int(most) - int(used) + reclaimable]
 
 
 def _kilobytes(file: Path, name: str) -> int | None:

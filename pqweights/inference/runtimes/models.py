@@ -27,7 +27,7 @@ from pqweights.gguf.file import open_gguf
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
-from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper, greedy_config
+from pqweights.inference.runtimes.steps import Continuation, MlxStepper, Stepper, TorchStepper
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.inference.runtimes.torchao import decode_on_cpu
 
@@ -48,8 +48,7 @@ class Model:
     runtime: which library computes, in words.
     dtype: the dtype of the arithmetic.
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
-    generate: takes ids [tokens] and n; returns the n likeliest next ids, greedily, and does not stop at an end of text.
-    stepper: what generates one token after another, which the caller chooses.
+    stepper: what generates, one token after another.
     logits_of: logits for several windows of one size, in order, where they are computed faster together.
     net: the PreTrainedModel that computes; None for models of mlx-lm and llama.cpp.
     """
@@ -57,10 +56,16 @@ class Model:
     runtime: str
     dtype: str
     logits: Callable[[Ids, int], Floats]
-    generate: Callable[[Ids, int], Ids]
     stepper: Stepper
     logits_of: Callable[[Sequence[Ids], int], Iterator[Floats]] | None = None
     net: Any = None
+
+    def generate(self, ids: Ids, count: int) -> Ids:
+        """Return the likeliest next tokens, [count], which do not stop at an end of text. ids: [tokens], all read"""
+        tokens: list[int] = []
+        self.stepper.forget()
+        self.stepper.run(ids, Continuation(most=count), tokens.append)
+        return np.array(tokens, dtype=np.int64)
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
@@ -229,26 +234,16 @@ def _in_torch(runtime: str, model: Any) -> Model:
     torch = package("torch", "transformers")
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def tensor(ids: Ids) -> Any:
-        return torch.from_numpy(np.ascontiguousarray(ids))[None].to(model.device)
-
     def logits(ids: Ids, last: int) -> Floats:
         keep = {"logits_to_keep": last} if takes_count else {}
         with torch.inference_mode(), quiet():
-            result = model(tensor(ids), use_cache=False, **keep).logits[0, -last:]
+            given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(model.device)
+            result = model(given, use_cache=False, **keep).logits[0, -last:]
         values: Floats = result.float().cpu().numpy()
         return values
 
-    def generate(ids: Ids, count: int) -> Ids:
-        given, how = tensor(ids), greedy_config(count)
-        with torch.inference_mode(), quiet():
-            result = model.generate(given, attention_mask=torch.ones_like(given), generation_config=how)
-        tokens: Ids = result[0, len(ids) :].cpu().numpy()
-        return tokens
-
     dtype = str(model.dtype).removeprefix("torch.")
-    stepper = TorchStepper(model)
-    return Model(runtime=runtime, dtype=dtype, logits=logits, generate=generate, stepper=stepper, net=model)
+    return Model(runtime=runtime, dtype=dtype, logits=logits, stepper=TorchStepper(model), net=model)
 
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
@@ -327,7 +322,6 @@ def _torchao_modules(folder: Folder, model: Any) -> list[Any]:
 
 def _open_mlx(folder: Folder, dtype: str) -> Model:
     mx, utils = package("mlx.core", "mlx"), package("mlx_lm.utils", "mlx")
-    steps = package("mlx_lm.generate", "mlx")
     tree_flatten = package("mlx.utils", "mlx").tree_flatten
     refused = Refused(f"{folder.path}: mlx-lm cannot load this model here")
     with refused, quiet():
@@ -345,12 +339,8 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
     def logits(ids: Ids, last: int) -> Floats:
         return np.array(model(mx.array(ids)[None])[0, -last:].astype(mx.float32))
 
-    def generate(ids: Ids, count: int) -> Ids:
-        generated = steps.generate_step(mx.array(ids), model, max_tokens=count)
-        return np.array([int(token) for token, _ in generated], dtype=np.int64)
-
     computed_in = str(computed.dtype).removeprefix("mlx.core.")
-    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, generate=generate, stepper=MlxStepper(model))
+    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, stepper=MlxStepper(model))
 
 
 # llama.cpp.
@@ -358,4 +348,4 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
 
 def _open_llama_cpp(folder: Folder, dtype: str) -> Model:
     run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO)
-    return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, generate=run.generate, stepper=run)
+    return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, stepper=run)

@@ -1,156 +1,213 @@
-"""Generation one token at a time: a model reads a prompt, and the caller chooses each next token from its logits.
+"""Generation: a model reads a prompt and continues it, a token at a time, with the sampling of its own library.
 
-The loop over a model of transformers is ours where the model prepares its inputs in no way of its own. Beside
-`generate` it takes about 0.2 ms less per token on a CPU, and the cache of keys and values stays for the next call, so
-that a conversation is not read again. All other models (recurrent ones, mixtures of attention and recurrence, those
-with positions of images) go through `generate`, which then takes the tokens that the caller chooses.
+What a model has read stays for the next call, so that a conversation is not read again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pqweights.errors import GenerationError
 from pqweights.inference.runtimes.packages import package, silent
 from pqweights.inference.runtimes.texts import Ids
 
-# Takes the logits after the last token, [vocabulary] f32, and returns the next token, or None to end.
-Step = Callable[[npt.NDArray[np.float32]], int | None]
-
 NOTHING: Ids = np.empty(0, dtype=np.int64)
 # How messages of torch and MLX say that there is no memory.
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-# Tokens of a prompt that MLX reads at a time, as mlx-lm does.
-MLX_PREFILL_TOKENS = 2048
 
 
-class Stepper(Protocol):
-    """What makes a model generate."""
+@dataclass(frozen=True, kw_only=True)
+class TokenChoice:
+    """How a token is chosen from the logits.
 
-    def kept(self, ids: Ids) -> int:
-        """Return how many tokens, from the first on, need not be read again because the last call left them."""
-        ...
+    temperature: 0 for the likeliest token; otherwise logits are divided by it.
+    top_p: the probability of the likeliest tokens that are chosen from; 1 for all tokens.
+    top_k: how many tokens are chosen from at most; 0 for all.
+    repetition_penalty: by what logits of tokens that occurred are divided, or multiplied where they are negative.
+    seed: of the random choices; None if there are none.
+    """
 
-    def run(self, ids: Ids, step: Step) -> None:
-        """Read tokens [tokens], then let `step` choose one after another until it returns None.
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
 
-        Raises GenerationError if there is not enough memory, and what `step` raises.
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What is generated.
+
+    most: how many tokens at most, 1 or more
+    ends: tokens of which each ends the text
+    choice: how each token is chosen
+    """
+
+    most: int
+    ends: frozenset[int] = frozenset()
+    choice: TokenChoice = TokenChoice()
+
+
+class Stepper(ABC):
+    """What makes a model generate.
+
+    read_tokens: how many tokens of the prompt the last call had to read, because the one before had not left them
+    """
+
+    def __init__(self) -> None:
+        self.read_tokens = 0
+        self._ids = NOTHING  # the tokens that the cache holds
+
+    def run(self, ids: Ids, wanted: Continuation, on_token: Callable[[int], object]) -> None:
+        """Read tokens [tokens], then choose one after another, and give each to `on_token`.
+
+        Raises GenerationError if there is not enough memory or logits are NaN, and what `on_token` raises.
         """
-        ...
+        common = _common_tokens(self._ids, ids)
+        surplus, self._ids = len(self._ids) - common, NOTHING
+        tokens: list[int] = []
+
+        def take(token: int) -> None:
+            tokens.append(token)
+            on_token(token)
+
+        with _memory():
+            room = len(ids) + wanted.most
+            if not (common and self._has_room(room) and (not surplus or self._cut(surplus))):
+                common = 0
+                self._begin(room)
+            self.read_tokens = len(ids) - common
+            held = self._generate(ids, common, wanted, take)
+        if held is not None:
+            self._ids = np.array([*ids.tolist(), *tokens[:held]], dtype=np.int64)
+
+    def forget(self) -> None:
+        """Let the next call read all of its prompt."""
+        self._ids = NOTHING
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether the cache takes so many tokens."""
+        return True
+
+    @abstractmethod
+    def _begin(self, tokens: int) -> None:
+        """Make an empty cache that takes so many tokens."""
+
+    @abstractmethod
+    def _cut(self, count: int) -> bool:
+        """Take the last tokens off the cache, and return whether that is possible."""
+
+    @abstractmethod
+    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: Callable[[int], object]) -> int | None:
+        """Generate; return how many of the new tokens the cache holds, or None if it cannot be continued.
+
+        kept: how many of the tokens `ids` the cache holds
+        """
 
 
-class TorchStepper:
+class TorchStepper(Stepper):
     """A model of transformers.
 
     model: with a head for the next token, in evaluation mode
     new_cache: makes its caches; by default they are those of transformers
+    cache: the cache after the last call; None before the first, after one that was broken off, and where transformers
+        makes one of its own
     """
 
     def __init__(self, model: Any, new_cache: Callable[[], Any] | None = None) -> None:
+        super().__init__()
         self._model = model
         self._new_cache = new_cache or partial(_new_cache, model)
-        self._is_quantized = new_cache is not None
-        self._keep = last_logits_only(model)
-        self._takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
-        self._ids = NOTHING
-        self._cache: Any = None
+        self._keeps = _keeps_cache(model, self._new_cache)
+        self._takes = self._keeps or new_cache is not None
+        self.cache: Any = None
 
-    @property
-    def cache(self) -> Any:
-        """The cache after the last call; None before the first, and where `generate` makes one of transformers."""
-        return self._cache
+    def _begin(self, tokens: int) -> None:
+        self.cache = self._new_cache() if self._takes else None
 
-    def kept(self, ids: Ids) -> int:
-        """See Stepper."""
-        common = common_tokens(self._ids, ids)
-        return common if common == len(self._ids) or self._can_be_cut() else 0
-
-    def _can_be_cut(self) -> bool:
-        """Whether tokens can be taken off the end of the cache: a sliding window has dropped those before."""
+    def _cut(self, count: int) -> bool:
         caches = package("transformers.cache_utils", "transformers")
-        fixed = (caches.DynamicSlidingWindowLayer, caches.LinearAttentionCacheLayerMixin)
-        return all(layer.is_croppable and not isinstance(layer, fixed) for layer in self._cache.layers)
+        sliding = caches.DynamicSlidingWindowLayer  # has dropped the tokens before
+        can_be_cut = all(layer.is_croppable and not isinstance(layer, sliding) for layer in self.cache.layers)
+        if can_be_cut:
+            self.cache.crop(-count)
+        return can_be_cut
 
-    def run(self, ids: Ids, step: Step) -> None:
-        """See Stepper."""
-        torch = package("torch", "transformers")
-        with torch.inference_mode(), silent(), _memory():
-            if self._takes_cache and _is_plain(self._model, self._new_cache()):
-                self._loop(torch, ids, step)
-            else:
-                self._generate(torch, ids, step)
+    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: Callable[[int], object]) -> int | None:
+        torch, transformers = package("torch", "transformers"), package("transformers", "transformers")
+        given, streamer = torch.tensor([ids.tolist()], device=self._model.device), _Streamer(on_token)
+        cache, self.cache = self.cache, None
+        with torch.inference_mode(), silent(), contextlib.ExitStack() as stack:
+            if wanted.choice.seed is not None:
+                stack.enter_context(torch.random.fork_rng([given.device] if given.is_cuda else []))
+                torch.manual_seed(wanted.choice.seed)
+            self._model.generate(
+                given,
+                past_key_values=cache,
+                attention_mask=torch.ones_like(given),
+                generation_config=_generation_config(wanted),
+                logits_processor=transformers.LogitsProcessorList([_NumbersOnly()]),
+                streamer=streamer,
+            )
+        self.cache = cache
+        return streamer.count - 1 if self._keeps else None  # the last token is not read
 
-    def _loop(self, torch: Any, ids: Ids, step: Step) -> None:
-        """Generate with a cache that stays for the next call, unless this one is broken off."""
-        kept, cache, fed = self.kept(ids), self._cache, ids.tolist()
-        if not kept:
-            cache = self._new_cache()
-        elif kept < len(self._ids):
-            cache.crop(kept - len(self._ids))
-        self._ids, self._cache = NOTHING, None
-        model, device = self._model, self._model.device
-        tokens = torch.tensor([fed[kept:]], device=device)
-        while True:
-            output = model(input_ids=tokens, past_key_values=cache, use_cache=True, **self._keep)
-            token = step(output.logits[0, -1].float().cpu().numpy())
-            if token is None:
-                break
-            fed.append(token)
-            tokens = torch.tensor([[token]], device=device)
-        self._ids, self._cache = np.array(fed, dtype=np.int64), cache
 
-    def _generate(self, torch: Any, ids: Ids, step: Step) -> None:
-        """Generate with transformers' generate, whose processor of logits leaves the chosen token alone."""
-        transformers = package("transformers", "transformers")
-        ended = False
+class _Streamer:
+    """What `generate` gives tokens to: first those of the prompt, then one after another."""
 
-        def choose(_: Any, scores: Any) -> Any:
-            nonlocal ended
-            token = step(scores[0].float().cpu().numpy())
-            ended = token is None
-            chosen = torch.full_like(scores, -torch.inf)
-            chosen[0, 0 if token is None else token] = 0
-            return chosen
+    def __init__(self, on_token: Callable[[int], object]) -> None:
+        self._on_token, self.count = on_token, -1
 
-        def has_ended(ids_so_far: Any, _: Any) -> Any:
-            return torch.full((len(ids_so_far),), ended, device=ids_so_far.device)
+    def put(self, tokens: Any) -> None:
+        """Take tokens, [1, tokens] or [1]."""
+        self.count += 1
+        if self.count:
+            self._on_token(int(tokens[0]))
 
-        given = torch.tensor([ids.tolist()], device=self._model.device)
-        self._cache = self._new_cache() if self._is_quantized else None
-        self._model.generate(
-            given,
-            past_key_values=self._cache,
-            attention_mask=torch.ones_like(given),
-            generation_config=greedy_config(1 << 30),
-            logits_processor=transformers.LogitsProcessorList([_called(transformers.LogitsProcessor, choose)]),
-            stopping_criteria=transformers.StoppingCriteriaList([_called(transformers.StoppingCriteria, has_ended)]),
-        )
+    def end(self) -> None:
+        """Take note that there are no more."""
+
+
+class _NumbersOnly:
+    """A processor of logits that raises GenerationError if they are NaN."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if scores.isnan().any():
+            raise nan_error()
+        return scores
+
+
+def nan_error() -> GenerationError:
+    """Return the error for logits that are NaN."""
+    return GenerationError("the logits are NaN: the model is damaged, or overflows in this dtype (`dtype`)")
+
+
+def _keeps_cache(model: Any, new_cache: Callable[[], Any]) -> bool:
+    """Whether a model prepares inputs in the usual way, and has a cache of nothing but keys and values."""
+    transformers = package("transformers", "transformers")
+    caches = package("transformers.cache_utils", "transformers")
+    usual = type(model).prepare_inputs_for_generation is transformers.GenerationMixin.prepare_inputs_for_generation
+    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    if not usual or not takes_cache or not model._supports_default_dynamic_cache():
+        return False
+    recurrent, layers = caches.LinearAttentionCacheLayerMixin, new_cache().layers
+    return bool(layers) and all(
+        isinstance(layer, caches.DynamicLayer) and not isinstance(layer, recurrent) for layer in layers
+    )
 
 
 def last_logits_only(model: Any) -> dict[str, int]:
     """Return the argument by which a model of transformers computes the logits of the last token only; if it can."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-
-
-def _is_plain(model: Any, cache: Any) -> bool:
-    """Whether a model has the usual preparation of inputs, and a cache of nothing but keys and values."""
-    transformers = package("transformers", "transformers")
-    caches = package("transformers.cache_utils", "transformers")
-    usual = type(model).prepare_inputs_for_generation is transformers.GenerationMixin.prepare_inputs_for_generation
-    if not usual or not model._supports_default_dynamic_cache():
-        return False
-    recurrent = caches.LinearAttentionCacheLayerMixin
-    layers = cache.layers
-    return bool(layers) and all(
-        isinstance(layer, caches.DynamicLayer) and not isinstance(layer, recurrent) for layer in layers
-    )
 
 
 def _new_cache(model: Any) -> Any:
@@ -159,68 +216,69 @@ def _new_cache(model: Any) -> Any:
     return cache(config=model.config.get_text_config(decoder=True))
 
 
-def greedy_config(most: int) -> Any:
-    """Return settings of generate that never end a text; all that generation_config.json could change are named.
-
-    most: how many tokens are generated
-    """
+def _generation_config(wanted: Continuation) -> Any:
+    """Return the settings of `generate`; it takes those that are not named here from generation_config.json."""
+    choice = wanted.choice
+    sampling = {"temperature": choice.temperature, "top_p": choice.top_p, "top_k": choice.top_k}
     return package("transformers", "transformers").GenerationConfig(
-        max_new_tokens=most,
-        do_sample=False,
+        max_new_tokens=wanted.most,
+        do_sample=choice.temperature > 0,
         num_beams=1,
-        repetition_penalty=1.0,
+        num_return_sequences=1,
+        repetition_penalty=choice.repetition_penalty,
         use_cache=True,
-        eos_token_id=-1,
+        eos_token_id=sorted(wanted.ends) or -1,
         pad_token_id=0,
+        **(sampling if choice.temperature > 0 else {}),
     )
 
 
-def _called(base: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """Return an object of a class of transformers that calls a function; `generate` takes nothing else."""
-    return type("Called", (base,), {"__call__": lambda self, ids, scores: function(ids, scores)})()
-
-
-class MlxStepper:
+class MlxStepper(Stepper):
     """A model of mlx-lm."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self._model = model
-        self._ids = NOTHING
         self._cache: Any = None
 
-    def kept(self, ids: Ids) -> int:
-        """See Stepper."""
-        common = common_tokens(self._ids, ids)
+    def _begin(self, tokens: int) -> None:
+        self._cache = package("mlx_lm.models.cache", "mlx").make_prompt_cache(self._model)
+
+    def _cut(self, count: int) -> bool:
         caches = package("mlx_lm.models.cache", "mlx")
-        return common if common == len(self._ids) or caches.can_trim_prompt_cache(self._cache) else 0
+        can_be_cut = bool(caches.can_trim_prompt_cache(self._cache))
+        if can_be_cut:
+            caches.trim_prompt_cache(self._cache, count)
+        return can_be_cut
 
-    def run(self, ids: Ids, step: Step) -> None:
-        """See Stepper."""
-        mx = package("mlx.core", "mlx")
-        caches = package("mlx_lm.models.cache", "mlx")
-        kept, cache, fed = self.kept(ids), self._cache, ids.tolist()
-        if not kept:
-            cache = caches.make_prompt_cache(self._model)
-        elif kept < len(self._ids):
-            caches.trim_prompt_cache(cache, len(self._ids) - kept)
-        self._ids, self._cache = NOTHING, None
-        with _memory():
-            for start in range(kept, len(ids) - MLX_PREFILL_TOKENS, MLX_PREFILL_TOKENS):
-                kept = start + MLX_PREFILL_TOKENS
-                self._model(mx.array(fed[start:kept])[None], cache=cache)
-                mx.eval([layer.state for layer in cache])
-            tokens = fed[kept:]
-            while True:
-                logits = self._model(mx.array(tokens)[None], cache=cache)[0, -1].astype(mx.float32)
-                token = step(np.array(logits))
-                if token is None:
-                    break
-                fed.append(token)
-                tokens = [token]
-        self._ids, self._cache = np.array(fed, dtype=np.int64), cache
+    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: Callable[[int], object]) -> int | None:
+        mx, steps = package("mlx.core", "mlx"), package("mlx_lm.generate", "mlx")
+        samples, choice, count = package("mlx_lm.sample_utils", "mlx"), wanted.choice, 0
+        if choice.seed is not None:
+            mx.random.seed(choice.seed)
+        # Of all tokens that are read or chosen now; mlx-lm does not know those before.
+        processors = samples.make_logits_processors(
+            repetition_penalty=None if choice.repetition_penalty == 1 else choice.repetition_penalty,
+            repetition_context_size=len(ids) + wanted.most,
+        )
+        for token, likelihoods in steps.generate_step(
+            mx.array(ids[kept:]),
+            self._model,
+            max_tokens=wanted.most,
+            sampler=samples.make_sampler(choice.temperature, choice.top_p, top_k=choice.top_k),
+            logits_processors=processors,
+            prompt_cache=self._cache,
+        ):
+            if mx.isnan(likelihoods).any().item():
+                raise nan_error()
+            count += 1
+            on_token(token)
+            if token in wanted.ends:
+                break
+        return count  # mlx-lm reads a token while the caller takes it
 
 
-def common_tokens(known: Ids, ids: Ids) -> int:
+def _common_tokens(known: Ids, ids: Ids) -> int:
     """Return with how many known tokens `ids` begin; at least the last one of `ids` must be read."""
     count = min(len(known), len(ids) - 1)
     differ = np.flatnonzero(known[:count] != ids[:count])

@@ -10,7 +10,7 @@ import numpy as np
 
 from pqweights.common.notices import slow_step
 from pqweights.errors import EvaluationError
-from pqweights.inference.runtimes.cached import MEASURED_QUERIES, CachedRun, CacheFigures, check_spec
+from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import (
     Model,
@@ -186,10 +186,7 @@ def _score_caches(
         with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
         steps = before + number * len(job.starts)
         scores = _compared(job, folder, with_cache, base=base or model, before=steps)
-        ids = job.windows.piece(job.ids, 0)
-        error = run.attention_error(ids) if len(ids) > 2 * MEASURED_QUERIES else None
-        figures = run.figures(attention_error=error)
-        rows.append(_row(job, folder, model, scores, kv_cache=figures))
+        rows.append(_row(job, folder, model, scores, kv_cache=run.figures()))
     losses = rows[0].scores.reference_losses
     if base is None and losses is not None:
         rows.insert(0, _row(job, folder, model, Scores(losses)))
