@@ -67,7 +67,6 @@ OPTIONAL = {
         "pqweights.codecs.polar_transform",
         "pqweights.codecs.protocol",
         "pqweights.codecs.hadamard_lloyd_max",
-        "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
         "pqweights.quality.measure.inputs",
         "pqweights.kernels.attention",
@@ -113,7 +112,6 @@ OPTIONAL = {
         "pqweights.quality.plots.layers",
     },
     "transformers": {
-        "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed_modules",

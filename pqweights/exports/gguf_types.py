@@ -1,58 +1,30 @@
-"""Which type each tensor of a GGUF file gets: by a mix, by rules, or so that the file has a given size.
-
-The options and recipes that say so are read here, too.
-"""
+"""Which type each tensor of a GGUF file gets: by a mix, by rules, or so that the file has a given size."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.checkpoint.writer import sha256_of_file
-from pqweights.common.documents import ClosedDocument
 from pqweights.common.units import parse_size
-from pqweights.errors import OptionError, PqweightsError, RecipeError, SourceError
+from pqweights.errors import OptionError, RecipeError, SourceError
 from pqweights.exports.bf16 import role_of
 from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, find_type, fitting_type, may_be_quantized
-from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, encode_header
+from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.options import ExportOptions
 from pqweights.planning.knapsack import Choice, cheapest, solve
-from pqweights.planning.recipe import in_recipe, read_yaml, recipe_text, texts
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, read_sensitivity
 
-if TYPE_CHECKING:
-    from pqweights.gguf.model import GgufModel
-
-
-Item = TypeVar("Item")
-
 DEFAULT_TYPE = "q4_k_m"
-
-
-class _RuleFile(ClosedDocument, frozen=True):
-    """A rule as YAML has it."""
-
-    name: str | tuple[str, ...]
-    type: str
-
-
-class _TypesFile(ClosedDocument, frozen=True, kw_only=True):
-    """A recipe of types as YAML has it."""
-
-    type: str | None = None
-    pure: bool | None = None
-    target_size: str | int | None = None
-    sensitivity: str | None = None
-    rules: tuple[Any, ...] = ()
 
 
 class TypeRule(NamedTuple):
@@ -100,67 +72,24 @@ class TypeOptions:
 
 
 def read_types(options: ExportOptions) -> TypeOptions:
-    """Return the types that a user asks for; options come before the recipe's own.
+    """Return the types that a user asks for.
 
-    Raises OptionError for an unknown type and for options that contradict each other, RecipeError for a recipe that
-    cannot be read.
+    Raises OptionError for an unknown type and for options that contradict each other.
     """
-    asked = _recipe(Path(options.recipe)) if options.recipe is not None else TypeOptions(mix=find_mix(DEFAULT_TYPE))
-    if options.type is not None:
-        asked = replace(asked, mix=find_mix(options.type))
-    if options.pure:
-        asked = replace(asked, mix=replace(asked.mix, pure=True))
     by_pattern = options.set_type.items() if isinstance(options.set_type, Mapping) else options.set_type or ()
-    added = tuple(
-        TypeRule(pattern, find_type(f"`set_type` {pattern}={type_name}", type_name))
-        for pattern, type_name in by_pattern
-    )
-    asked = replace(asked, rules=(*added, *asked.rules))
-    if options.target_size is not None:
-        asked = replace(asked, target_size=parse_size(options.target_size))
-    if options.sensitivity is not None:
-        heuristic = str(options.sensitivity) == HEURISTIC
-        asked = replace(asked, sensitivity=None if heuristic else Path(options.sensitivity))
-        if asked.target_size is None:
-            raise OptionError("`sensitivity`: expected `target_size` as well, for which types are then chosen")
-    if asked.target_size is not None and (options.type is not None or asked.mix.pure):
+    rules = [TypeRule(pattern, find_type(f"`set_type` {pattern}={asked}", asked)) for pattern, asked in by_pattern]
+    mix, size = find_mix(options.type or DEFAULT_TYPE), options.target_size
+    if options.sensitivity is not None and size is None:
+        raise OptionError("`sensitivity`: expected `target_size` as well, for which types are then chosen")
+    if size is not None and (options.type is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
-    return asked
-
-
-def _recipe(path: Path) -> TypeOptions:
-    """Read a recipe of types.
-
-    Raises RecipeError for everything that is wrong in it.
-    """
-    file = read_yaml(recipe_text(path), str(path), _TypesFile)
-    mix, size = _in_recipe(path, lambda: find_mix(file.type or DEFAULT_TYPE)), file.target_size
-    if size is not None and (file.type is not None or file.pure is not None):
-        raise RecipeError(f"{path}: target_size chooses the types itself; leave out type and pure")
-    rules: list[TypeRule] = []
-    for number, entry in enumerate(file.rules, start=1):
-        rules += _rules(path, f"rule {number}", entry)
+    measured = options.sensitivity is not None and str(options.sensitivity) != HEURISTIC
     return TypeOptions(
-        mix=replace(mix, pure=bool(file.pure)),
+        mix=replace(mix, pure=options.pure),
         rules=tuple(rules),
-        target_size=None if size is None else _in_recipe(path, lambda: parse_size(size)),
-        sensitivity=None if file.sensitivity in (None, HEURISTIC) else Path(str(file.sensitivity)),
+        target_size=None if size is None else parse_size(size),
+        sensitivity=Path(str(options.sensitivity)) if measured else None,
     )
-
-
-def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
-    """Read one rule, which may have several patterns."""
-    rule = in_recipe(entry, f"{path}: {where}", _RuleFile)
-    chosen = _in_recipe(path, lambda: find_type(f"{where}: type {rule.type}", rule.type))
-    return [TypeRule(name, chosen) for name in texts(rule.name)]
-
-
-def _in_recipe(path: Path, find: Callable[[], Item]) -> Item:
-    """Return what a function returns; what it raises names the recipe."""
-    try:
-        return find()
-    except PqweightsError as error:
-        raise RecipeError(f"{path}: {error}") from None
 
 
 # The bits of weights without blocks, and their relative error.

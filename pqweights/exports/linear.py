@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import DEFAULT_CODEC
@@ -20,8 +21,11 @@ from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
 from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.options import GroupSize
+from pqweights.exports.formats import Rounding, Stays
+from pqweights.exports.integers import Outline
+from pqweights.exports.target import GroupSize
 from pqweights.planning.decisions import is_smaller
+from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
 from pqweights.planning.sensitivity_file import group_of
@@ -52,6 +56,34 @@ class LinearWeights:
     sizes: Mapping[str, int]
     plain: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+
+    def outline(
+        self,
+        checkpoint: Checkpoint,
+        rounding: Callable[[LogicalTensor, int], Rounding],
+        *,
+        quantization: dict[str, Any],
+        metadata: dict[str, str] = DEFAULT_METADATA,
+        warnings: tuple[str, ...] = (),
+    ) -> Outline:
+        """Return what a target makes of a model whose names and shapes stay those of the source.
+
+        rounding: returns how a weight is rounded in groups of a size
+        quantization: the quantization_config
+        warnings: others than those of fused layers
+        """
+        by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in self.plain.items()}
+        decisions |= {name: rounding(by_name[name], size) for name, size in self.sizes.items()}
+        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+        return Outline(
+            tensors=checkpoint.tensors,
+            decisions=decisions,
+            config=edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization),
+            left_out={},
+            metadata=metadata,
+            warnings=(*self.warnings, *warnings),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,30 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
-from pqweights.exports.formats import (
-    FLOAT_QUANTIZED,
-    INT_QUANTIZED,
-    MXFP4_PACKED,
-    MXFP8_QUANTIZED,
-    PACK_QUANTIZED,
-    Layout,
-    Rule,
-)
-from pqweights.exports.integers import Outline, Rounding, Stays
+from pqweights.exports.formats import Rounding, Rule
+from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
+from pqweights.exports.target import (
+    BEST,
+    COMPRESSED_TENSORS,
+    INTEGER_OPTIONS,
+    MINMAX,
+    ExportTarget,
+    GroupSize,
+    check_rounding,
+    one_of,
+)
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
-from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.roles import classify, tower_of
 
 NAME = "vllm"
@@ -51,14 +49,14 @@ class WeightScheme:
 
     bits: the width of a code
     sizes: the group sizes, the default first; CHANNEL if each row is a group
-    layout: how a weight is stored
+    layout: how a weight is stored, by the name that compressed-tensors has for it
     floats: of which kind the codes are, a key of FLOAT_MODES; None for integers
     activations: whether the runtime also rounds what layers read, by what it finds there
     """
 
     bits: int
     sizes: tuple[int, ...]
-    layout: Layout
+    layout: str
     floats: str | None = None
     activations: bool = False
 
@@ -87,24 +85,24 @@ class WeightScheme:
             codes |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         return {
             "targets": targets,
-            "format": self.layout.name,
+            "format": self.layout,
             "input_activations": codes | of_inputs | {"dynamic": True} if self.activations else None,
             "output_activations": None,
             "weights": codes | strategy | {"dynamic": False},
         }
 
 
-INTEGERS = (128, 64, 32)
+GROUPS, INTEGERS = (128, 64, 32), "pack-quantized"
 # By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8.
 SCHEMES = {
-    "w4a16": WeightScheme(4, INTEGERS, PACK_QUANTIZED),
-    "w8a16": WeightScheme(8, INTEGERS, PACK_QUANTIZED),
-    "int8": WeightScheme(8, CHANNEL, INT_QUANTIZED, activations=True),
-    "fp8": WeightScheme(8, CHANNEL, FLOAT_QUANTIZED, "fp8", activations=True),
-    "mxfp4": WeightScheme(4, (32,), MXFP4_PACKED, "mxfp4", activations=True),
-    "mxfp4a16": WeightScheme(4, (32,), MXFP4_PACKED, "mxfp4"),
-    "mxfp8": WeightScheme(8, (32,), MXFP8_QUANTIZED, "mxfp8", activations=True),
-    "mxfp8a16": WeightScheme(8, (32,), MXFP8_QUANTIZED, "mxfp8"),
+    "w4a16": WeightScheme(4, GROUPS, INTEGERS),
+    "w8a16": WeightScheme(8, GROUPS, INTEGERS),
+    "int8": WeightScheme(8, CHANNEL, "int-quantized", activations=True),
+    "fp8": WeightScheme(8, CHANNEL, "float-quantized", "fp8", activations=True),
+    "mxfp4": WeightScheme(4, (32,), "mxfp4-pack-quantized", "mxfp4", activations=True),
+    "mxfp4a16": WeightScheme(4, (32,), "mxfp4-pack-quantized", "mxfp4"),
+    "mxfp8": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8", activations=True),
+    "mxfp8a16": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8"),
 }
 
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
@@ -138,7 +136,7 @@ class VllmFormat:
             "basis": BASIS,
             "qparams": self.qparams,
         }
-        if self.scheme.layout != PACK_QUANTIZED:  # manifests of which name their format by its bits
+        if self.scheme.layout != INTEGERS:  # manifests of which name their format by its bits
             stated["format"] = self.name
         if self.scheme.sizes == CHANNEL:
             del stated["group_size"]
@@ -151,28 +149,22 @@ class VllmFormat:
         """
         early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
         linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
-        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
-        columns = {tensor.name: tensor.shape[-1] for tensor in checkpoint.tensors if tensor.name in linear.sizes}
-        for name, size in linear.sizes.items():
-            decisions[name] = self.scheme.rounding(size, self.qparams, columns[name])
-        return Outline(
-            tensors=checkpoint.tensors,
-            decisions=decisions,
-            left_out={},
-            metadata=DEFAULT_METADATA,
-            config=self._config(checkpoint, linear.sizes),
-            warnings=linear.warnings + _experts_warnings(checkpoint, linear),
+        return linear.outline(
+            checkpoint,
+            lambda tensor, size: self.scheme.rounding(size, self.qparams, tensor.shape[-1]),
+            quantization=self._quantization(checkpoint, linear.sizes),
+            warnings=_experts_warnings(checkpoint, linear),
         )
 
-    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
+    def _quantization(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The quantization_config of compressed-tensors: all linear layers but those to be ignored.
 
         sizes: the group sizes of the weights that are rounded, by name
         """
         layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
-            "format": self.scheme.layout.name,
+            "format": self.scheme.layout,
             "quantization_status": "compressed",
             "config_groups": {
                 f"group_{number}": self.scheme.group(size, targets)
@@ -184,8 +176,7 @@ class VllmFormat:
             # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
             # packed until the first call, and such a model asks for them before.
             quantization["dequantize"] = True
-        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
+        return quantization
 
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
@@ -303,7 +294,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=("format", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
+    options=("format", *INTEGER_OPTIONS),
     account=("basis",),
     read_options=read_options,
     prepare=integer_export,

@@ -1,4 +1,4 @@
-"""A checkpoint as llama.cpp holds it: the metadata of a GGUF file, and its tensors as views on the checkpoint.
+"""A checkpoint as llama.cpp holds it: the metadata of a GGUF file, its tensors as views on the checkpoint, its header.
 
 No weight is read here.
 """
@@ -6,22 +6,50 @@ No weight is read here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.gguf import gguf_package
 from pqweights.gguf.architectures import SETTINGS
-from pqweights.gguf.package import MetadataEntry, gguf_package
-from pqweights.gguf.rope import add_rope, rope_parameters
-from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
+from pqweights.gguf.settings import (
+    Settings,
+    add_rope,
+    ignored_window,
+    read_settings,
+    rope_parameters,
+    windowed_layers,
+)
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 
 TEMPLATES = "tokenizer.chat_template"
+# What llama.cpp assumes unless a file says otherwise.
+ALIGNMENT = 32
+
+
+class MetadataEntry(NamedTuple):
+    """One entry of the metadata.
+
+    key: its name
+    value: a number, a text, a truth value, or a list of those
+    value_type: its type, a number of gguf.GGUFValueType
+    item_type: for a list, the type of its items
+    """
+
+    key: str
+    value: Any
+    value_type: int
+    item_type: int | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,3 +192,49 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.name == "PHI3":
         writer.add_sliding_window(0)  # earlier versions of llama.cpp expect the key
+
+
+class GgufTensor(NamedTuple):
+    """What a header says of a tensor. type: the name of its type. byte_count: the size of its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    byte_count: int
+
+
+class FilePart(NamedTuple):
+    """Which file this is, of how many, and how many tensors all of them have."""
+
+    number: int
+    parts: int
+    tensors: int
+
+
+def encode_header(metadata: Sequence[MetadataEntry], tensors: Sequence[GgufTensor], part: FilePart) -> bytes:
+    """Return the bytes before the data of a file, padded to ALIGNMENT.
+
+    metadata: all but what says which part this is; a file of several has it only in the first
+    """
+    gguf = gguf_package()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header"
+        writer = gguf.GGUFWriter(path, "")
+        writer.kv_data[0].clear()
+        for entry in metadata if part.number == 0 else ():
+            items = None if entry.item_type is None else gguf.GGUFValueType(entry.item_type)
+            writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.value_type), items)
+        if part.parts > 1:
+            split, types = gguf.Keys.Split, gguf.GGUFValueType
+            writer.add_key_value(split.LLM_KV_SPLIT_NO, part.number, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_COUNT, part.parts, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, part.tensors, types.INT32)
+        for tensor in tensors:
+            type_number = gguf.GGMLQuantizationType[tensor.type]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, type_number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        content = path.read_bytes()
+    return content + bytes(aligned(len(content), ALIGNMENT) - len(content))

@@ -1,6 +1,6 @@
 """The vocabulary of a GGUF file: tokens with types and scores, merges, special tokens, chat template.
 
-It is read from the tokenizer's files as they are stored, without a tokenizer. Special tokens, merges and the template
+It is read from tokenizer.json as it is stored, without a tokenizer. Special tokens, merges and the template
 are collected by SpecialVocab of the gguf package, which reads a folder; what stands around a text is read here, because
 its versions take it from different files. llama.cpp's converter recognizes how a tokenizer splits text by a hash over a
 sample; here the rules themselves are looked up (the names and expressions are those of src/llama-vocab.cpp).
@@ -18,8 +18,7 @@ from typing import Any
 
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import SourceError
-from pqweights.gguf.package import gguf_package, silent
-from pqweights.gguf.sentencepiece import MODEL_FILE, from_json, from_model, is_sentencepiece
+from pqweights.gguf import gguf_package, silent
 from pqweights.gguf.tokens import (
     CONFIG,
     FAST,
@@ -28,11 +27,11 @@ from pqweights.gguf.tokens import (
     placed_tokens,
     read_json,
     read_tokenizer,
-    strips_spaces,
+    sentencepiece,
     unmapped,
 )
 
-MERGES, NAMED = "merges.txt", "special_tokens_map.json"
+NAMED = "special_tokens_map.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MORE_TEMPLATES = "additional_chat_templates/"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -118,16 +117,12 @@ def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary)
     ids: by name, such as bos; bos and eos are those that llama.cpp puts around a text
     added: by name, whether it does
     """
-    if vocabulary.surrounding_ids is None:
-        added["bos"] = "bos" in ids and added.get("bos", vocabulary.starts)
-        added["eos"] = "eos" in ids and added.get("eos", False)
-    else:
-        for name, special in zip(("bos", "eos"), vocabulary.surrounding_ids, strict=True):
-            added[name] = bool(special)
-            if special and ids.get(name) != special[0]:
-                if name == "eos" and "eos" in ids:
-                    ids["eot"] = ids["eos"]  # it still ends what is generated
-                ids[name] = special[0]
+    for name, special in zip(("bos", "eos"), vocabulary.surrounding_ids, strict=True):
+        added[name] = bool(special)
+        if special and ids.get(name) != special[0]:
+            if name == "eos" and "eos" in ids:
+                ids["eot"] = ids["eos"]  # it still ends what is generated
+            ids[name] = special[0]
     if "eos" in ids:
         ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
 
@@ -160,7 +155,7 @@ def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tu
 def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
     """Write what SpecialVocab reads into a folder."""
     files = storage.files()
-    for name in (FAST, MERGES, *TEMPLATES, *(file for file in files if file.startswith(MORE_TEMPLATES))):
+    for name in (FAST, *TEMPLATES, *(file for file in files if file.startswith(MORE_TEMPLATES))):
         if name in files:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(read_file(storage, name))
@@ -213,8 +208,6 @@ _ROUGHLY = (
     "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them otherwise"
 )
 DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
-# What the slow tokenizers of transformers do, which have no tokenizer.json.
-CLASSES = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
 def pre_tokenizer(tokenizer: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -241,9 +234,11 @@ def _expressions(step: Mapping[str, Any]) -> tuple[str, ...]:
     return (str(dict(step)),)
 
 
-SLOW = "vocab.json"
 # Of tokenizers that nothing here reads.
-OTHERS = ("tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.txt")
+OTHERS = (
+    *("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken"),
+    *("tokenizer.tiktoken", "vocab.txt"),
+)
 NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
 # llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
 # tokens.
@@ -263,14 +258,11 @@ def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
     if FAST in files:
         tokenizer = read_tokenizer(storage)
         return _with_added(_of_json(tokenizer, rows), tokenizer.get("added_tokens") or [])
-    if MODEL_FILE in files:
-        added = _added(storage)
-        return _with_added(from_model(read_file(storage, MODEL_FILE), added, rows), added)
-    if SLOW in files and MERGES in files:
-        return _with_added(_of_slow(storage, rows), _added(storage))
     for name in OTHERS:
         if name in files:
-            raise unmapped(f"{name} without {FAST}")
+            raise unmapped(
+                f"{name} without {FAST}, which AutoTokenizer.from_pretrained(...).save_pretrained(...) makes"
+            )
     return None
 
 
@@ -330,40 +322,19 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
-    surrounding_ids = surrounding(tokenizer, rows)
-    if is_sentencepiece(tokenizer):
-        return replace(from_json(tokenizer, rows), surrounding_ids=surrounding_ids)
+    added = tokenizer.get("added_tokens") or []
+    known = {
+        "surrounding_ids": surrounding(tokenizer, rows),
+        "strips": any(entry.get("rstrip") and entry.get("special") for entry in added),
+    }
+    if model.get("byte_fallback"):  # characters that it lacks become tokens of bytes, as in SentencePiece
+        return sentencepiece(tokenizer, rows, **known)
     pre, rules = pre_tokenizer(tokenizer)
     if pre is None:
         raise unmapped(f"{FAST} splits text by {rules}")
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
-    vocabulary = _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
+    tokens, types = placed_tokens(model["vocab"], added, rows)
     differs = DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED
-    return replace(vocabulary, differs=(differs,) if differs else (), surrounding_ids=surrounding_ids)
-
-
-def _of_slow(storage: Storage, rows: int) -> Vocabulary:
-    """The vocabulary of vocab.json and merges.txt, of a class whose way to split text is known."""
-    name = str(read_json(storage, CONFIG).get("tokenizer_class"))
-    if name.removesuffix("Fast") not in CLASSES:
-        raise unmapped(f"there is no {FAST}, and the tokenizer is of class {name}")
-    return _byte_level(read_json(storage, SLOW), _added(storage), pre=CLASSES[name.removesuffix("Fast")], rows=rows)
-
-
-def _byte_level(vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], *, pre: str, rows: int) -> Vocabulary:
-    tokens, types = placed_tokens(vocab, added, rows)
-    return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, strips=strips_spaces(added))
-
-
-def _added(storage: Storage) -> list[dict[str, Any]]:
-    """Return the tokens that were added to a vocabulary beside which there is no tokenizer.json."""
-    listed = read_json(storage, "added_tokens.json")
-    decoder = read_json(storage, CONFIG).get("added_tokens_decoder") or {}
-    try:
-        added = {int(token_id): {"content": token} for token, token_id in listed.items()}
-        added.update({int(token_id): token for token_id, token in decoder.items()})
-        return [{"id": token_id, "content": token["content"], **token} for token_id, token in added.items()]
-    except (AttributeError, LookupError, TypeError, ValueError):
-        raise SourceError(f"{CONFIG}: expected tokens with their ids as added tokens") from None
+    return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, differs=(differs,) if differs else (), **known)

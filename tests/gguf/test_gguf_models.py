@@ -20,10 +20,10 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf import views
 from pqweights.gguf.architectures import ARCHITECTURES, DEFAULTS, SETTINGS
 from pqweights.gguf.model import GgufModel, MetadataEntry
 from pqweights.gguf.settings import OTHER_NAMES
+from pqweights.gguf.tensors import interleaved as interleaved_view
 from pqweights.planning.recipe import parse_recipe
 
 UINT32, FLOAT32, STRING, ARRAY = (
@@ -182,7 +182,7 @@ def test_heads_are_read_at_once(tmp_path: Path) -> None:
     folder = wide_model(tmp_path)
     tensor = named(converted(folder))["blk.0.attn_q.weight"]
     counting = Counting(tensor.source)  # type: ignore[attr-defined]
-    watched = views.interleaved("q", counting, head_rows=64)  # type: ignore[arg-type]
+    watched = interleaved_view("q", counting, head_rows=64)  # type: ignore[arg-type]
     read(watched, 0, 256 * 256, "F32")
     assert (counting.calls, counting.elements) == (1, 256 * 256)
     counting.calls = counting.elements = 0
