@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import done, refused
-from export_decoders import export_weight
+from export_decoders import export_weight, from_compressed_tensors, from_torchao
 from helpers import (
     Array,
     as_float32,
@@ -22,7 +22,7 @@ from helpers import (
     run_command,
     write_checkpoint,
 )
-from integer_exports import KINDS, LAYER, ROUNDED, from_compressed_tensors, from_torchao, work
+from integer_exports import KINDS, LAYER, ROUNDED, work
 
 from pqweights.errors import MasterError, OutputError, SourceError
 from pqweights.rewrite.manifest import read_manifest

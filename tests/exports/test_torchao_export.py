@@ -10,18 +10,10 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from export_decoders import from_nibbles, from_tiles, from_torchao, untiled
 from families import ATTENTION, FAMILIES
 from helpers import Array, as_float32, bf16, gaussian, master_weights, read_all, run_command, write_checkpoint
-from integer_exports import (
-    LAYER,
-    expected_layers,
-    from_nibbles,
-    from_tiles,
-    from_torchao,
-    in_memory,
-    integer_names,
-    untiled,
-)
+from integer_exports import LAYER, expected_layers, in_memory, integer_names
 
 from pqweights.kernels.groups import GroupRule
 from pqweights.rewrite.manifest import read_manifest
