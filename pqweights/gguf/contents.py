@@ -58,8 +58,7 @@ class FileTensor(NamedTuple):
 class GgufContents:
     """What a GGUF file holds, or all parts of a model that is split over several.
 
-    files: the names of the files, in order; model.gguf, or model-00001-of-00002.gguf and so on
-    folder: where they lie
+    files: their names in the folder, in order; model.gguf, or model-00001-of-00002.gguf and so on
     version: of the format, 2 or 3
     metadata: that of the first file
     tensors: those of all files, in the order of their data

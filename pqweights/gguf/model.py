@@ -58,7 +58,7 @@ class GgufModel:
 
     architecture: the name that llama.cpp has for it
     metadata: all but general.file_type, general.quantization_version and split.*
-    tensors: under their names in the file and with their shapes in torch's order; read in ranges from the checkpoint
+    tensors: under their names in the file and with their shapes in torch's order
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
     notes: what the user should know of the file
     """
@@ -75,14 +75,14 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
 
     Raises ExportError if llama.cpp cannot run it as transformers does, MissingDependencyError without the gguf package.
     """
-    settings, hyper_parameters, tensors, left_out = _read(checkpoint)
+    settings, of_rope, tensors, left_out = _read(checkpoint)
     architecture = _architecture(settings)
     writer = gguf_package().GGUFWriter(None, architecture)
     rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     _add_hyper_parameters(settings, writer, rows=rows)
-    writer.kv_data[0].update(hyper_parameters.kv_data[0])
+    writer.kv_data[0].update(of_rope.kv_data[0])
     missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
     values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
@@ -101,21 +101,12 @@ def check_model(checkpoint: Checkpoint) -> None:
     _read(checkpoint)
 
 
-class _Read(NamedTuple):
-    """What configuration and headers give. hyper_parameters: a GGUFWriter with those of rotary embeddings."""
-
-    settings: Settings
-    hyper_parameters: Any
-    tensors: tuple[LogicalTensor, ...]
-    left_out: dict[str, str]
-
-
-def _read(checkpoint: Checkpoint) -> _Read:
+def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
+    """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
     settings = read_settings(checkpoint.config)
     # No file is written: the writer knows the keys and the types of values.
-    hyper_parameters = gguf_package().GGUFWriter(None, _architecture(settings))
-    factors = add_rope(settings, hyper_parameters)
-    return _Read(settings, hyper_parameters, *gguf_tensors(checkpoint.tensors, settings, factors))
+    writer = gguf_package().GGUFWriter(None, _architecture(settings))
+    return settings, writer, *gguf_tensors(checkpoint.tensors, settings, add_rope(settings, writer))
 
 
 def _architecture(settings: Settings) -> str:

@@ -49,10 +49,7 @@ class Settings:
         return stated_or_default(self.values, self.model_type, key) if other is None else other
 
     def number(self, key: str) -> int:
-        """Return a positive whole number.
-
-        Raises ExportError if there is none.
-        """
+        """Return a positive whole number. Raises ExportError if there is none."""
         value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(f"expected a positive number as {key}, found {value!r}")
@@ -61,13 +58,13 @@ class Settings:
         return value
 
     def real(self, key: str) -> float:
-        """Return a positive number.
+        """Return a positive number. Raises ExportError if there is none."""
+        return self.positive(self.get(key), key)
 
-        Raises ExportError if there is none.
-        """
-        value = self.get(key)
+    def positive(self, value: Any, what: str) -> float:
+        """Return a value that is a positive number. Raises ExportError if it is none."""
         if not is_positive(value):
-            raise self.refusal(f"expected a positive number as {key}, found {value!r}")
+            raise self.refusal(f"expected a positive number as {what}, found {value!r}")
         return float(value)
 
     def refusal(self, why: str) -> ExportError:
@@ -116,10 +113,9 @@ def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
     if not isinstance(named, list | None) or not all(isinstance(name, str) for name in named or []):
         raise settings.refusal(f"expected a list of names as architectures, found {named!r}")
-    if not isinstance(settings.get("tie_word_embeddings"), bool | None):
-        raise settings.refusal(
-            f"expected true or false as tie_word_embeddings, found {settings.get('tie_word_embeddings')!r}"
-        )
+    tied = settings.get("tie_word_embeddings")
+    if not isinstance(tied, bool | None):
+        raise settings.refusal(f"expected true or false as tie_word_embeddings, found {tied!r}")
     for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
         if settings.get(key) is not None:
             settings.real(key)
@@ -152,17 +148,12 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
     if architecture.rotated_windows and not any(windowed_layers(settings)):
         raise settings.refusal("llama.cpp computes it with a sliding window in some layers only, found none")
-    if architecture.unrotated_period and _rotated_layers(settings) != _all_but_each(
-        settings, architecture.unrotated_period
-    ):
-        raise settings.refusal(
-            f"llama.cpp computes every {architecture.unrotated_period}th layer without rotary embeddings"
-        )
+    period = architecture.unrotated_period
+    if period and _rotated_layers(settings) != _all_but_each(settings, period):
+        raise settings.refusal(f"llama.cpp computes every {period}th layer without rotary embeddings")
     scalar = settings.get("query_pre_attn_scalar")
-    if scalar is not None and scalar != _scalar(settings):
-        raise settings.refusal(
-            f"llama.cpp computes it with query_pre_attn_scalar {_scalar(settings)} only, found {scalar}"
-        )
+    if scalar is not None and scalar != (taken := _scalar(settings)):
+        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {taken} only, found {scalar}")
 
 
 # llama.cpp recognizes the 27B models of Gemma 2 and 3 by their number of layers; only they scale queries by the width
@@ -277,10 +268,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
 
 def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> float:
     """Return a positive number among the parameters."""
-    value = parameters.get(key)
-    if not is_positive(value):
-        raise settings.refusal(f"expected a positive number as {key} of its rope parameters, found {value!r}")
-    return float(value)
+    return settings.positive(parameters.get(key), f"{key} of its rope parameters")
 
 
 def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> float | None:
@@ -351,16 +339,8 @@ def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any
 
 def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: int) -> npt.NDArray[np.float32]:
     """What Llama 3 divides each frequency by, [rotated / 2]: 1 for high ones, `factor` for low ones."""
-    base, factor, low, high, context = (
-        _number(settings, parameters, key)
-        for key in (
-            "rope_theta",
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-    )
+    keys = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    base, factor, low, high, context = (_number(settings, parameters, key) for key in keys)
     if high <= low:
         raise settings.refusal(f"high_freq_factor {high} of its rope parameters is not above low_freq_factor {low}")
     wavelengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,7 @@ FUSED = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(
 HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Named:
+class _Named(NamedTuple):
     """A tensor with the name that the gguf package knows it by. reads: the tensor, still under its own name."""
 
     name: str
@@ -47,10 +46,8 @@ def gguf_tensors(
 ) -> tuple[tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the tensors of the file, and those of the checkpoint that it leaves out, with reasons.
 
-    tensors: those of the checkpoint
     factors: tensors that follow from the configuration, by their names in the file; they come first
-
-    The others keep the order of the checkpoint, so that its files are read one after another.
+    tensors: those of the checkpoint, whose order is kept, so that its files are read one after another
 
     Raises ExportError for a tensor that llama.cpp does not know, or one that is not there.
     """
@@ -70,8 +67,7 @@ def gguf_tensors(
             )
         held[name] = _view(tensor.reads, tensor_type.name, name, settings)
     if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
-        embeddings = held["token_embd.weight"]
-        held["output.weight"] = renamed("output.weight", embeddings)
+        held["output.weight"] = RenamedTensor.of("output.weight", held["token_embd.weight"])
     _check_complete(held, settings)
     return tuple(held.values()), left_out
 
@@ -93,7 +89,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         elif wrapped and not prefix and name != HEAD:
             left_out[tensor.name] = "not part of the text model"
         else:
-            kept.append(_Named(name=name, reads=tensor))
+            kept.append(_Named(name, tensor))
     return kept, left_out
 
 
@@ -108,7 +104,7 @@ def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iter
         if match := OF_EXPERT.fullmatch(tensor.name):
             name = f"{match['layer']}.{match['matrix']}"
             if name in experts:
-                yield _Named(name=name, reads=_stacked(name, experts.pop(name), settings, cache))
+                yield _Named(name, _stacked(name, experts.pop(name), settings, cache))
         elif match := FUSED.fullmatch(tensor.name):
             yield from _parts_of_fused(tensor, match["layer"], match["matrix"], settings=settings, cache=cache)
         else:
@@ -139,7 +135,7 @@ def _parts_of_fused(
     if tensor.reads.shape != expected:
         raise ExportError(f"tensor {tensor.reads.name!r}: expected shape {expected}, found {tensor.reads.shape}")
     if matrix == "down_proj":
-        yield _Named(name=f"{layer}.down_proj.weight", reads=tensor.reads)
+        yield _Named(f"{layer}.down_proj.weight", tensor.reads)
         return
     for part, name in enumerate(("gate_proj", "up_proj")):
         segments = tuple(
@@ -147,7 +143,7 @@ def _parts_of_fused(
             for expert in range(count)
         )
         name = f"{layer}.{name}.weight"
-        yield _Named(name=name, reads=_moved(name, (count, width, inner), segments, cache))
+        yield _Named(name, _moved(name, (count, width, inner), segments, cache))
 
 
 def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cache: MatrixCache) -> MovedTensor:
@@ -167,14 +163,15 @@ def _view(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings
     architecture = settings.architecture
     _check_shape(tensor, tensor_type, settings)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
-        return interleaved(name, tensor, head_rows=settings.number("head_dim"))
+        return InterleavedTensor.of(name, tensor, head_rows=settings.number("head_dim"))
     if architecture.gain_offset and tensor_type.endswith("_NORM"):
-        return with_offset(name, tensor, architecture.gain_offset)
+        # In float32, as exact as the model's own sum.
+        return OffsetTensor.of(name, tensor, offset=architecture.gain_offset, dtype="F32", plain_dtype="F32")
     if tensor_type == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
-        return flat(name, tensor)
+        return RenamedTensor.of(name, tensor, shape=tensor.shape[-1:])  # a vector
     if isinstance(tensor, MovedTensor):
         return replace(tensor, name=name)
-    return renamed(name, tensor)
+    return RenamedTensor.of(name, tensor)
 
 
 def _check_complete(held: dict[str, Any], settings: Settings) -> None:
@@ -199,7 +196,7 @@ def _check_complete(held: dict[str, Any], settings: Settings) -> None:
 def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) -> None:
     """Raise ExportError if a tensor has other rows or columns than the configuration says; llama.cpp does not load it.
 
-    tensor_type: its name in gguf.MODEL_TENSOR; those of experts are checked where they are stacked
+    Experts are checked where they are stacked.
     """
     rows, columns = _expected_shape(tensor_type, settings)
     stored = (tensor.shape[0], tensor.shape[-1] if len(tensor.shape) > 1 else columns)
@@ -248,6 +245,12 @@ class RenamedTensor:
 
     transposed = False
 
+    @classmethod
+    def of(cls, name: str, source: LogicalTensor, **fields: Any) -> Self:
+        """Return a tensor under another name. fields: those that are not the source's"""
+        same = {"shape": source.shape, "dtype": source.dtype, "plain_dtype": source.plain_dtype}
+        return cls(name=name, source=source, **same | fields)
+
     @property
     def sources(self) -> tuple[LogicalTensor, ...]:
         """The source alone."""
@@ -266,29 +269,6 @@ class RenamedTensor:
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source."""
         self.source.read(start, count, dtype, out)
-
-
-def renamed(name: str, source: LogicalTensor) -> RenamedTensor:
-    """Return a tensor under another name."""
-    return RenamedTensor(
-        name=name, shape=source.shape, dtype=source.dtype, plain_dtype=source.plain_dtype, source=source
-    )
-
-
-def flat(name: str, source: LogicalTensor) -> RenamedTensor:
-    """Return a matrix of one row as a vector."""
-    return replace(renamed(name, source), shape=source.shape[-1:])
-
-
-def interleaved(name: str, source: LogicalTensor, *, head_rows: int) -> InterleavedTensor:
-    """Return the rotated rows of heads in llama.cpp's order. head_rows: the rows of a head"""
-    return InterleavedTensor(**vars(renamed(name, source)), head_rows=head_rows)
-
-
-def with_offset(name: str, source: LogicalTensor, offset: float) -> OffsetTensor:
-    """Return a tensor with a number added to all its values, as float32: as exact as the model's own sum."""
-    fields = {**vars(renamed(name, source)), "dtype": "F32", "plain_dtype": "F32"}
-    return OffsetTensor(**fields, offset=offset)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -41,15 +41,112 @@ ENDS = ("eos", "eot", "eom")
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>")
 MESSAGE_ENDS = ("<|eom_id|>",)
 KNOWN_ENDS = frozenset({*TURN_ENDS, *MESSAGE_ENDS, "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>"})
+# Of tokenizers that nothing here reads.
+OTHERS = (
+    *("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken"),
+    *("tokenizer.tiktoken", "vocab.txt"),
+)
+NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
+# llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
+# tokens.
+STRIPS = re.compile(r"phi-?3", re.IGNORECASE)
+NEVER_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+STRIPPED = ("</s>", *NEVER_STRIPPED)
 
 
-def surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of the tokens that a tokenizer.json puts before and after a text.
+def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
+    """Return the vocabulary of the tokenizer that lies beside a model; None if there is none.
 
-    rows: the number of tokens of the model
+    rows: the rows of the embeddings, each of which is a token
 
-    Raises ExportError if llama.cpp cannot put them there, SourceError if they are not tokens.
+    Raises ExportError for a tokenizer that llama.cpp has no equivalent of, SourceError for damaged files.
     """
+    files = storage.files()
+    if FAST in files:
+        tokenizer = read_tokenizer(storage)
+        return _with_added(_of_json(tokenizer, rows), tokenizer.get("added_tokens") or [])
+    for name in OTHERS:
+        if name in files:
+            raise unmapped(
+                f"{name} without {FAST}, which AutoTokenizer.from_pretrained(...).save_pretrained(...) makes"
+            )
+    return None
+
+
+def _with_added(vocabulary: Vocabulary, added: Sequence[Mapping[str, Any]]) -> Vocabulary:
+    """Return a vocabulary that says what llama.cpp does otherwise beside added tokens."""
+    strips = _strips(vocabulary)
+    stripping = {entry["content"] for entry in added if strips and entry["content"] not in NEVER_STRIPPED}
+    return replace(vocabulary, differs=vocabulary.differs + beside_added(added, stripping))
+
+
+def _strips(vocabulary: Vocabulary) -> bool:
+    """Whether llama.cpp can be told that special tokens take the spaces behind them."""
+    return vocabulary.strips and set(STRIPPED) <= set(vocabulary.tokens)
+
+
+def model_name(name: str | None, vocabulary: Vocabulary | None) -> str | None:
+    """Return the name that the file gives the model.
+
+    llama.cpp goes by this name when special tokens are to take the spaces behind them.
+    """
+    if vocabulary is None:
+        return name
+    if _strips(vocabulary):
+        return name if name and STRIPS.search(name) else f"{name or 'model'} (phi-3)"
+    return name and STRIPS.sub("phi 3", name)
+
+
+def add_vocabulary(
+    storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary | None
+) -> tuple[str, ...]:
+    """Write a vocabulary, special tokens and the chat template.
+
+    config: that of the text model
+    writer: a GGUFWriter of the gguf package
+
+    Returns the tokens at which transformers ends what it generates, and llama.cpp does not.
+    """
+    if vocabulary is None:
+        writer.add_tokenizer_model(gguf_package().NoVocab.tokenizer_model)
+        return ()
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    return _add_special(storage, config, writer, vocabulary)
+
+
+def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
+    """The vocabulary of a tokenizer.json."""
+    model = tokenizer.get("model") or {}
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise unmapped(f"{FAST} has a model of type {model.get('type')}, expected BPE")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise unmapped(f"{FAST} has {key} {model[key]!r}")
+    added = tokenizer.get("added_tokens") or []
+    known = {
+        "surrounding_ids": _surrounding(tokenizer, rows),
+        "strips": any(entry.get("rstrip") and entry.get("special") for entry in added),
+    }
+    if model.get("byte_fallback"):  # characters that it lacks become tokens of bytes, as in SentencePiece
+        return sentencepiece(tokenizer, rows, **known)
+    pre = _pre_tokenizer(tokenizer)
+    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):
+        raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
+    tokens, types = placed_tokens(model["vocab"], added, rows)
+    differs = DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED
+    return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, differs=(differs,) if differs else (), **known)
+
+
+def _surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids of the tokens that a tokenizer.json puts before and after a text, of `rows` that there are."""
     try:
         before, behind = _around(tokenizer)
     except (AttributeError, LookupError, TypeError) as error:
@@ -83,13 +180,73 @@ def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     return before, behind
 
 
-def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> tuple[str, ...]:
-    """Write the merges, special tokens and chat template of a vocabulary.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+TEKKEN = "".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+GPT4O = f"{_CASED[0]}{_CONTRACTIONS}?{_CASED[1]}{_CONTRACTIONS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+DEEPSEEK3 = _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
+CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
 
-    Returns the tokens at which transformers ends what it generates, and llama.cpp does not.
+# The expressions by which text is split, one after the other; whether whole words of the vocabulary are taken before
+# merges apply -> the name in llama.cpp.
+NAMES = {
+    ((GPT2,), False): "gpt-2",
+    ((DIGIT, GPT2), False): "smollm",
+    ((LLAMA3,), True): "llama-bpe",
+    ((LLAMA3,), False): "smaug-bpe",
+    ((QWEN2,), False): "qwen2",
+    ((QWEN35,), False): "qwen35",
+    ((TEKKEN,), True): "tekken",
+    ((GPT4O,), False): "gpt-4o",
+    ((r"\p{N}{1,3}", CJK, DEEPSEEK3), False): "deepseek-v3",
+}
+# Where llama.cpp only approximates the expressions, of which its engine lacks some classes of characters.
+_ROUGHLY = (
+    "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them otherwise"
+)
+DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
 
-    config: that of the text model
-    writer: a GGUFWriter of the gguf package
+
+def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
+    """Return the name of the pre-tokenizer of a byte-level tokenizer.json."""
+    steps = tokenizer.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    expressions = tuple(part for step in steps for part in _expressions(step))
+    whole_words = bool(tokenizer["model"].get("ignore_merges"))
+    if (expressions, whole_words) not in NAMES:
+        raise unmapped(f"{FAST} splits text by {expressions}, ignore_merges {whole_words}")
+    return NAMES[expressions, whole_words]
+
+
+def _expressions(step: Mapping[str, Any]) -> tuple[str, ...]:
+    """The expressions by which a step splits; an unknown step stands for itself, so that it is found nowhere."""
+    step_type = step.get("type")
+    if step_type == "ByteLevel" and not step.get("add_prefix_space"):
+        return (GPT2,) if step.get("use_regex", True) else ()
+    if step_type == "Digits":
+        return (DIGIT if step.get("individual_digits") else DIGITS,)
+    pattern = step.get("pattern")
+    # Where every character matches, dropping what does not match is the same as cutting there.
+    whole = (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
+    if step_type == "Split" and whole and isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+        return (pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n"),)
+    return (str(dict(step)),)
+
+
+def _add_special(
+    storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary
+) -> tuple[str, ...]:
+    """Write the merges, special tokens and chat template; see add_vocabulary.
 
     Raises ExportError for byte-level BPE without merges, SourceError for damaged files.
     """
@@ -171,170 +328,3 @@ def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> N
         stated = generation.get(f"{name}_token_id") if stated is None else stated
         ids[f"{name}_token_id"] = stated[0] if isinstance(stated, list) and stated else stated
     (folder / "config.json").write_text(json.dumps(ids))
-
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
-TEKKEN = "".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
-GPT4O = f"{_CASED[0]}{_CONTRACTIONS}?{_CASED[1]}{_CONTRACTIONS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
-DEEPSEEK3 = _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
-CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
-
-# The expressions by which text is split, one after the other; whether whole words of the vocabulary are taken before
-# merges apply -> the name in llama.cpp.
-NAMES = {
-    ((GPT2,), False): "gpt-2",
-    ((DIGIT, GPT2), False): "smollm",
-    ((LLAMA3,), True): "llama-bpe",
-    ((LLAMA3,), False): "smaug-bpe",
-    ((QWEN2,), False): "qwen2",
-    ((QWEN35,), False): "qwen35",
-    ((TEKKEN,), True): "tekken",
-    ((GPT4O,), False): "gpt-4o",
-    ((r"\p{N}{1,3}", CJK, DEEPSEEK3), False): "deepseek-v3",
-}
-# Where llama.cpp only approximates the expressions, of which its engine lacks some classes of characters.
-_ROUGHLY = (
-    "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them otherwise"
-)
-DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
-
-
-def pre_tokenizer(tokenizer: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the name of the pre-tokenizer of a byte-level tokenizer.json, or None; and what was found."""
-    steps = tokenizer.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    expressions = tuple(part for step in steps for part in _expressions(step))
-    whole_words = bool(tokenizer["model"].get("ignore_merges"))
-    return NAMES.get((expressions, whole_words)), f"{expressions}, ignore_merges {whole_words}"
-
-
-def _expressions(step: Mapping[str, Any]) -> tuple[str, ...]:
-    """The expressions by which a step splits; an unknown step stands for itself, so that it is found nowhere."""
-    step_type = step.get("type")
-    if step_type == "ByteLevel" and not step.get("add_prefix_space"):
-        return (GPT2,) if step.get("use_regex", True) else ()
-    if step_type == "Digits":
-        return (DIGIT if step.get("individual_digits") else DIGITS,)
-    pattern = step.get("pattern")
-    # Where every character matches, dropping what does not match is the same as cutting there.
-    whole = (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
-    if step_type == "Split" and whole and isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
-        return (pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n"),)
-    return (str(dict(step)),)
-
-
-# Of tokenizers that nothing here reads.
-OTHERS = (
-    *("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken"),
-    *("tokenizer.tiktoken", "vocab.txt"),
-)
-NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
-# llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
-# tokens.
-STRIPS = re.compile(r"phi-?3", re.IGNORECASE)
-NEVER_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
-STRIPPED = ("</s>", *NEVER_STRIPPED)
-
-
-def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
-    """Return the vocabulary of the tokenizer that lies beside a model; None if there is none.
-
-    rows: the rows of the embeddings, each of which is a token
-
-    Raises ExportError for a tokenizer that llama.cpp has no equivalent of, SourceError for damaged files.
-    """
-    files = storage.files()
-    if FAST in files:
-        tokenizer = read_tokenizer(storage)
-        return _with_added(_of_json(tokenizer, rows), tokenizer.get("added_tokens") or [])
-    for name in OTHERS:
-        if name in files:
-            raise unmapped(
-                f"{name} without {FAST}, which AutoTokenizer.from_pretrained(...).save_pretrained(...) makes"
-            )
-    return None
-
-
-def _with_added(vocabulary: Vocabulary, added: Sequence[Mapping[str, Any]]) -> Vocabulary:
-    """Return a vocabulary that says what llama.cpp does otherwise beside added tokens."""
-    strips = _strips(vocabulary)
-    stripping = {entry["content"] for entry in added if strips and entry["content"] not in NEVER_STRIPPED}
-    return replace(vocabulary, differs=vocabulary.differs + beside_added(added, stripping))
-
-
-def _strips(vocabulary: Vocabulary) -> bool:
-    """Whether llama.cpp can be told that special tokens take the spaces behind them."""
-    return vocabulary.strips and set(STRIPPED) <= set(vocabulary.tokens)
-
-
-def model_name(name: str | None, vocabulary: Vocabulary | None) -> str | None:
-    """Return the name that the file gives the model.
-
-    llama.cpp goes by this name when special tokens are to take the spaces behind them.
-    """
-    if vocabulary is None:
-        return name
-    if _strips(vocabulary):
-        return name if name and STRIPS.search(name) else f"{name or 'model'} (phi-3)"
-    return name and STRIPS.sub("phi 3", name)
-
-
-def add_vocabulary(
-    storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary | None
-) -> tuple[str, ...]:
-    """Write a vocabulary, special tokens and the chat template.
-
-    config: that of the text model
-    writer: a GGUFWriter of the gguf package
-
-    Returns the tokens at which transformers ends what it generates, and llama.cpp does not.
-    """
-    if vocabulary is None:
-        writer.add_tokenizer_model(gguf_package().NoVocab.tokenizer_model)
-        return ()
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.space_prefix is not None:
-        writer.add_add_space_prefix(vocabulary.space_prefix)
-    return add_special(storage, config, writer, vocabulary=vocabulary)
-
-
-def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
-    """The vocabulary of a tokenizer.json."""
-    model = tokenizer.get("model") or {}
-    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise unmapped(f"{FAST} has a model of type {model.get('type')}, expected BPE")
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise unmapped(f"{FAST} has {key} {model[key]!r}")
-    added = tokenizer.get("added_tokens") or []
-    known = {
-        "surrounding_ids": surrounding(tokenizer, rows),
-        "strips": any(entry.get("rstrip") and entry.get("special") for entry in added),
-    }
-    if model.get("byte_fallback"):  # characters that it lacks become tokens of bytes, as in SentencePiece
-        return sentencepiece(tokenizer, rows, **known)
-    pre, rules = pre_tokenizer(tokenizer)
-    if pre is None:
-        raise unmapped(f"{FAST} splits text by {rules}")
-    normalizer = (tokenizer.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):
-        raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
-    tokens, types = placed_tokens(model["vocab"], added, rows)
-    differs = DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED
-    return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, differs=(differs,) if differs else (), **known)

@@ -23,7 +23,7 @@ from pqweights.errors import ExportError
 from pqweights.gguf.architectures import ARCHITECTURES, DEFAULTS, SETTINGS
 from pqweights.gguf.model import GgufModel, MetadataEntry
 from pqweights.gguf.settings import OTHER_NAMES
-from pqweights.gguf.tensors import interleaved as interleaved_view
+from pqweights.gguf.tensors import InterleavedTensor
 from pqweights.planning.recipe import parse_recipe
 
 UINT32, FLOAT32, STRING, ARRAY = (
@@ -182,7 +182,7 @@ def test_heads_are_read_at_once(tmp_path: Path) -> None:
     folder = wide_model(tmp_path)
     tensor = named(converted(folder))["blk.0.attn_q.weight"]
     counting = Counting(tensor.source)  # type: ignore[attr-defined]
-    watched = interleaved_view("q", counting, head_rows=64)  # type: ignore[arg-type]
+    watched = InterleavedTensor.of("q", counting, head_rows=64)  # type: ignore[arg-type]
     read(watched, 0, 256 * 256, "F32")
     assert (counting.calls, counting.elements) == (1, 256 * 256)
     counting.calls = counting.elements = 0
