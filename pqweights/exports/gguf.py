@@ -195,10 +195,7 @@ def _decision(choice: TypeChoice) -> Rounding | Stays:
 
 
 def read_options(options: ExportOptions) -> Gguf:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
     if rounding == IMPORTANCE and options.calibration is None:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibration` FILE as well")

@@ -118,16 +118,22 @@ def chosen_types(
 
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
     """
-    shape = shape_of(model, imatrix=imatrix)
+    shape, mix = _shape_of(model, imatrix=imatrix), options.mix
     used: set[str] = set()
     result: dict[str, TypeChoice] = {}
+    free: list[LogicalTensor] = []
     for tensor in model.tensors:
-        rule = next((rule for rule in options.rules if _matches(tensor, rule.pattern)), None)
-        if rule is not None and may_be_quantized(tensor.name, tensor.shape):
-            used.add(rule.pattern)
-            result[tensor.name] = _fitted(tensor, rule.type, f"rule {rule.pattern}")
+        wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
+        if not may_be_quantized(tensor.name, tensor.shape):
+            result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
-        result[tensor.name] = _by_mix(tensor, options, shape)
+        rule = next((rule for rule in options.rules if _matches(tensor, rule.pattern)), None)
+        if rule is None:
+            free.append(tensor)
+        else:
+            used.add(rule.pattern)
+            wanted, reason = rule.type, f"rule {rule.pattern}"
+        result[tensor.name] = _fitted(tensor, wanted, reason)
     unused = [rule.pattern for rule in options.rules if rule.pattern not in used]
     if unused:
         raise RecipeError(
@@ -136,12 +142,11 @@ def chosen_types(
         )
     if options.target_size is None:
         return result
-    ruled = {tensor.name for tensor in model.tensors if any(_matches(tensor, rule.pattern) for rule in options.rules)}
-    free = [t for t in model.tensors if may_be_quantized(t.name, t.shape) and t.name not in ruled]
-    return result | _within(options, model, checkpoint, chosen=result, free=free, fingerprint=fingerprint)
+    known = _sensitivity(options, fingerprint)
+    return result | _within(options.target_size, model, checkpoint, chosen=result, free=free, known=known)
 
 
-def shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
+def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
     """Return what of a model the mixes depend on."""
     values = {entry.key.removeprefix(f"{model.architecture}."): entry.value for entry in model.metadata}
 
@@ -175,13 +180,6 @@ def _matches(tensor: LogicalTensor, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (tensor.name, *(source.name for source in sources)))
 
 
-def _by_mix(tensor: LogicalTensor, options: TypeOptions, shape: Shape) -> TypeChoice:
-    wanted = options.mix.type_of(tensor.name, tensor.shape, shape)
-    if not may_be_quantized(tensor.name, tensor.shape):
-        return TypeChoice(wanted, "llama.cpp computes with it in float32")
-    return _fitted(tensor, wanted, f"{options.mix.name} {'pure' if options.mix.pure else 'mix'}")
-
-
 def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
     """Return the type of a tensor whose rows the blocks of a type may not divide."""
     fitting = fitting_type(wanted, tensor.shape[-1])
@@ -192,36 +190,38 @@ def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
 
 
 def _within(
-    options: TypeOptions,
+    target_bytes: int,
     model: GgufModel,
     checkpoint: Checkpoint,
     *,
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
-    fingerprint: str | None,
+    known: Sensitivity | None,
 ) -> dict[str, TypeChoice]:
     """Choose types for the free tensors, so that the predicted rise of the loss is least within a size."""
-    assert options.target_size is not None
-    by_name = {tensor.name: tensor for tensor in free}
-    fixed = [tensor for tensor in model.tensors if tensor.name not in by_name]
-    overhead = RESERVED_BYTES + _header_bytes(model, chosen) + ALIGNMENT * len(model.tensors)
-    overhead += sum(type_bytes(chosen[tensor.name].type, tensor.shape) for tensor in fixed)
+    stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
+    # The header does not depend on the types.
+    tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
+    header = encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors)))
+    overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
+    overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
     sources: dict[str, list[LogicalTensor]] = {}  # of fused experts, several tensors have the same source
     for tensor in free:
-        sources.setdefault(_source(tensor), []).append(tensor)
+        source = tensor.sources[0] if isinstance(tensor, View) and tensor.sources else tensor
+        sources.setdefault(source.name, []).append(tensor)
     roles = {name: role_of(tensors[0]) for name, tensors in sources.items()}
     groups = groups_of(checkpoint, list(roles.items()))
-    alphas, _ = alphas_for(groups, roles=roles, known=_sensitivity(options, fingerprint))
+    alphas, _ = alphas_for(groups, roles=roles, known=known)
     members = {name: [tensor for source in names for tensor in sources[source]] for name, names in groups.items()}
     choices = [[_choice(type_name, members[name], alphas[name]) for type_name in CANDIDATES] for name in groups]
-    solution = solve(choices, options.target_size - overhead)
+    solution = solve(choices, target_bytes - overhead)
     if solution is None:
         least = overhead + cheapest(choices)
-        raise RecipeError(f"target: {options.target_size} bytes: below the smallest possible, {least} bytes")
+        raise RecipeError(f"target: {target_bytes} bytes: below the smallest possible, {least} bytes")
     result = {}
     for name, number in zip(groups, solution.choices, strict=True):
         for tensor in members[name]:
-            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {options.target_size} bytes")
+            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {target_bytes} bytes")
     return result
 
 
@@ -235,20 +235,6 @@ def _choice(type_name: str, tensors: Sequence[LogicalTensor], alpha: float) -> C
         error += count * (F16_ERROR if fitting in PLAIN_TYPES else BLOCK_TYPES[fitting].distortion)
         weights += count
     return Choice(cost, alpha * error / weights)
-
-
-def _source(tensor: LogicalTensor) -> str:
-    """Return the name in the checkpoint by which a tensor belongs to a group."""
-    return tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
-
-
-def _header_bytes(model: GgufModel, chosen: dict[str, TypeChoice]) -> int:
-    """Return the size of the header, which does not depend on the types."""
-    tensors = [
-        GgufTensor(t.name, t.shape, chosen[t.name].type, type_bytes(chosen[t.name].type, t.shape))
-        for t in model.tensors
-    ]
-    return len(encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors))))
 
 
 def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity | None:

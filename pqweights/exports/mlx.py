@@ -283,10 +283,7 @@ class EvaluatedTensor:
 
 
 def read_options(options: ExportOptions) -> MlxFormat:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     check_rounding(NAME, options, why_not=why_not)

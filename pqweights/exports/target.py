@@ -102,11 +102,10 @@ class ExportTarget(Generic[Settings]):
     unchecked: str | None = None
 
     def settings(self, asked: ExportOptions) -> Settings:
-        """Return what `prepare` takes for the options that a user gave.
-
-        Raises OptionError for an option, or a value, that the target does not have.
-        """
-        check_known(asked, self.name, self.options)
+        """Return what `prepare` takes. Raises OptionError for an option, or a value, that the target does not have."""
+        for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
+            if name not in self.options:
+                raise OptionError(f"`{name}`: the target {self.name} does not take this option")
         check_fold(asked.fold)
         return self.read_options(asked)
 
@@ -123,13 +122,6 @@ def is_compensated(options: ExportOptions) -> bool:
     )
 
 
-def check_known(options: ExportOptions, target: str, known: Collection[str]) -> None:
-    """Raise OptionError if an option was given that is not in `known`."""
-    for name in (field.name for field in fields(ExportOptions) if field.name in options.given):
-        if name not in known:
-            raise OptionError(f"`{name}`: the target {target} does not take this option")
-
-
 def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:
     """Raise OptionError for a rounding that does not exist, or that does not go with the other options.
 
@@ -141,19 +133,14 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
     if why_not is not None:
         raise OptionError(f"`rounding` {GPTQ}: {why_not}")
     if options.calibration is None:
-        raise OptionError(
-            f"`rounding` {GPTQ}: expected `calibration` FILE as well, with moments that pqweights calibrate --moments "
-            "wrote"
-        )
+        wanted = "`calibration` FILE as well, with moments that pqweights calibrate --moments wrote"
+        raise OptionError(f"`rounding` {GPTQ}: expected {wanted}")
     if options.qparams == MINMAX:
         raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")
 
 
 def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
-    """Return the value that was asked for, or by default the first allowed value, which may be None.
-
-    Raises OptionError for a value that is not allowed.
-    """
+    """Return the value that was asked for, or by default the first allowed value, which may be None."""
     if asked is None:
         return allowed[0]
     if asked not in allowed:
@@ -181,10 +168,7 @@ class GroupSize:
 
     @staticmethod
     def of(target: str, allowed: tuple[int, ...], asked: int | None) -> GroupSize:
-        """Check the size that was asked for.
-
-        Raises OptionError for a size that the target does not have.
-        """
+        """Check the size that was asked for. Raises OptionError for one that the target does not have."""
         checked = one_of(target, "group_size", asked, allowed=(None, *sorted(allowed)))
         return GroupSize(target=target, allowed=allowed, asked=checked)
 
@@ -196,9 +180,8 @@ class GroupSize:
     @property
     def tried(self) -> tuple[int, ...]:
         """The sizes that a layer may get, the largest first."""
-        if self.asked is not None or self.only is not None:
-            return (self.asked or self.only or self.size,)
-        return tuple(size for size in sorted(self.allowed, reverse=True) if size <= self.size)
+        one_alone = self.asked is not None or self.only is not None
+        return (self.size,) if one_alone else tuple(s for s in sorted(self.allowed, reverse=True) if s <= self.size)
 
     def fitting(self, columns: Collection[int]) -> int | None:
         """Return the largest size that divides rows of these lengths; None if there is none."""

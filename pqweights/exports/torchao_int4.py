@@ -162,10 +162,7 @@ class TorchaoInt4:
 
 
 def read_options(options: ExportOptions) -> TorchaoInt4:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     check_rounding(NAME, options)
     one_of(NAME, "bits", options.bits, allowed=(4,))
     return TorchaoInt4(

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
+from pqweights.exports.bf16 import role_of
 from pqweights.exports.formats import Rounding, Rule
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
@@ -33,7 +33,7 @@ from pqweights.exports.target import (
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
-from pqweights.planning.roles import classify, tower_of
+from pqweights.planning.roles import tower_of
 
 NAME = "vllm"
 # What manifests call the target: the name that it had first.
@@ -41,6 +41,10 @@ STATED_NAME = "vllm-int4"
 
 
 CHANNEL = (1,)  # any row can be a group
+# What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
+BASIS = "plain"
+# The modules of routers, by the names that they have in memory.
+ROUTERS = r"re:.*\.(gate|router)$"
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,6 @@ SCHEMES = {
     "mxfp8a16": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8"),
 }
 
-# What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
-BASIS = "plain"
-
-# The modules of routers, by the names that they have in memory.
-ROUTERS = r"re:.*\.(gate|router)$"
-
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFormat:
@@ -143,10 +141,7 @@ class VllmFormat:
         return stated
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """Decide which linear layers become integers; names and shapes are those of the source.
-
-        Raises ExportError for a model whose layers compressed-tensors would not find.
-        """
+        """Decide which linear layers become integers; names and shapes are those of the source."""
         early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
         linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
         return linear.outline(
@@ -157,11 +152,10 @@ class VllmFormat:
         )
 
     def _quantization(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """The quantization_config of compressed-tensors: all linear layers but those to be ignored.
-
-        sizes: the group sizes of the weights that are rounded, by name
-        """
-        layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
+        """The quantization_config: all linear layers but those to be ignored. sizes: of the weights that are rounded"""
+        # What compressed-tensors may take for a linear layer, or vLLM for fused experts.
+        may_be = [t for t in checkpoint.tensors if len(t.shape) in (2, 3)]
+        layers = [t.name for t in may_be if role_of(t) not in ("bias", "buffer")]
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
             "format": self.scheme.layout,
@@ -181,18 +175,14 @@ class VllmFormat:
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
     """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
-    plain = [t.name for t in checkpoint.tensors if t.name not in linear.sizes and _is_single_expert(t)]
+    experts = [t.name for t in checkpoint.tensors if role_of(t) == "expert" and len(t.shape) == 2]
+    plain = [name for name in experts if name not in linear.sizes and name.endswith(".weight")]
     if not plain:
         return ()
     return (
         f"single experts stay plain ({first_names(plain)}): vLLM loads them; transformers (5.23) looks for packed ones "
         "alone when it stacks experts, and fails",
     )
-
-
-def _is_single_expert(tensor: LogicalTensor) -> bool:
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
-    return role == "expert" and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
 
 
 def _targets(layers: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
@@ -219,18 +209,13 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], sizes: Mapping[str, 
     rounded = [name for name in layers if name in sizes]
     plain = sorted(set(layers) - set(rounded), key=layers.index)
     result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
-    routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
-    if routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
+    has_routers = any(role_of(tensor) == "router" for tensor in checkpoint.tensors)
+    if has_routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
-    if renames_towers(checkpoint.config):
-        result += _towers(plain, rounded)
+    if renames_towers(checkpoint.config):  # all modules of those that stay plain, whatever they are called within
+        towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
+        result += [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
     return [*result, _outside(rounded, plain)]
-
-
-def _towers(plain: Sequence[str], rounded: Sequence[str]) -> list[str]:
-    """Return expressions that match all modules of the towers that stay plain, whatever they are called within."""
-    towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
-    return [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
 
 
 def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
@@ -251,17 +236,8 @@ def _is_numbered(weight: str) -> bool:
     return any(component.isdigit() for component in module_of(weight).split("."))
 
 
-def _may_be_layer(tensor: LogicalTensor) -> bool:
-    """Whether compressed-tensors may take a tensor's module for a linear layer, or vLLM for fused experts."""
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
-    return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
-
-
 def read_options(options: ExportOptions) -> VllmFormat:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     name = one_of(NAME, "format", options.format, allowed=tuple(SCHEMES))
     if options.bits is not None and options.format is None:
         name = f"w{one_of(NAME, 'bits', options.bits, allowed=(4, 8))}a16"

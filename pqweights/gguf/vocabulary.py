@@ -243,9 +243,7 @@ def _expressions(step: Mapping[str, Any]) -> tuple[str, ...]:
     return (str(dict(step)),)
 
 
-def _add_special(
-    storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary
-) -> tuple[str, ...]:
+def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, vocabulary: Vocabulary) -> tuple[str, ...]:
     """Write the merges, special tokens and chat template; see add_vocabulary.
 
     Raises ExportError for byte-level BPE without merges, SourceError for damaged files.
