@@ -182,22 +182,6 @@ def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: A
             run_command(asked, tmp_path / "out")
 
 
-def test_moments_are_folded_like_the_inputs(driven: Path, calibrated: Any) -> None:
-    from pqweights.planning.statistics_file import open_statistics
-
-    moments = open_statistics(calibrated[0])
-    (vector,) = moments.weights[NAMES[0]].vectors
-    assert vector is not None
-    size = moments.vectors[vector].size
-    plain = np.concatenate([strip for _, strip in moments.strips(vector)]).astype(np.float64)
-    factors = np.linspace(0.5, 2, size, dtype=np.float32)
-    wanted = plain / factors / factors[:, None]
-    found = np.concatenate([strip for _, strip in moments.strips(vector, columns=factors)])
-    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
-    rows = moments.held_back(vector).astype(np.float64) / factors
-    assert np.abs(moments.held_back(vector, columns=factors) - rows).max() < 1e-4
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_path: Path) -> None:
     """mlx stacks Mixtral's experts, and cuts and transposes those of gpt-oss."""
