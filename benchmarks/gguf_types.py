@@ -9,7 +9,7 @@ freedom; without importances, and with the same random ones on both sides.
 `models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights
 (--source), folded or not, with the second moments of text or without, and from masters. llama.cpp computes all of them,
 on the CPU; divergences are from the original in transformers, in float32. Both sides store the same types in the same
-tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is the one that the export writes.
+tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is made of the same moments.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ import quality
 from harness import Document, argument_parser, machine, now, publish, table
 
 import pqweights
-from pqweights.exports.gguf import IMATRIX_FILE
+from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.views import View
+from pqweights.gguf.model import gguf_model
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.planning.statistics_file import MOMENTS, open_statistics
 from pqweights.quality.evaluate.protocol import Windows, compare
 from pqweights.quality.measure.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions
@@ -173,11 +176,11 @@ class Bench:
         folder = self.work / out
         chosen = {key: given[key] for key in uses}
         pqweights.export(self.work / "master", folder, "gguf", type=kind, overwrite=True, **chosen, **options)
-        return next(path for path in folder.glob("*.gguf") if path.name != IMATRIX_FILE), time.perf_counter() - start
+        return next(folder.glob("*.gguf")), time.perf_counter() - start
 
 
 def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
-    """Make the master, the moments, the importance matrix and the BF16 file of a model."""
+    """Make the master, the moments and the BF16 file of a model."""
     text = read_text(model / "eval.txt")
     tokenizer = load_tokenizer(model)
     ids = tokenize(model, text)
@@ -192,7 +195,6 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
         work=work,
     )
     bench.export("plain", "bf16", ("source",))
-    bench.export("data", "q8_0", ("source", "calibration"), imatrix=True)
     return bench
 
 
@@ -201,11 +203,11 @@ def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> I
     plain = next((bench.work / "plain").glob("*.gguf"))
     yield {"model": bench.model.name, "type": "BF16", "what": "ours"} | bench.figures(plain)
     for name in types:
-        for what, matrix in ((THEIRS, None), (THEIRS_WITH_DATA, bench.work / "data" / IMATRIX_FILE)):
+        for what, held in ((THEIRS, []), (THEIRS_WITH_DATA, importances(bench))):
             if what not in ways:
                 continue
             out = bench.work / "theirs.gguf"
-            seconds = quantize_by_llama_cpp(plain, out, name, matrix)
+            seconds = quantize_by_llama_cpp(plain, out, name, held)
             row = {"model": bench.model.name, "type": name, "what": what, "seconds": seconds}
             yield row | bench.figures(out)
         for what, uses in OURS.items():
@@ -216,13 +218,12 @@ def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> I
             yield row | bench.figures(out)
 
 
-def quantize_by_llama_cpp(plain: Path, out: Path, name: str, matrix: Path | None) -> float:
-    """Quantize a file with llama.cpp's own quantizer, and return the seconds that it took."""
+def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[str, np.ndarray]]) -> float:
+    """Quantize a file with llama.cpp's own quantizer, and return the seconds that it took. held: importances"""
     from llama_cpp import llama_cpp as library
 
     settings = library.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = int(gguf.LlamaFileType[f"MOSTLY_{name}"]), THREADS
-    held = [] if matrix is None else _importances(matrix)
     data = (library.llama_model_imatrix_data * (len(held) + 1))()
     for place, (tensor, means) in enumerate(held):
         data[place].name, data[place].size = tensor.encode(), means.size
@@ -235,14 +236,17 @@ def quantize_by_llama_cpp(plain: Path, out: Path, name: str, matrix: Path | None
     return time.perf_counter() - start
 
 
-def _importances(matrix: Path) -> list[tuple[str, np.ndarray]]:
-    """The mean squares of inputs by tensor, from an importance matrix."""
-    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(matrix).tensors}
-    names = [name.removesuffix(".in_sum2") for name in found if name.endswith(".in_sum2")]
-    return [
-        (name, np.ascontiguousarray(found[f"{name}.in_sum2"] / found[f"{name}.counts"], dtype=np.float32))
-        for name in names
-    ]
+def importances(bench: Bench) -> list[tuple[str, np.ndarray]]:
+    """The mean squares of the inputs of matrices, by name in a GGUF file: llama.cpp's importance matrix."""
+    moments = open_statistics(bench.work / "moments.safetensors", MOMENTS)
+    held = []
+    for tensor in gguf_model(open_local(bench.model), name=None).tensors:
+        sources = tensor.sources if isinstance(tensor, View) else ()
+        known = moments.weights.get(sources[0].name) if sources and tensor.name != "token_embd.weight" else None
+        vectors = [] if known is None else [vector for vector in known.vectors if vector is not None]
+        if vectors:
+            held.append((tensor.name, np.concatenate([moments.mean_squares(vector) for vector in vectors])))
+    return held
 
 
 # --- tables ---

@@ -10,8 +10,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
 from pqweights.errors import SourceError
 from pqweights.exports import get_target, target_name
-from pqweights.exports.options import GPTQ, PLAIN, is_compensated
-from pqweights.exports.target import ExportSource
+from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
 from pqweights.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.totals import count

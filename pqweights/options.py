@@ -412,9 +412,6 @@ class ExportOptions(FoldOptions):
         default=None,
         metavar="PATTERN=TYPE",
     )
-    recipe: StrPath | None = option(
-        "For gguf: types by pattern, from a YAML file.", checks.path, default=None, metavar="FILE"
-    )
     target_size: int | str | None = option(
         "For gguf: choose the types so that the file has at most this size.", checks.size, default=None, metavar="SIZE"
     )
@@ -424,9 +421,6 @@ class ExportOptions(FoldOptions):
         default=None,
         metavar="heuristic|FILE",
         default_text="heuristic",
-    )
-    imatrix: bool = option(
-        "For gguf, with `calibration`: write llama.cpp's importance matrix as well.", checks.flag, default=False
     )
 
 

@@ -67,7 +67,6 @@ OPTIONAL = {
         "pqweights.codecs.polar_transform",
         "pqweights.codecs.protocol",
         "pqweights.codecs.hadamard_lloyd_max",
-        "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
         "pqweights.quality.measure.collecting",
         "pqweights.kernels.attention",
@@ -102,7 +101,6 @@ OPTIONAL = {
     "huggingface_hub": set(),  # by name, in pqweights.storage.hub.official
     "matplotlib": set(),
     "transformers": {
-        "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed_modules",

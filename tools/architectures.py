@@ -13,15 +13,17 @@ import logging
 import signal
 import sys
 import warnings
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from pqweights.exports.architectures import names_in_memory
-from pqweights.exports.renamed_layers import compressed_tensors_errors, compressed_tensors_quantizer, loaded_weights
 from pqweights.planning.roles import classify
 
 SECONDS = 40  # for each model
@@ -36,6 +38,25 @@ CLASSES = (
     "AutoModel",
 )
 OUTSIDE = r"re:(?!(.*\.)?\d+(\..*)?$)"  # of the numbered layers
+_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+_PACKED = {
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": _WEIGHTS}},
+}
+
+
+class LoadedWeight(NamedTuple):
+    """Where transformers puts a weight of a checkpoint.
+
+    name: that in the checkpoint
+    loaded: that in memory
+    is_reshaped: whether it is cut, or joined with others
+    """
+
+    name: str
+    loaded: str
+    is_reshaped: bool
 
 
 def differences(model_type: str) -> str:
@@ -46,7 +67,7 @@ def differences(model_type: str) -> str:
     for auto in dict.fromkeys([*classes[:1], *classes[-1:]]):
         with torch.device("meta"):
             model = auto.from_config(config)
-        found += [*compressed_tensors_errors(model), *_moved(model, "vision_config" in config.to_dict())]
+        found += [*_compressed_tensors_errors(model), *_moved(model, "vision_config" in config.to_dict())]
         found += _used_early(model)  # last, because it packs the weights
     kinds = {text.partition(":")[0]: text for text in reversed(found)}  # the first of each kind
     return "; ".join(kinds.values())
@@ -58,7 +79,7 @@ def _moved(model: Any, has_vision: bool) -> list[str]:
     stored = revert_weight_conversion(model, {n: v for n, v in model.state_dict().items() if n not in tied})
     rounded = [n for n, v in stored.items() if v.ndim == 2 and n.endswith(".weight") and _is_rounded(n, v)]
     found = []
-    for weight in loaded_weights(model, rounded):
+    for weight in _loaded_weights(model, rounded):
         if weight.is_reshaped:
             found.append(f"reshaped: {weight.name} -> {weight.loaded}")
         elif weight.loaded not in names_in_memory(weight.name, has_vision):
@@ -76,13 +97,42 @@ def _used_early(model: Any) -> list[str]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     plain = [name for name, layer in layers.items() if not _is_rounded(f"{name}.weight", layer.weight)]
     with torch.device("meta"):
-        compressed_tensors_quantizer(["lm_head", OUTSIDE, *plain])._process_model_before_weight_loading(model)
+        _compressed_tensors_quantizer(["lm_head", OUTSIDE, *plain])._process_model_before_weight_loading(model)
     for module in model.modules():
         module._is_hf_initialized = False
     try:
         model.initialize_weights()
     except AttributeError as error:
         return [f"used early: {str(error)[:100]}"]
+    return []
+
+
+def _loaded_weights(model: Any, names: Iterable[str]) -> Iterator[LoadedWeight]:
+    """Yield where transformers puts weights. names: those in a checkpoint"""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    state = model.state_dict()
+    for name in names:
+        loaded, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        yield LoadedWeight(name, loaded, is_reshaped=converted is not None)
+
+
+def _compressed_tensors_quantizer(ignore: list[str]) -> Any:
+    """Return what transformers loads a compressed-tensors checkpoint of 4-bit integers with."""
+    config = transformers.CompressedTensorsConfig(**_PACKED, ignore=ignore)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    quantizer.use_fp8_kernel = False
+    return quantizer
+
+
+def _compressed_tensors_errors(model: Any) -> list[str]:
+    """Return the error with which transformers refuses any checkpoint of compressed-tensors for a model."""
+    quantizer = _compressed_tensors_quantizer([])
+    try:
+        quantizer.update_weight_conversions(get_model_conversion_mapping(model, None, quantizer), model)
+    except ValueError as error:
+        return [f"refused: {str(error)[:100]}"]
     return []
 
 

@@ -2,22 +2,16 @@
 
 An export is made from names and shapes alone, so whether it loads must be known from these names. The sets were found
 with transformers 5.23 by building each of its models on the meta device (tools/architectures.py), and
-tests/architectures checks those that can be built tiny. Of a type that was not examined, the names of layers are
-checked in transformers (renamed_layers.py), which is imported only then; without it the user is warned.
+tests/architectures checks those that can be built tiny. Of a type that was not examined the user is warned.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from pqweights.common.installing import pip_install
 from pqweights.errors import ExportError
-
-if TYPE_CHECKING:
-    from pqweights.exports.renamed_layers import LoadedWeight
 
 TORCHAO, VLLM, MLX = "torchao-int4", "vllm", "mlx"
 PLAIN = "bf16"
@@ -72,7 +66,7 @@ tipsv2_vision_model udop umt5 videoprism videoprism_vision_model vitdet vjepa2 x
 )
 # Of all these, the architectures of which mlx makes a model that mlx-lm runs.
 RUN_BY_MLX = _types("gpt2 laguna llama4")
-# The types that were examined: those of transformers 5.23 that generate text. Of others, transformers itself is asked.
+# The types that were examined: those of transformers 5.23 that generate text.
 EXAMINED = _types(
     """
 afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba bart beam bert
@@ -107,24 +101,26 @@ xlstm xmod youtu zamba zamba2 zaya
 )
 
 _TRANSPOSED = "it stores its linear weights transposed, which the format cannot hold"
-_EXPERTS = "transformers splits its fused experts when it loads compressed-tensors, and would not find them"
-RESHAPED_REASON = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
-RENAMED_REASON = "transformers renames its layers as it loads them, and would not find torchao's tensors"
-RENAMED_PLAIN_REASON = "transformers renames layers that stay plain as it loads them, and would look for packed ones"
-_DIRECTLY = "it computes with its weights directly, which torchao's tensors do not support"
+_RESHAPED = "transformers cuts or joins its weights as it loads them, which packed codes do not survive"
 # In the order in which they are reported.
 _REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
     TORCHAO: (
         (TRANSPOSED, _TRANSPOSED),
-        (RESHAPED, RESHAPED_REASON),
-        (RENAMED, RENAMED_REASON),
-        (USED_DIRECTLY, _DIRECTLY),
+        (RESHAPED, _RESHAPED),
+        (RENAMED, "transformers renames its layers as it loads them, and would not find torchao's tensors"),
+        (USED_DIRECTLY, "it computes with its weights directly, which torchao's tensors do not support"),
     ),
     VLLM: (
         (TRANSPOSED, _TRANSPOSED),
-        (UNPACKED_EXPERTS, _EXPERTS),
-        (RESHAPED, RESHAPED_REASON),
-        (RENAMED_PLAIN, RENAMED_PLAIN_REASON),
+        (
+            UNPACKED_EXPERTS,
+            "transformers splits its fused experts when it loads compressed-tensors, and would not find them",
+        ),
+        (RESHAPED, _RESHAPED),
+        (
+            RENAMED_PLAIN,
+            "transformers renames layers that stay plain as it loads them, and would look for packed ones",
+        ),
     ),
 }
 # The keys of the configurations of towers, whose weights stay plain.
@@ -138,13 +134,10 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
     """
     refusal = _refusal(target, config or {})
     if refusal is not None:
-        raise refused(target, config, *refusal)
-
-
-def refused(target: str, config: Mapping[str, Any] | None, model_type: str, reason: str) -> ExportError:
-    """Return the error of a target that cannot store a model of a type."""
-    advice = other_targets(target, config)
-    return ExportError(f"config.json: {target} cannot hold a model of type {model_type}: {reason}; {advice}")
+        model_type, reason = refusal
+        raise ExportError(
+            f"config.json: {target} cannot hold a model of type {model_type}: {reason}; {other_targets(target, config)}"
+        )
 
 
 def other_targets(target: str, config: Mapping[str, Any] | None) -> str:
@@ -203,10 +196,8 @@ def _model_types(config: Mapping[str, Any], is_tower: bool = False) -> Iterator[
             yield from _model_types(value, is_tower or _TOWER.fullmatch(key) is not None)
 
 
-# What a plan says of such a model.
+# What a plan says of a model of a type that was not examined.
 UNEXAMINED = "if transformers does not rename its layers"
-# What a model's own code raises for a configuration that it does not take.
-REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def is_examined(config: Mapping[str, Any] | None) -> bool:
@@ -215,62 +206,11 @@ def is_examined(config: Mapping[str, Any] | None) -> bool:
     return not isinstance(model_type, str) or model_type in EXAMINED
 
 
-def check_names(
-    target: str, config: Mapping[str, Any] | None, *, rounded: Collection[str], plain: Sequence[str]
-) -> tuple[str, ...]:
-    """Return a warning if nothing is known of the names that transformers gives the layers of a model.
-
-    target: the target of integers
-    rounded, plain: the weights that become integers, and the others
-
-    Raises ExportError if it gives them names, or cuts them, so that it would not load the export.
-    """
-    if config is None or is_examined(config) or target not in (TORCHAO, VLLM):
+def unexamined_warnings(target: str, config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a warning if nothing is known of the names that transformers gives the layers of a model."""
+    if config is None or is_examined(config) or target not in _REFUSALS:
         return ()
-    model_type = config["model_type"]
-    warning = (
-        f"nobody has examined what transformers does with the layers of the model type {model_type}: if it renames, "
-        "cuts or joins them as it loads them, it will not load this export; try it before you publish it"
+    return (
+        f"nobody has examined what transformers does with the layers of the model type {config['model_type']}: if it "
+        "renames, cuts or joins them as it loads them, it will not load this export; try it before you publish it",
     )
-    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        return (f"{warning}. Their names are checked where transformers is installed: {pip_install('transformers')}",)
-    try:
-        reason = _renamed(target, config, rounded=rounded, plain=plain)
-    except REFUSALS as error:
-        said = " ".join(str(error).split())[:200]
-        return (f"{warning}. The installed transformers cannot tell: {type(error).__name__}: {said}",)
-    if reason is not None:
-        raise refused(target, config, model_type, reason)
-    return ()
-
-
-def _renamed(target: str, config: Mapping[str, Any], *, rounded: Collection[str], plain: Sequence[str]) -> str | None:
-    """Return why a target cannot hold a model, by what transformers does with its layers; None if it can.
-
-    Raises what transformers raises for a model that it does not know, and ImportError for a version without these
-    functions.
-    """
-    from pqweights.exports import renamed_layers
-
-    model = renamed_layers.build(config)
-    has_compressed_tensors = importlib.util.find_spec("compressed_tensors") is not None
-    if target == VLLM and has_compressed_tensors and renamed_layers.compressed_tensors_errors(model):
-        return RESHAPED_REASON
-    for weight in renamed_layers.loaded_weights(model, [*rounded, *plain]):
-        reason = _reason(weight, target, is_rounded=weight.name in rounded, has_vision="vision_config" in config)
-        if reason is not None:
-            return f"{reason} ({weight.name} -> {weight.loaded})"
-    return None
-
-
-def _reason(weight: LoadedWeight, target: str, *, is_rounded: bool, has_vision: bool) -> str | None:
-    """Return why a target cannot hold a weight that transformers puts elsewhere; None if it can."""
-    if weight.is_reshaped:
-        # Of a compressed-tensors checkpoint, transformers joins single experts in a way of its own, and loses others.
-        return RESHAPED_REASON if (is_rounded or target == VLLM) and ".experts." not in weight.name else None
-    if not weight.is_linear or weight.loaded in names_in_memory(weight.name, has_vision):
-        return None
-    if is_rounded:
-        return RENAMED_REASON if target == TORCHAO else None
-    is_same_layer = weight.loaded.endswith(weight.name) or weight.name.endswith(weight.loaded)  # in another prefix
-    return RENAMED_PLAIN_REASON if target == VLLM and not is_same_layer else None

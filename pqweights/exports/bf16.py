@@ -13,8 +13,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.options import one_of
-from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
+from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, one_of
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify

@@ -9,10 +9,11 @@ on those. docs/exports.md has the rules.
 from __future__ import annotations
 
 import abc
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.common.locks import ProcessLock
 from pqweights.common.strict_json import rounded
 from pqweights.exports.bf16 import role_of
-from pqweights.exports.formats import BlockRule
+from pqweights.exports.formats import BlockRule, Rule
 from pqweights.exports.integers import IntegerJob, RoundedChunk
 from pqweights.kernels.compensation import (
     TILE,
@@ -36,13 +37,13 @@ from pqweights.kernels.compensation import (
     output_errors,
     trial_error,
 )
-from pqweights.kernels.groups import GroupRule, Groups
+from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 
-Floats = npt.NDArray[np.float32]
+Floats, Doubles = npt.NDArray[np.float32], npt.NDArray[np.float64]
 
 # The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
 FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4
@@ -52,12 +53,11 @@ DAMPINGS = (0.1, 0.01, 1.0)
 KEPT_FACTORS = 2
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReadyFactor:
+class ReadyFactor(NamedTuple):
     """A factor with the rows held back of its inputs, [rows, K] in its order, and the damping that was chosen."""
 
     factor: MomentsFactor
-    held_back: npt.NDArray[np.float32]
+    held_back: Floats
     damping: float
 
 
@@ -105,18 +105,6 @@ class Compensation:
             if squares is None:
                 squares = self._mean_squares[vector] = self.moments.mean_squares(vector)
         return squares if columns is None else squares / (columns * columns)
-
-    def of(self, tensor: LogicalTensor) -> list[tuple[Floats, int] | None]:
-        """Return for each matrix of a weight the mean square of each input, [K], and of how many tokens.
-
-        None for a matrix of which the inputs are not known; an empty list for a tensor that is not rounded.
-        """
-        return [
-            None
-            if isinstance(vector, str)
-            else (self.importance(tensor, matrix, vector), self.moments.vectors[vector].tokens)
-            for matrix, vector in enumerate(self.sources.get(tensor.name, ()))
-        ]
 
     def factor(self, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
         """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
@@ -167,19 +155,14 @@ def _made(moments: Statistics, vector: int, *, columns: Floats | None) -> ReadyF
         return None
     if best != last or factor is None:
         factor = with_damping(best)
-    return None if factor is None else ReadyFactor(factor=factor, held_back=held_back, damping=best)
+    return None if factor is None else ReadyFactor(factor, held_back, best)
 
 
-def sources_of(tensor: LogicalTensor, rule: object, moments: Statistics) -> tuple[int | str, ...]:
+def sources_of(tensor: LogicalTensor, rule: Rule, moments: Statistics) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
-    if not isinstance(rule, GroupRule | BlockRule):
-        return ("its format has no compensated rounding",) * int(np.prod(tensor.shape[:-2]))
-    return inputs_of(tensor, moments)
-
-
-def inputs_of(tensor: LogicalTensor, moments: Statistics) -> tuple[int | str, ...]:
-    """Return the vector of each matrix of a weight, or the reason why it has none."""
-    count = int(np.prod(tensor.shape[:-2]))
+    count = math.prod(tensor.shape[:-2])
+    if isinstance(rule, FloatRule):
+        return ("its format has no compensated rounding",) * count
     if role_of(tensor) == "embedding":
         return ("it is looked up, not multiplied by inputs",) * count
     return tuple(_source(tensor, number, moments) for number in range(count))
@@ -224,22 +207,6 @@ def _vector_of(tensor: LogicalTensor, matrix: int, moments: Statistics, *, trans
     return "no product of inputs with it was seen" if vector is None else vector
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _OutputErrors:
-    """The errors of the outputs of some rows on the inputs held back, rounded plainly, and as stored; f64 [rows].
-
-    matrix: the matrix of the rows
-    plain_rows: how many of them are stored as rounded plainly
-    damping: of the factor
-    """
-
-    matrix: int
-    plain: npt.NDArray[np.float64]
-    stored: npt.NDArray[np.float64]
-    plain_rows: int
-    damping: float
-
-
 class _InformedJob(IntegerJob, abc.ABC):
     """The job of a weight of which inputs are known: the manifest says what was rounded how, and what that gained."""
 
@@ -264,16 +231,30 @@ class _InformedJob(IntegerJob, abc.ABC):
 class WeightedJob(_InformedJob):
     """The job that rounds one weight with errors weighed by the importance of inputs, where they are known."""
 
-    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
-        matrix, rule = chunk // self._per_matrix, self._rounding.rule
-        vector = self._sources[matrix]
+    def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
+        vector, rule = self._sources[matrix], self._rounding.rule
         if isinstance(vector, str):
-            return super()._round(chunk, values)
+            return super()._round(matrix, values)
         assert isinstance(rule, BlockRule)
         return rule.quantize_weighted(values, self._compensation.importance(self._tensor, matrix, vector)), None
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         return {"weighed": len(self._sources) - reasons.total()}
+
+
+class _OutputErrors(NamedTuple):
+    """The errors of the outputs of some rows on the inputs held back, rounded plainly, and as stored; f64 [rows].
+
+    matrix: the matrix of the rows
+    plain_rows: how many of them are stored as rounded plainly
+    damping: of the factor; None if there is none
+    """
+
+    matrix: int
+    plain: Doubles
+    stored: Doubles
+    plain_rows: int
+    damping: float | None
 
 
 class CompensatedJob(_InformedJob):
@@ -286,56 +267,45 @@ class CompensatedJob(_InformedJob):
         super().__init__(*arguments, **keywords)
         self._before, self._after = [0.0] * self._matrices, [0.0] * self._matrices
         self._plain_rows = 0
-        self._dampings: dict[int, float] = {}
-        self._not_factorized: set[int] = set()
+        self._dampings: dict[int, float | None] = {}  # by matrix
 
-    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+    def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
         """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""
-        plain, _ = super()._round(chunk, values)
-        matrix, rule = chunk // self._per_matrix, self._rounding.rule
-        vector = self._sources[matrix]
+        plain, _ = super()._round(matrix, values)
+        vector, rule = self._sources[matrix], self._rounding.rule
         if isinstance(vector, str) or not np.isfinite(plain.errors).all():
             return plain, None
         assert isinstance(rule, GroupRule)
-        columns = self._compensation.columns(self._tensor, matrix)
-        ready = self._compensation.factor(vector, columns=columns)
+        ready = self._compensation.factor(vector, columns=self._compensation.columns(self._tensor, matrix))
         if ready is None:
-            return plain, matrix
-        rows = values.reshape(-1, self._columns)
-        better = compensate(rows, plain, rule, ready.factor)
-        before = output_errors(errors_of(rows, plain, rule, ready.factor), ready.held_back)
-        after = output_errors(better.errors, ready.held_back)
+            return plain, _OutputErrors(matrix, np.empty(0), np.empty(0), 0, None)
+        better = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)
+        plain_errors = errors_of(values.reshape(-1, self._columns), plain, rule, ready.factor)
+        before, after = output_errors(plain_errors, ready.held_back), output_errors(better.errors, ready.held_back)
         worse = ~(after < before)
         groups = _merged(better.groups, plain, np.repeat(worse, self._columns // rule.group_size))
-        about = _OutputErrors(
-            matrix=matrix,
-            plain=before,
-            stored=np.where(worse, before, after),
-            plain_rows=int(worse.sum()),
-            damping=ready.damping,
-        )
+        about = _OutputErrors(matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
         return groups, about
 
     def collect(self, result: RoundedChunk) -> None:
         """Add up the errors of outputs besides those of weights."""
         super().collect(result)
         about = result.about
-        if isinstance(about, int):
-            self._not_factorized.add(about)
-        elif about is not None:
+        if about is not None:
             self._before[about.matrix] = add_in_order(self._before[about.matrix], about.plain)
             self._after[about.matrix] = add_in_order(self._after[about.matrix], about.stored)
             self._plain_rows += about.plain_rows
             self._dampings[about.matrix] = about.damping
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
-        if self._not_factorized:
-            reasons["its moments could not be factorized"] += len(self._not_factorized)
+        dampings = [damping for damping in self._dampings.values() if damping is not None]
+        if len(dampings) < len(self._dampings):
+            reasons["its moments could not be factorized"] += len(self._dampings) - len(dampings)
         before, after = sum(self._before), sum(self._after)
         return {
-            "compensated": len(self._dampings),
+            "compensated": len(dampings),
             "rows_rounded_plainly": self._plain_rows,
-            "dampings": sorted(set(self._dampings.values())),
+            "dampings": sorted(set(dampings)),
             "gain": rounded(1 - after / before) if before else 0.0,
         }
 

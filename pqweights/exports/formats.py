@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.header import TensorSpec, aligned
 from pqweights.common.dtypes import from_float32
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, pack_bits, pack_tiles
@@ -125,48 +125,55 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a runtime stores a weight.
+class Rounding:
+    """How one weight becomes integers.
 
-    name: its key in LAYOUTS
-    parts: the tensors
-    row_multiple: rows are packed in multiples of this number, except for the last ones
+    layout: how it is stored, a key of LAYOUTS
+    label: what the plan calls its codec, if not by kind and group size
+    reason: why it is rounded so, if not by the name of the rule
     """
 
-    name: str
-    parts: tuple[Part, ...]
-    row_multiple: int = 1
+    rule: Rule
+    layout: str
+    label: str | None = None
+    reason: str | None = None
 
-    def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
-        return _layout, (self.name,)
+    @property
+    def codec(self) -> str:
+        """The name in the plan, such as symmetric-g128."""
+        return f"{self.rule.kind}-g{self.rule.group_size}" if self.label is None else self.label
 
-    def specs(self, name: str, shape: Shape, rule: Rule) -> tuple[TensorSpec, ...]:
+    @property
+    def row_multiple(self) -> int:
+        """Rows are packed in multiples of this number, except for the last ones."""
+        return TILE_ROWS if self.layout == "int4-tiles" else 1
+
+    def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
         """Return the stored tensors of a weight [..., K]."""
-        return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, rule)) for part in self.parts)
+        parts = LAYOUTS[self.layout]
+        return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, self.rule)) for part in parts)
 
-    def pieces(self, name: str, shape: Shape, rule: Rule, *, first_row: int, groups: Groups) -> list[StoredPiece]:
+    def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[StoredPiece]:
         """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
-        rows = _padded(_row_count(groups, shape, rule), self.row_multiple)
+        rows = aligned(_row_count(groups, shape, self.rule), self.row_multiple)
         result = []
-        for part in self.parts:
+        for part in LAYOUTS[self.layout]:
             if not part.once or first_row == 0:
-                data = part.pack(groups, shape, rule)
+                data = part.pack(groups, shape, self.rule)
                 offset = None if part.by_columns else first_row * (data.size // rows)
                 result.append(StoredPiece(part.stored_name(name), offset, data))
         return result
 
 
-def decoded(rule: Rule, codes: Bytes, scales: Floats, offsets: Floats) -> Floats:
-    """Return the weights [..., K] of codes [..., K] and of numbers [..., K / g]."""
-    none = np.empty(0)
-    groups = Groups(
-        codes=codes.reshape(-1, rule.group_size),
-        scales=scales.reshape(-1),
-        offsets=offsets.reshape(-1),
-        energies=none,
-        errors=none,
-    )
-    return rule.decode(groups).reshape(codes.shape)
+@dataclass(frozen=True)
+class Stays:
+    """The decision to store a weight plainly, although others of its kind become integers.
+
+    dtype: the dtype that it gets whatever the others get
+    """
+
+    reason: str
+    dtype: str | None = None
 
 
 def unpack_stream(packed: Bytes, bits: int) -> Bytes:
@@ -196,22 +203,14 @@ def unpack_tiles(words: npt.NDArray[np.int32]) -> Bytes:
     return result.reshape(tiles * 8, blocks * 128)
 
 
-def _layout(name: str) -> Layout:
-    return LAYOUTS[name]
-
-
-def _padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def tile_shape(shape: Shape) -> tuple[int, int]:
+    """Return the shape [N, K] of a weight padded to whole tiles."""
+    return aligned(shape[0], TILE_ROWS), aligned(shape[1], PADDED_COLUMNS)
 
 
 def _row_count(groups: Groups, shape: Shape, rule: Rule) -> int:
     """Return how many rows of a weight some groups are."""
     return len(groups.errors) * rule.group_size // shape[-1]
-
-
-def tile_shape(shape: Shape) -> tuple[int, int]:
-    """Return the shape [N, K] of a weight padded to whole tiles."""
-    return _padded(shape[0], TILE_ROWS), _padded(shape[1], PADDED_COLUMNS)
 
 
 def _columns(numbers: Floats) -> Bytes:
@@ -241,14 +240,30 @@ def _tile_pairs(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
 # s: the shape of a weight, r: its rule, g: groups of some of its rows
 
 
-def _codes(name: str, dtype: str) -> Part:
-    """Return the part of codes that follow each other in words of 32 bits, the first code in the lowest bits."""
-    return Part(name, dtype, lambda s, r: (*s[:-1], s[-1] * r.bits // 32), lambda g, s, r: pack_bits(g.codes, r.bits))
+def _per_group(s: Shape, r: Rule) -> Shape:
+    return (*s[:-1], s[-1] // r.group_size)
 
 
-def _numbers(name: str, field: str) -> Part:
+def _codes(name: str, dtype: str, word_bits: int = 32) -> Part:
+    """Return the part of codes that follow each other in words, the first code in the lowest bits."""
+    return Part(
+        name, dtype, lambda s, r: (*s[:-1], s[-1] * r.bits // word_bits), lambda g, s, r: pack_bits(g.codes, r.bits)
+    )
+
+
+def _bytes(name: str, dtype: str, flipped: int = 0) -> Part:
+    """Return the part of a byte for each code. flipped: the bits of it that are inverted"""
+    return Part(name, dtype, lambda s, r: s, lambda g, s, r: g.codes.reshape(-1) ^ np.uint8(flipped))
+
+
+def _numbers(name: str, field: str = "scales") -> Part:
     """Return the part of a number of each group, as BF16 [..., K / g]."""
     return Part(name, "BF16", _per_group, lambda g, s, r: from_float32(getattr(g, field), "BF16"))
+
+
+def _byte_scales(name: str) -> Part:
+    """Return the part of scales of small floats, which are bytes [..., K / g]."""
+    return Part(name, "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8))
 
 
 def _numbers_by_row(name: str, field: str) -> Part:
@@ -262,14 +277,11 @@ def _numbers_by_row(name: str, field: str) -> Part:
     )
 
 
-def _per_group(s: Shape, r: Rule) -> Shape:
-    return (*s[:-1], s[-1] // r.group_size)
-
-
-# Blocks of GGUF, one after the other.
-BLOCKS = Layout(
-    "gguf",
-    (
+_TORCHAO = "{module}._{parameter}_"
+# How runtimes store a weight, by names that can be sent to other processes.
+LAYOUTS: dict[str, tuple[Part, ...]] = {
+    # Blocks of GGUF, one after the other.
+    "gguf": (
         Part(
             "{weight}",
             "U8",
@@ -277,51 +289,22 @@ BLOCKS = Layout(
             lambda g, s, r: g.codes.reshape(-1),
         ),
     ),
-)
-# A weight q of compressed-tensors is the code q + 2**(bits - 1).
-PACK_QUANTIZED = Layout(
-    "pack-quantized",
-    (
+    # Of compressed-tensors, by its names; a weight q is the code q + 2**(bits - 1).
+    "pack-quantized": (
         _codes("{weight}_packed", "I32"),
-        _numbers("{weight}_scale", "scales"),
+        _numbers("{weight}_scale"),
         Part("{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True),
     ),
-)
-# Of compressed-tensors, too: small floats, whose scales are bytes (compressors/mxfp4 and mxfp8).
-_BYTES = Part("{weight}_scale", "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8))
-MXFP4_PACKED = Layout(
-    "mxfp4-pack-quantized",
-    (
-        Part("{weight}_packed", "U8", lambda s, r: (*s[:-1], s[-1] // 2), lambda g, s, r: pack_bits(g.codes, 4)),
-        _BYTES,
-    ),
-)
-_E4M3 = Part("{weight}", "F8_E4M3", lambda s, r: s, lambda g, s, r: g.codes.reshape(-1))
-_SCALES = _numbers("{weight}_scale", "scales")
-FLOAT_QUANTIZED = Layout("float-quantized", (_E4M3, _SCALES))
-# A weight q is stored as itself.
-INT_QUANTIZED = Layout(
-    "int-quantized",
-    (Part("{weight}", "I8", lambda s, r: s, lambda g, s, r: g.codes.reshape(-1) ^ np.uint8(128)), _SCALES),
-)
-MXFP8_QUANTIZED = Layout("mxfp8-quantized", (_E4M3, _BYTES))
-MLX_AFFINE = Layout(
-    "mlx-affine",
-    (_codes("{weight}", "U32"), _numbers("{module}.scales", "scales"), _numbers("{module}.biases", "offsets")),
-)
-# The scales of small floats are bytes.
-MLX_FLOATS = Layout(
-    "mlx-floats",
-    (
-        _codes("{weight}", "U32"),
-        Part("{module}.scales", "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8)),
-    ),
-)
-_TORCHAO = "{module}._{parameter}_"
-# Int4Tensor: codes minus 8 as nibbles, the even column low.
-INT4_PLAIN = Layout(
-    "int4-plain",
-    (
+    # A weight q is stored as itself.
+    "int-quantized": (_bytes("{weight}", "I8", flipped=128), _numbers("{weight}_scale")),
+    "float-quantized": (_bytes("{weight}", "F8_E4M3"), _numbers("{weight}_scale")),
+    "mxfp4-pack-quantized": (_codes("{weight}_packed", "U8", word_bits=8), _byte_scales("{weight}_scale")),
+    "mxfp8-quantized": (_bytes("{weight}", "F8_E4M3"), _byte_scales("{weight}_scale")),
+    # mlx.core.quantize
+    "mlx-affine": (_codes("{weight}", "U32"), _numbers("{module}.scales"), _numbers("{module}.biases", "offsets")),
+    "mlx-floats": (_codes("{weight}", "U32"), _byte_scales("{module}.scales")),
+    # torchao's Int4Tensor: codes minus 8 as nibbles, the even column low.
+    "int4-plain": (
         Part(
             _TORCHAO + "qdata",
             "I8",
@@ -331,11 +314,8 @@ INT4_PLAIN = Layout(
         _numbers_by_row(_TORCHAO + "scale", "scales"),
         _numbers_by_row(_TORCHAO + "zero_point", "offsets"),
     ),
-)
-# Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns; the padding is read back as 0.
-INT4_TILES = Layout(
-    "int4-tiles",
-    (
+    # torchao's Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns; the padding is read back as 0.
+    "int4-tiles": (
         Part(
             _TORCHAO + "qdata",
             "I32",
@@ -350,20 +330,4 @@ INT4_TILES = Layout(
             by_columns=True,
         ),
     ),
-    row_multiple=TILE_ROWS,
-)
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        BLOCKS,
-        PACK_QUANTIZED,
-        FLOAT_QUANTIZED,
-        INT_QUANTIZED,
-        MXFP4_PACKED,
-        MXFP8_QUANTIZED,
-        MLX_AFFINE,
-        MLX_FLOATS,
-        INT4_PLAIN,
-        INT4_TILES,
-    )
 }

@@ -7,41 +7,38 @@ pqweights/gguf, and which types its tensors get in gguf_types.py.
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import json
 import shlex
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
-from pqweights.common.installing import pip_install
-from pqweights.errors import MissingDependencyError, OptionError
-from pqweights.exports.compensation import Compensation
-from pqweights.exports.formats import BLOCKS, BlockRule
+from pqweights.errors import OptionError
+from pqweights.exports.formats import BlockRule, Rounding, Stays
 from pqweights.exports.gguf_types import TypeChoice, TypeOptions, chosen_types, read_types
-from pqweights.exports.integers import Outline, Rounding, Stays
+from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.exports.options import IMPORTANCE, PLAIN, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import LLAMA_CPP, ExportSource, ExportTarget, PlannedMaster
-from pqweights.gguf.mixes import PLAIN_TYPES, Mix, may_be_quantized
-from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, MetadataEntry, encode_header
+from pqweights.exports.target import IMPORTANCE, LLAMA_CPP, PLAIN, ExportSource, ExportTarget, PlannedMaster, one_of
+from pqweights.gguf.mixes import PLAIN_TYPES, Mix
+from pqweights.gguf.model import (
+    ALIGNMENT,
+    FilePart,
+    GgufModel,
+    GgufTensor,
+    MetadataEntry,
+    check_model,
+    encode_header,
+    gguf_model,
+)
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage.hub.ids import is_repository_id
 
-if TYPE_CHECKING:
-    from pqweights.gguf.model import GgufModel
-
-
-MODELFILE, IMATRIX_FILE = "Modelfile", "imatrix.dat"
+MODELFILE = "Modelfile"
 GENERATION_CONFIG = "generation_config.json"
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
@@ -57,14 +54,12 @@ class GgufOutput:
     file_name: the name of the file without its ending
     model: the model in llama.cpp's terms
     mix: the mix of types, which the metadata name; None if types were chosen one by one
-    imatrix: whether the importance matrix is written
     checkpoint: the master
     """
 
     file_name: str
     model: GgufModel
     mix: Mix | None
-    imatrix: bool
     checkpoint: Checkpoint
 
     def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> GgufFiles:
@@ -78,14 +73,9 @@ class GgufOutput:
             headers.append(FileHeader.of(content))
         return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
 
-    def small_files(self, shards: Sequence[ShardPlan], importances: Compensation | None) -> SmallFiles:
-        """Return a Modelfile, unless there are several files, which Ollama does not take; and what was asked for."""
-        result: dict[str, Callable[[], bytes]] = {}
-        if len(shards) == 1:
-            result[MODELFILE] = lambda: self._modelfile(shards[0].file)
-        if self.imatrix and importances is not None:
-            result[IMATRIX_FILE] = lambda: _imatrix(self.model, importances)
-        return result
+    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
+        """Return a Modelfile, unless there are several files, which Ollama does not take."""
+        return {MODELFILE: lambda: self._modelfile(shards[0].file)} if len(shards) == 1 else {}
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -123,38 +113,6 @@ def _about_types(mix: Mix | None) -> list[MetadataEntry]:
     return [MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number), version]
 
 
-def _imatrix(model: GgufModel, importances: Compensation) -> bytes:
-    """Return the importance matrix as llama.cpp's tools read it: sums of squares of inputs, and how many there were.
-
-    Format: llama.cpp, tools/imatrix.
-    """
-    import gguf
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / IMATRIX_FILE
-        writer = gguf.GGUFWriter(path, "")
-        writer.kv_data[0].clear()
-        writer.add_type("imatrix")
-        writer.add_array("imatrix.datasets", ["pqweights calibrate --moments"])
-        writer.add_uint32("imatrix.chunk_count", 1)
-        most = 1
-        for tensor in model.tensors:
-            known = importances.of(tensor)
-            pairs = [pair for pair in known if pair is not None]
-            if not pairs or len(pairs) < len(known):
-                continue
-            counts = np.array([[tokens] for _, tokens in pairs], dtype=np.float32)
-            most = max(most, int(counts.max()))
-            writer.add_tensor(f"{tensor.name}.in_sum2", np.stack([mean for mean, _ in pairs]) * counts)
-            writer.add_tensor(f"{tensor.name}.counts", counts)
-        writer.add_uint32("imatrix.chunk_size", most)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path.read_bytes()
-
-
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     """Return the part of a card that says how to load the result."""
     first, whole = model.weights[0], len(model.weights) == 1
@@ -186,14 +144,12 @@ class Gguf:
 
     types: which types tensors get
     weighed: whether errors are weighed by the importance of inputs
-    imatrix: whether the importance matrix is written beside the weights
     name: what the model is called; None if it is not known
     fingerprint: that of the checkpoint that the master was made from; None if it is not known
     """
 
     types: TypeOptions
     weighed: bool
-    imatrix: bool
     name: str | None = None
     fingerprint: str | None = None
 
@@ -201,8 +157,7 @@ class Gguf:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        imatrix = {"imatrix": True} if self.imatrix else {}
-        return {"target": NAME, **self.types.describe(), **imatrix, "name": self.file_name}
+        return {"target": NAME, **self.types.describe(), "name": self.file_name}
 
     @property
     def file_name(self) -> str:
@@ -214,31 +169,21 @@ class Gguf:
 
         Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer.
         """
-        _check_package()
-        from pqweights.gguf.model import gguf_model
-
         model = gguf_model(checkpoint, name=self.name)
         types = chosen_types(self.types, model, checkpoint, fingerprint=self.fingerprint, imatrix=self.weighed)
         mix = None if self.types.target_size is not None else self.types.mix
-        output = GgufOutput(file_name=self.file_name, model=model, mix=mix, imatrix=self.imatrix, checkpoint=checkpoint)
+        output = GgufOutput(file_name=self.file_name, model=model, mix=mix, checkpoint=checkpoint)
         return Outline(
             tensors=model.tensors,
             decisions={name: _decision(choice) for name, choice in types.items()},
+            config=None,
             left_out=model.left_out,
             metadata={},
-            config=None,
             plain_dtype=None,
+            warnings=model.notes,
             container=output.container,
             small_files=output.small_files,
             companions=output.companions,
-            measured=tuple(
-                tensor
-                for tensor in model.tensors
-                if self.imatrix
-                and types[tensor.name].type in PLAIN_TYPES
-                and may_be_quantized(tensor.name, tensor.shape)
-            ),
-            warnings=model.notes,
         )
 
 
@@ -246,27 +191,15 @@ def _decision(choice: TypeChoice) -> Rounding | Stays:
     """Return what becomes of a tensor of this type."""
     if choice.type in PLAIN_TYPES:
         return Stays(choice.reason, choice.type)
-    return Rounding(BlockRule.of(choice.type), BLOCKS, label=choice.type, reason=choice.reason)
-
-
-def _check_package() -> None:
-    """Raise MissingDependencyError if the gguf package is missing."""
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(f"the target {NAME} needs the gguf package: {pip_install('gguf')}")
+    return Rounding(BlockRule.of(choice.type), "gguf", label=choice.type, reason=choice.reason)
 
 
 def read_options(options: ExportOptions) -> Gguf:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have, RecipeError for a recipe that cannot be read.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
     if rounding == IMPORTANCE and options.calibration is None:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibration` FILE as well")
-    if options.imatrix and (options.calibration is None or rounding == PLAIN):
-        raise OptionError("`imatrix`: expected `calibration` FILE as well, and no `rounding` plain")
-    weighed = options.calibration is not None and rounding != PLAIN
-    return Gguf(types=read_types(options), weighed=weighed, imatrix=options.imatrix)
+    return Gguf(types=read_types(options), weighed=options.calibration is not None and rounding != PLAIN)
 
 
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
@@ -283,8 +216,6 @@ def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transfor
 
 def _check(master: PlannedMaster, settings: Gguf) -> None:
     """See ExportTarget; the tokenizer, which may be large, is not read."""
-    from pqweights.gguf.model import check_model
-
     check_model(master.source)
 
 
@@ -292,11 +223,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
     tags=("gguf", "llama.cpp"),
-    options=(
-        *("type", "pure", "recipe", "set_type", "target_size", "sensitivity"),
-        *("imatrix", "fold", "rounding", "calibration"),
-    ),
-    account=("name", "types"),
+    options=("type", "pure", "set_type", "target_size", "sensitivity", "fold", "rounding", "calibration"),
+    account=("name", "types", "imatrix"),
     read_options=read_options,
     prepare=_prepare,
     check=_check,

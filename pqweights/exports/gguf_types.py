@@ -1,58 +1,30 @@
-"""Which type each tensor of a GGUF file gets: by a mix, by rules, or so that the file has a given size.
-
-The options and recipes that say so are read here, too.
-"""
+"""Which type each tensor of a GGUF file gets: by a mix, by rules, or so that the file has a given size."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.checkpoint.writer import sha256_of_file
-from pqweights.common.documents import ClosedDocument
 from pqweights.common.units import parse_size
-from pqweights.errors import OptionError, PqweightsError, RecipeError, SourceError
+from pqweights.errors import OptionError, RecipeError, SourceError
 from pqweights.exports.bf16 import role_of
 from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, find_type, fitting_type, may_be_quantized
-from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, encode_header
+from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.options import ExportOptions
 from pqweights.planning.knapsack import Choice, cheapest, solve
-from pqweights.planning.recipe import in_recipe, read_yaml, recipe_text, texts
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, read_sensitivity
 
-if TYPE_CHECKING:
-    from pqweights.gguf.model import GgufModel
-
-
-Item = TypeVar("Item")
-
 DEFAULT_TYPE = "q4_k_m"
-
-
-class _RuleFile(ClosedDocument, frozen=True):
-    """A rule as YAML has it."""
-
-    name: str | tuple[str, ...]
-    type: str
-
-
-class _TypesFile(ClosedDocument, frozen=True, kw_only=True):
-    """A recipe of types as YAML has it."""
-
-    type: str | None = None
-    pure: bool | None = None
-    target_size: str | int | None = None
-    sensitivity: str | None = None
-    rules: tuple[Any, ...] = ()
 
 
 class TypeRule(NamedTuple):
@@ -100,67 +72,24 @@ class TypeOptions:
 
 
 def read_types(options: ExportOptions) -> TypeOptions:
-    """Return the types that a user asks for; options come before the recipe's own.
+    """Return the types that a user asks for.
 
-    Raises OptionError for an unknown type and for options that contradict each other, RecipeError for a recipe that
-    cannot be read.
+    Raises OptionError for an unknown type and for options that contradict each other.
     """
-    asked = _recipe(Path(options.recipe)) if options.recipe is not None else TypeOptions(mix=find_mix(DEFAULT_TYPE))
-    if options.type is not None:
-        asked = replace(asked, mix=find_mix(options.type))
-    if options.pure:
-        asked = replace(asked, mix=replace(asked.mix, pure=True))
     by_pattern = options.set_type.items() if isinstance(options.set_type, Mapping) else options.set_type or ()
-    added = tuple(
-        TypeRule(pattern, find_type(f"`set_type` {pattern}={type_name}", type_name))
-        for pattern, type_name in by_pattern
-    )
-    asked = replace(asked, rules=(*added, *asked.rules))
-    if options.target_size is not None:
-        asked = replace(asked, target_size=parse_size(options.target_size))
-    if options.sensitivity is not None:
-        heuristic = str(options.sensitivity) == HEURISTIC
-        asked = replace(asked, sensitivity=None if heuristic else Path(options.sensitivity))
-        if asked.target_size is None:
-            raise OptionError("`sensitivity`: expected `target_size` as well, for which types are then chosen")
-    if asked.target_size is not None and (options.type is not None or asked.mix.pure):
+    rules = [TypeRule(pattern, find_type(f"`set_type` {pattern}={asked}", asked)) for pattern, asked in by_pattern]
+    mix, size = find_mix(options.type or DEFAULT_TYPE), options.target_size
+    if options.sensitivity is not None and size is None:
+        raise OptionError("`sensitivity`: expected `target_size` as well, for which types are then chosen")
+    if size is not None and (options.type is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
-    return asked
-
-
-def _recipe(path: Path) -> TypeOptions:
-    """Read a recipe of types.
-
-    Raises RecipeError for everything that is wrong in it.
-    """
-    file = read_yaml(recipe_text(path), str(path), _TypesFile)
-    mix, size = _in_recipe(path, lambda: find_mix(file.type or DEFAULT_TYPE)), file.target_size
-    if size is not None and (file.type is not None or file.pure is not None):
-        raise RecipeError(f"{path}: target_size chooses the types itself; leave out type and pure")
-    rules: list[TypeRule] = []
-    for number, entry in enumerate(file.rules, start=1):
-        rules += _rules(path, f"rule {number}", entry)
+    measured = options.sensitivity is not None and str(options.sensitivity) != HEURISTIC
     return TypeOptions(
-        mix=replace(mix, pure=bool(file.pure)),
+        mix=replace(mix, pure=options.pure),
         rules=tuple(rules),
-        target_size=None if size is None else _in_recipe(path, lambda: parse_size(size)),
-        sensitivity=None if file.sensitivity in (None, HEURISTIC) else Path(str(file.sensitivity)),
+        target_size=None if size is None else parse_size(size),
+        sensitivity=Path(str(options.sensitivity)) if measured else None,
     )
-
-
-def _rules(path: Path, where: str, entry: Any) -> list[TypeRule]:
-    """Read one rule, which may have several patterns."""
-    rule = in_recipe(entry, f"{path}: {where}", _RuleFile)
-    chosen = _in_recipe(path, lambda: find_type(f"{where}: type {rule.type}", rule.type))
-    return [TypeRule(name, chosen) for name in texts(rule.name)]
-
-
-def _in_recipe(path: Path, find: Callable[[], Item]) -> Item:
-    """Return what a function returns; what it raises names the recipe."""
-    try:
-        return find()
-    except PqweightsError as error:
-        raise RecipeError(f"{path}: {error}") from None
 
 
 # The bits of weights without blocks, and their relative error.
@@ -189,16 +118,22 @@ def chosen_types(
 
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
     """
-    shape = shape_of(model, imatrix=imatrix)
+    shape, mix = _shape_of(model, imatrix=imatrix), options.mix
     used: set[str] = set()
     result: dict[str, TypeChoice] = {}
+    free: list[LogicalTensor] = []
     for tensor in model.tensors:
-        rule = next((rule for rule in options.rules if _matches(tensor, rule.pattern)), None)
-        if rule is not None and may_be_quantized(tensor.name, tensor.shape):
-            used.add(rule.pattern)
-            result[tensor.name] = _fitted(tensor, rule.type, f"rule {rule.pattern}")
+        wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
+        if not may_be_quantized(tensor.name, tensor.shape):
+            result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
-        result[tensor.name] = _by_mix(tensor, options, shape)
+        rule = next((rule for rule in options.rules if _matches(tensor, rule.pattern)), None)
+        if rule is None:
+            free.append(tensor)
+        else:
+            used.add(rule.pattern)
+            wanted, reason = rule.type, f"rule {rule.pattern}"
+        result[tensor.name] = _fitted(tensor, wanted, reason)
     unused = [rule.pattern for rule in options.rules if rule.pattern not in used]
     if unused:
         raise RecipeError(
@@ -207,12 +142,11 @@ def chosen_types(
         )
     if options.target_size is None:
         return result
-    ruled = {tensor.name for tensor in model.tensors if any(_matches(tensor, rule.pattern) for rule in options.rules)}
-    free = [t for t in model.tensors if may_be_quantized(t.name, t.shape) and t.name not in ruled]
-    return result | _within(options, model, checkpoint, chosen=result, free=free, fingerprint=fingerprint)
+    known = _sensitivity(options, fingerprint)
+    return result | _within(options.target_size, model, checkpoint, chosen=result, free=free, known=known)
 
 
-def shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
+def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
     """Return what of a model the mixes depend on."""
     values = {entry.key.removeprefix(f"{model.architecture}."): entry.value for entry in model.metadata}
 
@@ -246,13 +180,6 @@ def _matches(tensor: LogicalTensor, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (tensor.name, *(source.name for source in sources)))
 
 
-def _by_mix(tensor: LogicalTensor, options: TypeOptions, shape: Shape) -> TypeChoice:
-    wanted = options.mix.type_of(tensor.name, tensor.shape, shape)
-    if not may_be_quantized(tensor.name, tensor.shape):
-        return TypeChoice(wanted, "llama.cpp computes with it in float32")
-    return _fitted(tensor, wanted, f"{options.mix.name} {'pure' if options.mix.pure else 'mix'}")
-
-
 def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
     """Return the type of a tensor whose rows the blocks of a type may not divide."""
     fitting = fitting_type(wanted, tensor.shape[-1])
@@ -263,36 +190,38 @@ def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
 
 
 def _within(
-    options: TypeOptions,
+    target_bytes: int,
     model: GgufModel,
     checkpoint: Checkpoint,
     *,
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
-    fingerprint: str | None,
+    known: Sensitivity | None,
 ) -> dict[str, TypeChoice]:
     """Choose types for the free tensors, so that the predicted rise of the loss is least within a size."""
-    assert options.target_size is not None
-    by_name = {tensor.name: tensor for tensor in free}
-    fixed = [tensor for tensor in model.tensors if tensor.name not in by_name]
-    overhead = RESERVED_BYTES + _header_bytes(model, chosen) + ALIGNMENT * len(model.tensors)
-    overhead += sum(type_bytes(chosen[tensor.name].type, tensor.shape) for tensor in fixed)
+    stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
+    # The header does not depend on the types.
+    tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
+    header = encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors)))
+    overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
+    overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
     sources: dict[str, list[LogicalTensor]] = {}  # of fused experts, several tensors have the same source
     for tensor in free:
-        sources.setdefault(_source(tensor), []).append(tensor)
+        source = tensor.sources[0] if isinstance(tensor, View) and tensor.sources else tensor
+        sources.setdefault(source.name, []).append(tensor)
     roles = {name: role_of(tensors[0]) for name, tensors in sources.items()}
     groups = groups_of(checkpoint, list(roles.items()))
-    alphas, _ = alphas_for(groups, roles=roles, known=_sensitivity(options, fingerprint))
+    alphas, _ = alphas_for(groups, roles=roles, known=known)
     members = {name: [tensor for source in names for tensor in sources[source]] for name, names in groups.items()}
     choices = [[_choice(type_name, members[name], alphas[name]) for type_name in CANDIDATES] for name in groups]
-    solution = solve(choices, options.target_size - overhead)
+    solution = solve(choices, target_bytes - overhead)
     if solution is None:
         least = overhead + cheapest(choices)
-        raise RecipeError(f"target: {options.target_size} bytes: below the smallest possible, {least} bytes")
+        raise RecipeError(f"target: {target_bytes} bytes: below the smallest possible, {least} bytes")
     result = {}
     for name, number in zip(groups, solution.choices, strict=True):
         for tensor in members[name]:
-            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {options.target_size} bytes")
+            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {target_bytes} bytes")
     return result
 
 
@@ -306,20 +235,6 @@ def _choice(type_name: str, tensors: Sequence[LogicalTensor], alpha: float) -> C
         error += count * (F16_ERROR if fitting in PLAIN_TYPES else BLOCK_TYPES[fitting].distortion)
         weights += count
     return Choice(cost, alpha * error / weights)
-
-
-def _source(tensor: LogicalTensor) -> str:
-    """Return the name in the checkpoint by which a tensor belongs to a group."""
-    return tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
-
-
-def _header_bytes(model: GgufModel, chosen: dict[str, TypeChoice]) -> int:
-    """Return the size of the header, which does not depend on the types."""
-    tensors = [
-        GgufTensor(t.name, t.shape, chosen[t.name].type, type_bytes(chosen[t.name].type, t.shape))
-        for t in model.tensors
-    ]
-    return len(encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors))))
 
 
 def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity | None:

@@ -1,7 +1,7 @@
 """The transform behind every integer target: weights to codes, scales and offsets per group, measured and written.
 
-What is rounded, how, and where each number goes is the target's decision (integers.py). docs/exports.md has the rules,
-and what the errors mean.
+What is rounded, how, and where each number goes is the target's decision (integers.py). Warnings of the sizes of a
+result follow from these decisions. docs/exports.md has the rules, and what the errors mean.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pqweights.checkpoint.config import model_dtype
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
-from pqweights.exports.bf16 import plain_plan, role_of
+from pqweights.common.units import counted, size_text
+from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
 from pqweights.exports.compensation import CompensatedJob, Compensation, WeightedJob
-from pqweights.exports.formats import BlockRule
-from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline, Rounding
-from pqweights.exports.options import GPTQ, IMPORTANCE
+from pqweights.exports.formats import BlockRule, Rounding, Stays
+from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline
+from pqweights.exports.linear import FUSED_WITH_KEPT
+from pqweights.exports.target import GPTQ, IMPORTANCE
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.roles import classify
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -30,6 +33,7 @@ from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparat
 
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
+PLAIN_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +65,18 @@ class IntegerExport:
     @functools.cached_property
     def account(self) -> Account:
         """The target, the original, and a digest of the errors; once, because a fingerprint reads every tensor."""
-        fingerprint = {"original_fingerprint": self.original.fingerprint()} if self.original else {}
-        rounding = {}
+        made_by = self.target.describe()
+        if self.original is not None:
+            made_by["original_fingerprint"] = self.original.fingerprint()
+        errors = json.dumps(self.master_errors, sort_keys=True).encode() if self.master_errors else None
+        made_by["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
         if self.compensation is not None:
-            rules = [decision.rule for decision in self.outline.decisions.values() if isinstance(decision, Rounding)]
-            method = IMPORTANCE if any(isinstance(rule, BlockRule) for rule in rules) else GPTQ
-            rounding = {"rounding": method, "calibration": self.compensation.moments.sha256}
-        fold = {"fold": self.fold.describe()} if self.fold else {}
-        errors = {"master_errors": _digest(self.master_errors)}
-        return Account(EXPORT, self.target.describe() | fingerprint | errors | rounding | fold)
+            in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in self.outline.rounded)
+            made_by["rounding"] = IMPORTANCE if in_blocks else GPTQ
+            made_by["calibration"] = self.compensation.moments.sha256
+        if self.fold is not None:
+            made_by["fold"] = self.fold.describe()
+        return Account(EXPORT, made_by)
 
     @property
     def inputs(self) -> TransformInputs:
@@ -85,12 +92,11 @@ class IntegerExport:
     @property
     def output(self) -> Output:
         """What the outline says."""
-        outline, made = self.outline, self.outline.small_files
-        config = outline.config
+        outline, config = self.outline, self.outline.config
         return Output(
             config=None if config is None else lambda checkpoint, tensors, records: config,
             container=outline.container or (lambda tensors, most: Safetensors(outline.metadata)),
-            small_files=(lambda shards: {}) if made is None else lambda shards: made(shards, self.compensation),
+            small_files=outline.small_files or (lambda shards: {}),
             left_out=outline.left_out,
         )
 
@@ -104,9 +110,7 @@ class IntegerExport:
     def _sources(self) -> dict[str, tuple[str, ...]]:
         """For each tensor that the runtime holds in another form, the tensors of the model that it is made of."""
         return {
-            tensor.name: tuple(source.name for source in tensor.sources)
-            if isinstance(tensor, View)
-            else tuple(part.name for part in tensor.parts)
+            tensor.name: tuple(part.name for part in (tensor.sources if isinstance(tensor, View) else tensor.parts))
             for tensor in self.outline.tensors
             if not isinstance(tensor, EncodedTensor | OriginalTensor | PlainTensor | FoldedTensor)
         }
@@ -122,7 +126,7 @@ class IntegerExport:
         if not isinstance(decision, Rounding):
             reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
             return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason, forced=forced)
-        specs = decision.layout.specs(tensor.name, tensor.shape, decision.rule)
+        specs = decision.specs(tensor.name, tensor.shape)
         return TensorPlan(
             name=tensor.name,
             shape=tensor.shape,
@@ -141,24 +145,14 @@ class IntegerExport:
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             return CopyJob(planned, tensor)
-        if self.compensation is not None:
-            # The master's values are not rounded for comparison here: that would take as long again.
-            job = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
-            return job(
-                planned,
-                tensor,
-                decision,
-                master_error=self.master_errors.get(tensor.name),
-                is_original=self.original is not None,
-                compensation=self.compensation,
-            )
-        return IntegerJob(
-            planned,
-            tensor,
-            decision,
-            master=self.master.get(tensor.name) if self.target.compares_master else None,
-            master_error=self.master_errors.get(tensor.name),
-            is_original=self.original is not None,
+        error, is_original = self.master_errors.get(tensor.name), self.original is not None
+        if self.compensation is None:
+            master = self.master.get(tensor.name) if self.target.compares_master else None
+            return IntegerJob(planned, tensor, decision, master=master, master_error=error, is_original=is_original)
+        # The master's values are not rounded for comparison here: that would take as long again.
+        job = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
+        return job(
+            planned, tensor, decision, master_error=error, is_original=is_original, compensation=self.compensation
         )
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
@@ -184,6 +178,51 @@ class IntegerExport:
         return Notes(warnings=warnings, document=document)
 
 
-def _digest(errors: Mapping[str, float]) -> str | None:
-    """Return a digest of the errors from which total errors are computed; None if there are none."""
-    return hashlib.sha256(json.dumps(errors, sort_keys=True).encode()).hexdigest() if errors else None
+def remarks(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
+    """Return warnings of the sizes of a result."""
+    return (*_experts_warnings(outline), *_plain_warnings(outline, master))
+
+
+def _experts_warnings(outline: Outline) -> tuple[str, ...]:
+    """Return a warning for each reason why experts that the master encodes stay plain, with their bytes."""
+    by_reason: dict[str, list[LogicalTensor]] = {}
+    for tensor in outline.tensors:
+        decision = outline.decisions.get(tensor.name)
+        if not isinstance(decision, Stays) or decision.reason == FUSED_WITH_KEPT:
+            continue
+        if is_encoded(tensor) and classify(tensor.name, tensor.dtype, tensor.shape).name == "expert":
+            reason = "the format stores single linear layers" if len(tensor.shape) > 2 else decision.reason
+            by_reason.setdefault(reason, []).append(tensor)
+    return tuple(
+        f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
+        f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "
+        f"{size_text(sum(part.byte_count for t in tensors for part in t.parts))} in the master: {reason}; the targets "
+        "gguf and mlx round the experts of the models that they know"
+        for reason, tensors in by_reason.items()
+    )
+
+
+def _plain_warnings(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
+    """Return a warning if a result is nearer to BF16 than to its integers: it saves less than half of what it could."""
+    integers = {tensor.name: rounding for tensor, rounding in outline.rounded}
+    rounded = sum(element_count(tensor) for tensor, _ in outline.rounded)
+    if not rounded:
+        return ()
+    integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in outline.rounded)
+    weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in ("BF16", "F16", "F32"))
+    model = model_dtype(outline.config, outline.tensors)
+    plain_bytes = sum(
+        plain_plan(tensor, model=model, dtype=outline.plain_dtype).bytes
+        for tensor in outline.tensors
+        if tensor.name not in integers
+    )
+    total, bits_of_integers = integer_bytes + plain_bytes, 8 * integer_bytes / rounded
+    bits = 8 * total / weights
+    if bits <= (bits_of_integers + PLAIN_BITS) / 2:
+        return ()
+    held = master.weight_file_bytes
+    larger = f"; the master that it is made from is smaller ({size_text(held)})" if total > held else ""
+    return (
+        f"{bits:.3g} bits per parameter, nearer to the {PLAIN_BITS} of BF16 than to the {bits_of_integers:.3g} of its "
+        f"integers: of {size_text(total)}, {size_text(plain_bytes)} are weights that stay plain{larger}",
+    )

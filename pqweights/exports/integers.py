@@ -7,7 +7,7 @@ rules, and what the errors mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
-from pqweights.exports.formats import Layout, Rule, StoredPiece
+from pqweights.exports.formats import Rounding, Rule, Stays, StoredPiece
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import BEST, Groups
 from pqweights.kernels.workers import scratch
@@ -32,36 +32,6 @@ from pqweights.rewrite.transform import SmallFiles
 
 # Columns are put together to rows in strips of this size.
 STRIP_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How one weight becomes integers.
-
-    label: what the plan calls its codec, if not by kind and group size
-    reason: why it is rounded so, if not by the name of the rule
-    """
-
-    rule: Rule
-    layout: Layout
-    label: str | None = None
-    reason: str | None = None
-
-    @property
-    def codec(self) -> str:
-        """The name in the plan, such as symmetric-g128."""
-        return f"{self.rule.kind}-g{self.rule.group_size}" if self.label is None else self.label
-
-
-@dataclass(frozen=True)
-class Stays:
-    """The decision to store a weight plainly, although others of its kind become integers.
-
-    dtype: the dtype that it gets whatever the others get
-    """
-
-    reason: str
-    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +46,28 @@ class Outline:
     plain_dtype: the `dtype` of plain_plan for tensors that are stored plainly
     warnings: what the user should know of the result before using it, a sentence each
     container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
-    small_files: returns files that are written beside the weights, by name, given the shards and the Compensation, if
-        there is one; None if there are none
+    small_files: returns files that are written beside the weights, by name, given the shards; None if there are none
     companions: the files that are copied; None for all that the master has
-    measured: tensors that are stored plainly, and whose inputs the small files tell of
     """
 
     tensors: tuple[LogicalTensor, ...]
     decisions: Mapping[str, Rounding | Stays]
+    config: dict[str, Any] | None
     left_out: dict[str, str]
     metadata: dict[str, str]
-    config: dict[str, Any] | None
     plain_dtype: str | None = "BF16"
     warnings: tuple[str, ...] = ()
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
-    small_files: Callable[[Sequence[ShardPlan], Any], SmallFiles] | None = None
+    small_files: Callable[[Sequence[ShardPlan]], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
-    measured: tuple[LogicalTensor, ...] = ()
+
+    @property
+    def rounded(self) -> Iterator[tuple[LogicalTensor, Rounding]]:
+        """The tensors that become integers, and how."""
+        for tensor in self.tensors:
+            decision = self.decisions.get(tensor.name)
+            if isinstance(decision, Rounding):
+                yield tensor, decision
 
 
 class IntegerTarget(Protocol):
@@ -113,6 +88,20 @@ class IntegerTarget(Protocol):
         Raises ExportError if the target cannot store the model, MissingDependencyError if a package is missing.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoundedChunk:
+    """What is still to be written of a chunk, and what was measured: sums of squares by group.
+
+    about: what else the job is to know of it
+    """
+
+    columns: list[StoredPiece]
+    energies: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]
+    errors_by_master: npt.NDArray[np.float64]
+    about: Any = None
 
 
 class IntegerJob:
@@ -140,7 +129,7 @@ class IntegerJob:
         self._master, self._master_error, self._is_original = master, master_error, is_original
         self._columns = tensor.shape[-1]
         self._matrices, self._rows = math.prod(tensor.shape[:-2]), tensor.shape[-2]
-        multiple = max(self.row_multiple, rounding.layout.row_multiple)
+        multiple = max(self.row_multiple, rounding.row_multiple)
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
@@ -156,9 +145,11 @@ class IntegerJob:
 
         Raises SourceError if a weight or a scale is not finite.
         """
-        first, count = self._span(chunk)
+        matrix, part = divmod(chunk, self._per_matrix)
+        count = min(self._rows_per_chunk, self._rows - part * self._rows_per_chunk)
+        first = matrix * self._rows + part * self._rows_per_chunk
         values = self._values(self._tensor, first, count, purpose="values")
-        groups, about = self._round(chunk, values)
+        groups, about = self._round(matrix, values)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
         if not all(np.isfinite(array).all() for array in numbers):
             raise SourceError(
@@ -166,9 +157,7 @@ class IntegerJob:
                 f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
                 "damaged"
             )
-        pieces = self._rounding.layout.pieces(
-            self._planned.name, self._planned.shape, self._rounding.rule, first_row=first, groups=groups
-        )
+        pieces = self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups)
         for piece in pieces:
             if piece.offset is not None:
                 sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
@@ -184,14 +173,8 @@ class IntegerJob:
             about=about,
         )
 
-    def _span(self, chunk: int) -> tuple[int, int]:
-        """Return the first row of a chunk, and how many it has."""
-        matrix, part = divmod(chunk, self._per_matrix)
-        first = part * self._rows_per_chunk
-        return matrix * self._rows + first, min(self._rows_per_chunk, self._rows - first)
-
-    def _round(self, chunk: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
-        """Round the rows of a chunk; also return what `collect` is to know of it besides the errors of weights."""
+    def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+        """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
         return self._quantized(values), None
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
@@ -228,13 +211,11 @@ class IntegerJob:
                 strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
                 sink.write(stored_name, row * row_bytes, strip.reshape(-1))
         own = self._error / self._energy if self._energy else 0.0
-        total: float | None = None
-        by_master: float | None = None
+        total = own if self._is_original else None
+        by_master = None
         if self._master is not None:
-            total, by_master = own, self._error_by_master / self._energy if self._energy else 0.0
-        elif self._is_original:
-            total = own
-        elif self._master_error is not None:
+            by_master = self._error_by_master / self._energy if self._energy else 0.0
+        elif not self._is_original and self._master_error is not None:
             # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
             # of rounding: the squares add up.
             total = by_master = self._master_error + own * (1 - self._master_error)
@@ -245,20 +226,6 @@ class IntegerJob:
             total_mse=None if total is None else rounded(total),
             master_mse=None if by_master is None else rounded(by_master),
         )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RoundedChunk:
-    """What is still to be written of a chunk, and what was measured: sums of squares by group.
-
-    about: what else the job is to know of it
-    """
-
-    columns: list[StoredPiece]
-    energies: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-    errors_by_master: npt.NDArray[np.float64]
-    about: Any = None
 
 
 def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:

@@ -13,15 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import DEFAULT_CODEC
 from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
-from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.options import GroupSize
+from pqweights.exports.bf16 import is_encoded, role_of
+from pqweights.exports.formats import Rounding, Stays
+from pqweights.exports.integers import Outline
+from pqweights.exports.target import GroupSize
 from pqweights.planning.decisions import is_smaller
+from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
 from pqweights.planning.sensitivity_file import group_of
@@ -53,6 +57,34 @@ class LinearWeights:
     plain: Mapping[str, str]
     warnings: tuple[str, ...] = ()
 
+    def outline(
+        self,
+        checkpoint: Checkpoint,
+        rounding: Callable[[LogicalTensor, int], Rounding],
+        *,
+        quantization: dict[str, Any],
+        metadata: dict[str, str] = DEFAULT_METADATA,
+        warnings: tuple[str, ...] = (),
+    ) -> Outline:
+        """Return what a target makes of a model whose names and shapes stay those of the source.
+
+        rounding: returns how a weight is rounded in groups of a size
+        quantization: the quantization_config
+        warnings: others than those of fused layers
+        """
+        by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in self.plain.items()}
+        decisions |= {name: rounding(by_name[name], size) for name, size in self.sizes.items()}
+        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+        return Outline(
+            tensors=checkpoint.tensors,
+            decisions=decisions,
+            config=edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization),
+            left_out={},
+            metadata=metadata,
+            warnings=(*self.warnings, *warnings),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRules:
@@ -73,15 +105,17 @@ class LinearRules:
 def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
 
-    Raises ExportError if the target cannot hold the architecture, if a group size that the user asked for does not
-    divide the rows of a weight, or if no weight can become integers.
+    Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
+    does not divide the rows of a weight, and if no weight can become integers.
     """
     check_architecture(rules.groups.target, checkpoint.config)
     encoded = [tensor for tensor in checkpoint.tensors if is_encoded(tensor)]
-    tokens = _vocabulary_sizes(checkpoint.config or {})
+    config = checkpoint.config or {}
+    places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
     plain = {t.name: why for t in encoded if (why := _not_linear(t, rules.experts, tokens)) is not None}
     groups = _one_size(rules.groups, [t for t in encoded if t.name not in plain]) if rules.one_size else rules.groups
-    of_experts = {t.shape[-1] for t in encoded if t.name not in plain and _is_expert(t)}
+    of_experts = {t.shape[-1] for t in encoded if t.name not in plain and role_of(t) == "expert"}
     of_experts = {columns for columns in of_experts if groups.fitting([columns]) is not None}
     sizes: dict[str, int] = {}
     removable: list[str] = []  # reasons that another option removes
@@ -106,10 +140,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
 
 
 def _fused_layers(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]:
-    """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them.
-
-    Weights that no other is fused with form groups of one.
-    """
+    """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them."""
     layers: dict[str, list[LogicalTensor]] = {}
     for tensor in tensors:
         if is_encoded(tensor) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
@@ -119,7 +150,7 @@ def _fused_layers(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]
 
 def _fused_layer(tensor: LogicalTensor) -> str:
     """Return the name of the layer that a weight becomes part of."""
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+    role = role_of(tensor)
     if not tensor.name.endswith(".weight") and role != "expert":
         return tensor.name
     path, _, last = tensor.name.removesuffix(".weight").rpartition(".")
@@ -132,8 +163,9 @@ def _reasons(
 ) -> tuple[dict[str, str], int]:
     """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
     columns = {tensor.shape[-1] for tensor in layer}
-    # transformers decodes the experts of all layers in one group size.
-    size = groups.fitting(columns | of_experts if any(map(_is_expert, layer)) else columns) or groups.size
+    if any(role_of(tensor) == "expert" for tensor in layer):
+        columns |= of_experts  # transformers decodes the experts of all layers in one group size
+    size = groups.fitting(columns) or groups.size
     reasons = {}
     for tensor in layer:
         groups.check(tensor.name, tensor.shape[-1])
@@ -144,10 +176,7 @@ def _reasons(
 
 
 def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[str, ...]:
-    """Return a warning of weights that stay plain because each is fused with one that the master keeps.
-
-    fused_with: such weights, by the name of the one that is kept
-    """
+    """Return a warning of weights that stay plain because of one that is kept, by the name of that one."""
     tensors = [tensor for layer in fused_with.values() for tensor in layer]
     if not tensors:
         return ()
@@ -169,28 +198,16 @@ def kept_by_recipe(tensor: LogicalTensor) -> bool:
 
 def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     """Return the one size with which the most weights can be rounded."""
-    if groups.asked is not None:
-        return groups
 
     def divided(size: int) -> int:
         return sum(element_count(tensor) for tensor in tensors if tensor.shape[-1] % size == 0)
 
-    return replace(groups, only=max(groups.tried, key=divided))
+    return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
-def _is_expert(tensor: LogicalTensor) -> bool:
-    return classify(tensor.name, tensor.dtype, tensor.shape).name == "expert"
-
-
-def _vocabulary_sizes(config: Mapping[str, Any]) -> set[object]:
-    """Return how many tokens the model knows, as its configuration says."""
-    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    return {size for size in sizes if isinstance(size, int)}
-
-
-def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[object]) -> str | None:
-    """Return why a weight is no linear layer that the format stores; None if it is one."""
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
+def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[int]) -> str | None:
+    """Return why a weight is no linear layer that the format stores; None if it is one. tokens: vocabulary sizes"""
+    role = role_of(tensor)
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if _INDEXER.search(tensor.name):

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MatrixCache, MovedTensor
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.installing import pip_install
 from pqweights.common.locks import ProcessLock
@@ -32,19 +32,27 @@ from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
 from pqweights.exports.bf16 import is_encoded, plain_plan
-from pqweights.exports.formats import MLX_AFFINE, MLX_FLOATS, Rule
-from pqweights.exports.integers import Outline, Rounding, Stays
+from pqweights.exports.formats import Rounding, Rule, Stays
+from pqweights.exports.integers import Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import MLX, ExportTarget, PlannedMaster
+from pqweights.exports.target import (
+    BEST,
+    INTEGER_OPTIONS,
+    MINMAX,
+    MLX,
+    ExportTarget,
+    GroupSize,
+    PlannedMaster,
+    check_rounding,
+    one_of,
+)
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
 
 if TYPE_CHECKING:
     from pqweights.exports.mlx_model import MlxModel
-    from pqweights.exports.mlx_trace import Spec
 
 NAME = "mlx"
 # What manifests call the target: the name that it had first.
@@ -84,48 +92,45 @@ class MlxFormat:
         Raises MissingDependencyError without mlx or mlx-lm, ExportError if mlx-lm cannot take the model.
         """
         _check_packages()
-        model, specs = self._model(checkpoint)
-        tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-        outputs = _outputs(model, tensors, specs)
-        fused_with = _fused_with_kept(model, tensors)
+        model = self._model(checkpoint)
+        outputs = _outputs(model)
+        fused_with = _fused_with_kept(model)
         decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names})
-        used = {source for output in model.outputs.values() for source in output.sources}
+        used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
         return Outline(
             tensors=outputs,
             decisions=decisions,
-            left_out=dict.fromkeys((name for name in tensors if name not in used), reason),
-            metadata={"format": "mlx"},
             config=model.config,
+            left_out=dict.fromkeys((t.name for t in checkpoint.tensors if t.name not in used), reason),
+            metadata={"format": "mlx"},
             plain_dtype=None,
             warnings=fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
         )
 
-    def _model(self, checkpoint: Checkpoint) -> tuple[MlxModel, dict[str, Spec]]:
-        """Return the model that mlx-lm makes of the checkpoint, and the shapes and dtypes that it was told."""
+    def _model(self, checkpoint: Checkpoint) -> MlxModel:
+        """Return the model that mlx-lm makes of the checkpoint."""
         from pqweights.exports import mlx_model, mlx_trace
 
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
-        tensors, specs = {tensor.name: tensor for tensor in checkpoint.tensors}, {}
+        dtypes = {}
         for tensor in checkpoint.tensors:
             dtype = plain_plan(tensor, model=model_plain, dtype="BF16").stored[0].dtype
             if dtype not in mlx_trace.MLX_DTYPES:
                 raise ExportError(
                     f"tensor {tensor.name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint"
                 )
-            specs[tensor.name] = mlx_trace.Spec(tensor.shape, dtype)
+            dtypes[tensor.name] = dtype
         generation = GENERATION_CONFIG in checkpoint.companions
-        model = mlx_model.read_model(
+        return mlx_model.read_model(
             _config(checkpoint, model_plain),
             generation_config=read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
-            specs=specs,
+            tensors={tensor.name: tensor for tensor in checkpoint.tensors},
+            dtypes=dtypes,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             smaller=self.groups.tried[1:],
-            keep=lambda names: any(kept_by_recipe(tensors[name]) for name in names),
-            encoded=lambda names: any(is_encoded(tensors[name]) for name in names),
         )
-        return model, specs
 
     def _decisions(
         self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
@@ -137,11 +142,12 @@ class MlxFormat:
         """
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
-            name = "best" if self.qparams == BEST else "mlx"
+            name, layout = BEST if self.qparams == BEST else "mlx", "mlx-floats"
             rule: Rule = FloatRule(how.mode, how.bits, how.group_size, name)
             if how.mode == "affine":
                 rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
-            decisions[f"{module}.weight"] = Rounding(rule, MLX_AFFINE if how.mode == "affine" else MLX_FLOATS)
+                layout = "mlx-affine"
+            decisions[f"{module}.weight"] = Rounding(rule, layout)
         for tensor in outputs:
             if tensor.name in fused:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
@@ -186,30 +192,24 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
     return config
 
 
-def _outputs(
-    model: MlxModel, tensors: Mapping[str, LogicalTensor], specs: Mapping[str, Spec]
-) -> tuple[LogicalTensor, ...]:
+def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
     """Return the tensors that mlx-lm holds: moved from those of the checkpoint, or computed from them."""
-    from pqweights.exports.mlx_trace import Evaluated
-
-    evaluated = {name: output for name, output in model.outputs.items() if isinstance(output, Evaluated)}
-    _check_size(evaluated, model)
-    values = _Values(model, evaluated, lambda name: _load(tensors[name], specs[name].dtype))
-    cache = MatrixCache()
+    _check_size(model)
+    values, cache = _Values(model.compute), MatrixCache()
     outputs: list[LogicalTensor] = []
     for name, output in model.outputs.items():
-        dtype = model.dtypes[name]
-        if isinstance(output, Evaluated):
-            parts = tuple(part for source in sorted(output.sources) for part in tensors[source].parts)
-            outputs.append(EvaluatedTensor(name=name, shape=output.shape, dtype=dtype, parts=parts, values=values))
+        if output.segments is None:
+            parts = tuple(part for source in sorted(output.sources, key=lambda t: t.name) for part in source.parts)
+            outputs.append(
+                EvaluatedTensor(name=name, shape=output.shape, dtype=model.dtypes[name], parts=parts, values=values)
+            )
             continue
-        segments = (Segment(tensor=tensors[r.source], first=r.first, step=r.step, count=r.count) for r in output.runs)
         outputs.append(
             MovedTensor(
                 name=name,
                 shape=output.shape,
-                dtype=dtype,
-                segments=tuple(segments),
+                dtype=model.dtypes[name],
+                segments=output.segments,
                 columns=output.columns,
                 transposed=output.transposed,
                 cache=cache,
@@ -218,19 +218,20 @@ def _outputs(
     return tuple(outputs)
 
 
-def _fused_with_kept(model: MlxModel, tensors: Mapping[str, LogicalTensor]) -> dict[str, list[str]]:
+def _fused_with_kept(model: MlxModel) -> dict[str, list[str]]:
     """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
     result: dict[str, list[str]] = {}
     for name, output in model.outputs.items():
-        kept = sorted(source for source in output.sources if kept_by_recipe(tensors[source]))
-        if kept and any(is_encoded(tensors[source]) for source in output.sources):
+        kept = sorted(source.name for source in output.sources if kept_by_recipe(source))
+        if kept and any(map(is_encoded, output.sources)):
             result.setdefault(kept[0], []).append(name)
     return result
 
 
-def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:
+def _check_size(model: MlxModel) -> None:
     """Raise ExportError if the tensors that mlx computes do not fit into the memory set aside for them."""
-    sizes = {name: math.prod(output.shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, output in evaluated.items()}
+    computed = {name: output.shape for name, output in model.outputs.items() if output.segments is None}
+    sizes = {name: math.prod(shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, shape in computed.items()}
     if sum(sizes.values()) > MOST_EVALUATED_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ExportError(
@@ -240,46 +241,23 @@ def _check_size(evaluated: Mapping[str, Any], model: MlxModel) -> None:
         )
 
 
-def _load(tensor: LogicalTensor, dtype: str) -> Any:
-    """Read a whole tensor as an mlx array."""
-    import mlx.core as mx
-
-    from pqweights.exports.mlx_trace import MLX_DTYPES
-
-    count = element_count(tensor)
-    raw = np.empty(count * item_bytes(dtype), dtype=np.uint8)
-    tensor.read(0, count, dtype, raw)
-    return mx.array(raw).view(MLX_DTYPES[dtype]).reshape(tensor.shape)
-
-
 class _Values:
     """The outputs that mlx computes, all of them when the first is asked for; another process gets them computed."""
 
-    def __init__(self, model: MlxModel, wanted: Mapping[str, Any], load: Callable[[str], Any]) -> None:
-        self._compute = functools.partial(model.evaluate, wanted, load)
-        self._dtypes = model.dtypes
-        self._lock = ProcessLock()
-        self._raw: dict[str, npt.NDArray[np.uint8]] | None = None
+    def __init__(self, compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]) -> None:
+        self._compute, self._lock = compute, ProcessLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_raw": self._values(), "_lock": self._lock}
+        return {"_raw": self._raw, "_lock": self._lock}
+
+    @functools.cached_property
+    def _raw(self) -> dict[str, npt.NDArray[np.uint8]]:
+        return self._compute()
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of an output, in the dtype in which it is kept."""
         with self._lock:
-            return self._values()[name]
-
-    def _values(self) -> dict[str, npt.NDArray[np.uint8]]:
-        if self._raw is None:
-            import mlx.core as mx
-
-            from pqweights.exports.mlx_trace import MLX_DTYPES
-
-            self._raw = {
-                name: np.array(array.astype(MLX_DTYPES[self._dtypes[name]]).reshape(-1).view(mx.uint8))
-                for name, array in self._compute().items()
-            }
-        return self._raw
+            return self._raw[name]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -305,10 +283,7 @@ class EvaluatedTensor:
 
 
 def read_options(options: ExportOptions) -> MlxFormat:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     check_rounding(NAME, options, why_not=why_not)
@@ -368,7 +343,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
     tags=("mlx",),
-    options=("mode", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
+    options=("mode", *INTEGER_OPTIONS),
     read_options=read_options,
     prepare=integer_export,
     check=_check,

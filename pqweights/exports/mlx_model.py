@@ -1,7 +1,7 @@
 """The model that mlx-lm builds from a configuration, with placeholders for weights: what it holds, how it quantizes.
 
-The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and shapes, cast, quantize. No weight is
-read.
+The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and shapes, cast, quantize. Weights are only
+read for what mlx computes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ import textwrap
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import MLX, other_targets
-from pqweights.exports.mlx_trace import MLX_DTYPES, Evaluated, Moved, Sanitize, Spec, Weights, evaluate, trace
+from pqweights.exports.bf16 import is_encoded
+from pqweights.exports.linear import kept_by_recipe
+from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
@@ -61,8 +66,7 @@ IN_WORDS = (
 DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 
 
-@dataclass(frozen=True)
-class QuantizedModule:
+class QuantizedModule(NamedTuple):
     """How mlx-lm quantizes the weight of a module."""
 
     bits: int
@@ -70,43 +74,40 @@ class QuantizedModule:
     mode: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class MlxModel:
+class MlxModel(NamedTuple):
     """What mlx-lm makes of a checkpoint.
 
     outputs: the parameters before quantization, by name, in the order of sanitize
     dtypes: the dtypes in which they are kept, by name
     quantized: how mlx-lm quantizes, by the name of the module
     config: the configuration of the quantized model, as mlx-lm saves it
-    evaluate: computes some outputs, given a function that loads a tensor of the checkpoint by name
+    compute: returns the bytes of the outputs that mlx computes, by name
     """
 
-    outputs: dict[str, Moved | Evaluated]
+    outputs: dict[str, Traced]
     dtypes: dict[str, str]
     quantized: dict[str, QuantizedModule]
     config: dict[str, Any]
-    evaluate: Callable[[Mapping[str, Evaluated], Callable[[str], mx.array]], Weights]
+    compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]
 
 
 def read_model(
     config: dict[str, Any],
     *,
     generation_config: bytes | None,
-    specs: Mapping[str, Spec],
+    tensors: Mapping[str, LogicalTensor],
+    dtypes: Mapping[str, str],
     default: QuantizedModule,
     smaller: Sequence[int],
-    keep: Callable[[set[str]], bool],
-    encoded: Callable[[set[str]], bool],
 ) -> MlxModel:
     """Build the model of a configuration, and find out what mlx-lm makes of its tensors.
 
     config: config.json
     generation_config: the content of generation_config.json, if there is one
-    specs: shapes and dtypes of the checkpoint's tensors, by name
+    tensors, dtypes: the checkpoint's tensors and the dtypes that mlx-lm gets them in, by name
     default: how a module is quantized for which mlx-lm has no settings of its own
-    smaller: other group sizes, the largest first, for modules whose rows that of `default` does not divide
-    keep: whether a weight that is made of these tensors must not be quantized
-    encoded: whether the master encoded a weight that is made of these tensors; only such modules get another size
+    smaller: other group sizes, the largest first, for modules of which the master encodes a part, and whose rows that
+        of `default` does not divide
 
     Raises ExportError if mlx-lm does not support the model.
     """
@@ -119,26 +120,39 @@ def read_model(
         build = _builder(config)
         model = build()
         # With the sanitize of this very model: some models drop parts of themselves in it.
-        outputs = trace(_sanitize(model, model_type), specs)
+        outputs = trace(_sanitize(model, model_type), tensors, dtypes)
         model.eval()
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
     _cast(model, config)
-    dtypes = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    kept = {path.removesuffix(".weight") for path, output in outputs.items() if keep(set(output.sources))}
-    in_codes = {path.removesuffix(".weight") for path, output in outputs.items() if encoded(set(output.sources))}
+    kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
+    kept = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(kept_by_recipe, o.sources))}
+    in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
     with checked():
         model, config = _quantize(model, config, default, predicate, lambda path: path not in kept)
         for size in smaller:
             if left := in_codes - kept - set(_quantized(model)):
-                how = replace(default, group_size=size)
+                how = default._replace(group_size=size)
                 model, config = _quantize(model, config, how, predicate, left.__contains__, only_size=True)
         quantized, config = _quantized(model), _saved(config, "vision_tower" in getattr(model, "model", {}))
 
-    def values(wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]) -> Weights:
-        return evaluate(_sanitize(build(), model_type), specs, wanted=wanted, load=load)
+    def compute() -> dict[str, npt.NDArray[np.uint8]]:
+        names = [name for name, output in outputs.items() if output.segments is None]
+        needed = {tensor.name for name in names for tensor in outputs[name].sources}
+        weights = {n: (_load if n in needed else placeholder)(tensor, dtypes[n]) for n, tensor in tensors.items()}
+        result = _sanitize(build(), model_type)(weights)
+        mx.eval([result[name] for name in names])
+        return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
 
-    return MlxModel(outputs=outputs, dtypes=dtypes, quantized=quantized, config=config, evaluate=values)
+    return MlxModel(outputs, kept_in, quantized, config, compute)
+
+
+def _load(tensor: LogicalTensor, dtype: str) -> mx.array:
+    """Read a whole tensor as an mlx array."""
+    count = element_count(tensor)
+    raw = np.empty(count * item_bytes(dtype), dtype=np.uint8)
+    tensor.read(0, count, dtype, raw)
+    return mx.array(raw).view(MLX_DTYPES[dtype]).reshape(tensor.shape)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 mlx-lm renames, stacks, splits and transposes weights as it loads them, each model in its own way. `trace` runs it on
 placeholders that are never allocated, and reads mlx's graph of the run (mlx.core.export_function with a callback). An
-output that only moves values becomes a `Moved`, which can be read in parts; any other output becomes an `Evaluated`,
-which mlx has to compute.
+output that only moves values can be read in parts; any other output has to be computed by mlx.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import Segment
 
 MLX_DTYPES = {
     "BF16": mx.bfloat16,
@@ -40,62 +42,34 @@ Weights = dict[str, mx.array]
 Sanitize = Callable[[Weights], Weights]
 
 
-@dataclass(frozen=True)
-class Spec:
-    """Shape and dtype of a tensor, the latter a key of MLX_DTYPES."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The rows first, first + step, ... of a source, `count` of them; a row runs along the last dimension."""
-
-    source: str
-    first: int
-    step: int
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """An output that only moves values.
+class Traced(NamedTuple):
+    """An output of sanitize.
 
     shape, dtype: those of the output
-    runs: the rows of the sources that it holds
+    sources: the tensors that it is made of, each once
+    segments: the rows of those that it holds, in order; None if it is computed
     columns: which columns of those rows
     transposed: whether it is [..., len(columns), R], and each of its matrices is the transpose of R rows
     """
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
-    runs: tuple[Run, ...]
-    columns: range
-    transposed: bool
-
-    @property
-    def sources(self) -> frozenset[str]:
-        """The names of the tensors that it is made of."""
-        return frozenset(run.source for run in self.runs)
+    sources: tuple[LogicalTensor, ...]
+    segments: tuple[Segment, ...] | None = None
+    columns: range = range(0)
+    transposed: bool = False
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """An output that is computed from some sources."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    sources: frozenset[str]
-
-
-def placeholder(spec: Spec) -> mx.array:
+def placeholder(tensor: LogicalTensor, dtype: str) -> mx.array:
     """Return zeros in the shape of a tensor; mlx is lazy, and zeros that are never looked at take no memory."""
-    return mx.zeros(spec.shape, MLX_DTYPES[spec.dtype])
+    return mx.zeros(tensor.shape, MLX_DTYPES[dtype])
 
 
-def trace(sanitize: Sanitize, specs: Mapping[str, Spec]) -> dict[str, Moved | Evaluated]:
+def trace(sanitize: Sanitize, tensors: Mapping[str, LogicalTensor], dtypes: Mapping[str, str]) -> dict[str, Traced]:
     """Run sanitize on placeholders, and return each of its outputs by name, in the order in which it returned them.
+
+    tensors: those of the checkpoint, by name
+    dtypes: keys of MLX_DTYPES, by name
 
     Raises whatever sanitize raises, and mlx's ValueError or RuntimeError if sanitize looks at values.
     """
@@ -103,31 +77,14 @@ def trace(sanitize: Sanitize, specs: Mapping[str, Spec]) -> dict[str, Moved | Ev
     events: list[dict[str, Any]] = []
 
     def function(*arrays: mx.array) -> list[mx.array]:
-        result = sanitize(dict(zip(specs, arrays, strict=True)))
+        result = sanitize(dict(zip(tensors, arrays, strict=True)))
         names.extend(result)
         return list(result.values())
 
     with _contiguous_is_no_operation():
-        mx.export_function(events.append, function, *map(placeholder, specs.values()))
-    graph = _Graph(specs, events)
+        mx.export_function(events.append, function, *(placeholder(t, dtypes[n]) for n, t in tensors.items()))
+    graph = _Graph(list(tensors.values()), events)
     return {name: graph.output(*output) for name, output in zip(names, graph.outputs, strict=True)}
-
-
-def evaluate(
-    sanitize: Sanitize, specs: Mapping[str, Spec], *, wanted: Mapping[str, Evaluated], load: Callable[[str], mx.array]
-) -> Weights:
-    """Compute some outputs of sanitize.
-
-    sanitize: that of a model on which it was not called before
-    specs: shapes and dtypes of all tensors, by name
-    wanted: the outputs to compute, by name
-    load: reads a tensor of the checkpoint by name; called only for tensors that the wanted outputs need
-    """
-    needed = frozenset[str]().union(*(output.sources for output in wanted.values()))
-    result = sanitize({name: load(name) if name in needed else placeholder(spec) for name, spec in specs.items()})
-    outputs = {name: result[name] for name in wanted}
-    mx.eval(list(outputs.values()))
-    return outputs
 
 
 @contextlib.contextmanager
@@ -169,9 +126,9 @@ class _Rows:
 class _Graph:
     """The graph that mx.export_function reported: which node each node is made from."""
 
-    def __init__(self, specs: Mapping[str, Spec], events: list[dict[str, Any]]) -> None:
+    def __init__(self, tensors: list[LogicalTensor], events: list[dict[str, Any]]) -> None:
         by_type = {event["type"]: event for event in events}
-        self._names, self._specs = list(specs), list(specs.values())
+        self._tensors = tensors
         self._inputs = {node[0]: index for index, node in enumerate(by_type["inputs"]["inputs"])}
         self.outputs: list[tuple[str, tuple[int, ...], mx.Dtype]] = by_type["outputs"]["outputs"]
         self._producers = {
@@ -180,79 +137,67 @@ class _Graph:
             if event["type"] == "primitive"
             for index, output in enumerate(event["outputs"])
         }
-        counts = [math.prod(spec.shape[:-1]) for spec in self._specs]
+        counts = [math.prod(tensor.shape[:-1]) for tensor in tensors]
         self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
-    def output(self, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Moved | Evaluated:
+    def output(self, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Traced:
         """Return what an output is made of."""
         moved = self._rows_of(node)
-        if moved is not None and moved.axis in (len(shape) - 1, len(shape) - 2):
-            return Moved(
-                shape=tuple(shape),
-                dtype=dtype,
-                runs=self._runs(moved.rows.reshape(-1)),
-                columns=moved.columns,
-                transposed=moved.axis == len(shape) - 2,
-            )
-        return Evaluated(tuple(shape), dtype, frozenset(self._names[index] for index in self._reached(node)))
+        if moved is None or moved.axis not in (len(shape) - 1, len(shape) - 2):
+            return Traced(tuple(shape), dtype, tuple(self._tensors[index] for index in sorted(self._reached(node))))
+        segments = self._segments(moved.rows.reshape(-1))
+        sources = tuple({segment.tensor.name: segment.tensor for segment in segments}.values())
+        return Traced(tuple(shape), dtype, sources, segments, moved.columns, moved.axis == len(shape) - 2)
 
     def _rows_of(self, node: str) -> _Rows | None:
         """Return where the values of a node come from; None if they are computed."""
         if node in self._inputs:
             index = self._inputs[node]
-            shape = self._specs[index].shape
+            shape = self._tensors[index].shape
             if not shape:
                 return None
             rows = np.arange(self._first_rows[index], self._first_rows[index + 1])
             return _Rows(rows.reshape(shape[:-1]), range(shape[-1]), len(shape) - 1)
-        if node not in self._producers:  # a constant
-            return None
-        event, index = self._producers[node]
+        event, index = self._producers.get(node, ({"name": "a constant"}, 0))
         move = _MOVES.get(event["name"])
         if move is None:
             return None
-        parts = []
-        for source in event["inputs"]:
-            part = self._rows_of(source[0])
-            if part is None:
-                return None
-            parts.append(part)
-        return move(parts, event["arguments"], tuple(event["outputs"][index][1]), index)
+        parts = [self._rows_of(source[0]) for source in event["inputs"]]
+        known = [part for part in parts if part is not None]
+        shape = tuple(event["outputs"][index][1])
+        return move(known, event["arguments"], shape, index) if len(known) == len(parts) else None
 
     def _reached(self, node: str) -> set[int]:
         """Return the numbers of the sources from which a node is computed."""
-        pending, seen, reached = [node], set(), set()
+        pending, seen = [node], set()
         while pending:
             name = pending.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            if name in self._inputs:
-                reached.add(self._inputs[name])
-            elif name in self._producers:
-                pending += [source[0] for source in self._producers[name][0]["inputs"]]
-        return reached
+            if name not in seen:
+                seen.add(name)
+                pending += (
+                    [source[0] for source in self._producers[name][0]["inputs"]] if name in self._producers else []
+                )
+        return {self._inputs[name] for name in seen & self._inputs.keys()}
 
-    def _runs(self, rows: npt.NDArray[np.int64]) -> tuple[Run, ...]:
+    def _segments(self, rows: npt.NDArray[np.int64]) -> tuple[Segment, ...]:
         """Divide rows into runs of a constant step within one source, greedily from the first row on."""
         sources = np.searchsorted(self._first_rows, rows, side="right") - 1
         within = rows - self._first_rows[sources]
-        runs = []
+        segments = []
         # A run ends where the source changes, or where the step differs from that of the run's first two rows.
         steps = np.where(np.diff(sources) == 0, np.diff(within), 0)
         changes = (np.flatnonzero(np.diff(steps)) + 1).tolist() if len(steps) else []
         start = 0
         while start < len(rows):
             step = int(steps[start]) if start < len(steps) else 0
-            if step <= 0:
-                end = start + 1
-            else:
-                index = bisect.bisect_left(changes, start + 1)
+            end = start + 1
+            if step > 0:
+                index = bisect.bisect_left(changes, end)
                 end = (changes[index] if index < len(changes) else len(steps)) + 1
-            source = self._names[sources[start]]
-            runs.append(Run(source=source, first=int(within[start]), step=max(step, 1), count=end - start))
+            tensor = self._tensors[sources[start]]
+            segments.append(Segment(tensor=tensor, first=int(within[start]), step=max(step, 1), count=end - start))
             start = end
-        return tuple(runs)
+        return tuple(segments)
 
 
 def _reshape(parts: list[_Rows], arguments: list[Any], shape: tuple[int, ...], index: int) -> _Rows | None:

@@ -1,19 +1,20 @@
 """What an export target is: which options it takes, how it is made, which runtime loads it, and what its card says.
 
-Each target is one module with a constant TARGET, registered by a line in EXPORTS (the package's `__init__.py`).
+Each target is one module with a constant TARGET, registered by a line in EXPORTS (the package's `__init__.py`). How the
+values of options are checked that several targets have is here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
+from pqweights.errors import ExportError, OptionError
 from pqweights.exports.loading import LoadableModel
-from pqweights.exports.options import PLAIN, check_known
 from pqweights.options import ExportOptions
 from pqweights.rewrite.folding.fold import check_fold
 from pqweights.rewrite.manifest import Manifest
@@ -23,7 +24,13 @@ from pqweights.storage.remote.addresses import Address
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TRANSFORMERS, TORCHAO, COMPRESSED_TENSORS, MLX = "transformers", "torchao", "compressed-tensors", "mlx"
 LLAMA_CPP = "llama.cpp"
+# The options of a target of integers beside its own.
+INTEGER_OPTIONS = ("bits", "group_size", "qparams", "fold", "rounding", "calibration")
 
+BEST, MINMAX = "best", "minmax"
+PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
+
+T = TypeVar("T")
 Settings = TypeVar("Settings")
 
 
@@ -95,10 +102,111 @@ class ExportTarget(Generic[Settings]):
     unchecked: str | None = None
 
     def settings(self, asked: ExportOptions) -> Settings:
-        """Return what `prepare` takes for the options that a user gave.
-
-        Raises OptionError for an option, or a value, that the target does not have.
-        """
-        check_known(asked, self.name, self.options)
+        """Return what `prepare` takes. Raises OptionError for an option, or a value, that the target does not have."""
+        for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
+            if name not in self.options:
+                raise OptionError(f"`{name}`: the target {self.name} does not take this option")
         check_fold(asked.fold)
         return self.read_options(asked)
+
+
+def is_compensated(options: ExportOptions) -> bool:
+    """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
+    if options.rounding is not None:
+        return options.rounding in (GPTQ, IMPORTANCE)
+    return (
+        options.calibration is not None
+        and options.qparams != MINMAX
+        and options.mode in (None, "affine")
+        and options.format in (None, "w4a16", "w8a16")
+    )
+
+
+def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:
+    """Raise OptionError for a rounding that does not exist, or that does not go with the other options.
+
+    why_not: why the format that was asked for has no compensated rounding; None if it has
+    """
+    rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
+    if rounding == PLAIN:
+        return
+    if why_not is not None:
+        raise OptionError(f"`rounding` {GPTQ}: {why_not}")
+    if options.calibration is None:
+        wanted = "`calibration` FILE as well, with moments that pqweights calibrate --moments wrote"
+        raise OptionError(f"`rounding` {GPTQ}: expected {wanted}")
+    if options.qparams == MINMAX:
+        raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")
+
+
+def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
+    """Return the value that was asked for, or by default the first allowed value, which may be None."""
+    if asked is None:
+        return allowed[0]
+    if asked not in allowed:
+        ordered = sorted(allowed, key=lambda value: value if isinstance(value, int) else 0)
+        listed = ", ".join(str(value) for value in ordered if value is not None)
+        raise OptionError(f"`{option}` {asked}: the target {target} takes {listed}")
+    return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSize:
+    """How many weights of a row share a scale.
+
+    target: what messages call the target
+    allowed: the sizes that the target has, the default first
+    asked: the size that the user asked for, which must divide every row; None for the default, and where it does not
+        divide the rows of a layer, for the largest smaller size that does
+    only: the size that all layers have, if the runtime reads one size for all
+    """
+
+    target: str
+    allowed: tuple[int, ...]
+    asked: int | None
+    only: int | None = None
+
+    @staticmethod
+    def of(target: str, allowed: tuple[int, ...], asked: int | None) -> GroupSize:
+        """Check the size that was asked for. Raises OptionError for one that the target does not have."""
+        checked = one_of(target, "group_size", asked, allowed=(None, *sorted(allowed)))
+        return GroupSize(target=target, allowed=allowed, asked=checked)
+
+    @property
+    def size(self) -> int:
+        """The number of weights that share a scale wherever that is possible."""
+        return self.asked or self.only or self.allowed[0]
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """The sizes that a layer may get, the largest first."""
+        one_alone = self.asked is not None or self.only is not None
+        return (self.size,) if one_alone else tuple(s for s in sorted(self.allowed, reverse=True) if s <= self.size)
+
+    def fitting(self, columns: Collection[int]) -> int | None:
+        """Return the largest size that divides rows of these lengths; None if there is none."""
+        return next((size for size in self.tried if all(length % size == 0 for length in columns)), None)
+
+    def why_not(self, columns: int) -> str | None:
+        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows.
+
+        Manifests state the reason, so its words stay as they are.
+        """
+        if self.fitting([columns]) is not None:
+            return None
+        sizes, would = " or ".join(str(size) for size in self.tried), self._dividing(columns) or "none"
+        return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {would})"
+
+    def check(self, tensor: str, columns: int) -> None:
+        """Raise ExportError if the user asked for a size that does not divide the rows of a tensor."""
+        if self.asked is None or columns % self.asked == 0:
+            return
+        fitting = self._dividing(columns)
+        advice = "; without `group_size` each layer gets one that divides its rows" if fitting else ""
+        raise ExportError(
+            f"tensor {tensor!r}: `group_size` {self.asked} does not divide its rows of {columns} weights; of the sizes "
+            f"that {self.target} has, these would: {fitting or 'none'}{advice}"
+        )
+
+    def _dividing(self, columns: int) -> str:
+        return ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0)

@@ -13,18 +13,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pqweights.checkpoint.config import edited_config, model_dtype
-from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.exports.architectures import names_in_memory
-from pqweights.exports.formats import INT4_PLAIN, INT4_TILES, PADDED_COLUMNS, TILE_ROWS, tile_shape
-from pqweights.exports.integers import Outline, Rounding, Stays
+from pqweights.exports.formats import PADDED_COLUMNS, TILE_ROWS, Rounding, tile_shape
+from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearRules, linear_weights, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import TORCHAO, ExportTarget
+from pqweights.exports.target import (
+    BEST,
+    INTEGER_OPTIONS,
+    MINMAX,
+    TORCHAO,
+    ExportTarget,
+    GroupSize,
+    check_rounding,
+    one_of,
+)
 from pqweights.kernels.groups import GroupRule
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
@@ -34,7 +39,7 @@ TILE, UNTILED = "tile_packed_to_4d", "plain"
 GROUP_SIZES = (128, 64, 32, 256)
 # A layer that would take this many bits a weight, as many as in BF16, stays plain.
 TOO_MANY_BITS = 16
-# The share of the result that the other packing must save before a user is told of it.
+# The share of the integers that the other packing must save before a user is told of it.
 WORTH_A_WARNING = 0.1
 # Why single experts stay plain.
 EXPERTS = "transformers stacks experts as it loads them, which torchao's tensors cannot be"
@@ -62,25 +67,28 @@ class TorchaoInt4:
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""
-        rules = LinearRules(groups=self.groups, experts=EXPERTS)
-        unpadded = linear_weights(checkpoint, rules)
-        linear = linear_weights(checkpoint, replace(rules, too_large=self._too_large))
-        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
-        decisions |= {name: self._rounding(size) for name, size in linear.sizes.items()}
-        return Outline(
-            tensors=checkpoint.tensors,
-            decisions=decisions,
-            left_out={},
+        rules = LinearRules(groups=self.groups, experts=EXPERTS, too_large=self._too_large)
+        linear = linear_weights(checkpoint, rules)
+        quantization = {
+            "quant_method": "torchao",
+            "quant_type": {"default": self._quant_type(linear.sizes)},
+            "modules_to_not_convert": None,
+            "include_input_output_embeddings": False,
+            "untie_embedding_weights": False,
+        }
+        return linear.outline(
+            checkpoint,
+            lambda tensor, size: self._rounding(size),
+            quantization=quantization,
             metadata=self._metadata(checkpoint, linear.sizes),
-            config=self._config(checkpoint, linear.sizes),
-            warnings=self._padding_warnings(checkpoint, decisions, unpadded.sizes) + linear.warnings,
+            warnings=self._padding_warnings(checkpoint, linear.sizes),
         )
 
     def _rounding(self, size: int) -> Rounding:
         """How weights are rounded in groups of a size."""
-        name = "best" if self.qparams == BEST else "torchao"
+        name = BEST if self.qparams == BEST else "torchao"
         rule = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=name)
-        return Rounding(rule, INT4_TILES if self.packing == TILE else INT4_PLAIN)
+        return Rounding(rule, "int4-tiles" if self.packing == TILE else "int4-plain")
 
     def _metadata(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
         """The metadata from which torchao rebuilds its tensors. sizes: of the weights that are rounded."""
@@ -100,21 +108,6 @@ class TorchaoInt4:
                 result[name] = json.dumps({"_type": tensor_class, "_data": data, "_tensor_data_names": parts})
                 names.append(name)
         return result | {"tensor_names": json.dumps(names)}
-
-    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """config.json with the quantization_config that TorchAoConfig writes.
-
-        sizes: the group sizes of the weights that are rounded, by name
-        """
-        quantization = {
-            "quant_method": "torchao",
-            "quant_type": {"default": self._quant_type(sizes)},
-            "modules_to_not_convert": None,
-            "include_input_output_embeddings": False,
-            "untie_embedding_weights": False,
-        }
-        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
 
     def _quant_type(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """What torchao's config_to_dict returns: for one group size an Int4WeightOnlyConfig, else one for each layer.
@@ -145,7 +138,7 @@ class TorchaoInt4:
 
     def _too_large(self, shape: tuple[int, ...], size: int) -> str | None:
         """Return why a linear layer is not worth storing as integers: padded, they take as much as BF16."""
-        bits = 8 * _stored_bytes(self._rounding(size), shape) / math.prod(shape)
+        bits = 8 * stored_bytes(self._rounding(size).specs("weight", shape)) / math.prod(shape)
         if bits < TOO_MANY_BITS:
             return None
         return (
@@ -153,39 +146,23 @@ class TorchaoInt4:
             "--packing plain pads nothing"
         )
 
-    def _padding_warnings(
-        self, checkpoint: Checkpoint, decisions: Mapping[str, Rounding | Stays], unpadded: Mapping[str, int]
-    ) -> tuple[str, ...]:
-        """Return a warning if the other packing would save a good share of the file.
-
-        unpadded: the group sizes of the weights that could be integers if rows were not padded, by name
-        """
-        stored = least = 0
-        for tensor in checkpoint.tensors:
-            plain = element_count(tensor) * DTYPE_BITS[tensor.plain_dtype] // 8
-            decision = decisions.get(tensor.name)
-            stored += _stored_bytes(decision, tensor.shape) if isinstance(decision, Rounding) else plain
-            size = unpadded.get(tensor.name)
-            rounding = None if size is None else replace(self._rounding(size), layout=INT4_PLAIN)
-            least += plain if rounding is None else _stored_bytes(rounding, tensor.shape)
-        share = 1 - least / stored
-        if share < WORTH_A_WARNING:
+    def _padding_warnings(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Return a warning if the other packing would save a good share of the integers."""
+        rounded = [(t, self._rounding(sizes[t.name])) for t in checkpoint.tensors if t.name in sizes]
+        stored = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in rounded)
+        least = sum(
+            stored_bytes(replace(rounding, layout="int4-plain").specs(t.name, t.shape)) for t, rounding in rounded
+        )
+        if 1 - least / stored < WORTH_A_WARNING:
             return ()
         return (
             f"--packing {TILE} pads rows to a multiple of {PADDED_COLUMNS} weights: --packing plain, which also needs "
-            f"the package mslk, would make the result {share:.0%} smaller",
+            f"the package mslk, would make the integers {1 - least / stored:.0%} smaller",
         )
 
 
-def _stored_bytes(rounding: Rounding, shape: tuple[int, ...]) -> int:
-    return stored_bytes(rounding.layout.specs("weight", shape, rounding.rule))
-
-
 def read_options(options: ExportOptions) -> TorchaoInt4:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     check_rounding(NAME, options)
     one_of(NAME, "bits", options.bits, allowed=(4,))
     return TorchaoInt4(
@@ -208,7 +185,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=TORCHAO,
     tags=("torchao",),
-    options=("packing", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
+    options=("packing", *INTEGER_OPTIONS),
     read_options=read_options,
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),

@@ -11,31 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.config import edited_config, model_dtype
-from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.architectures import renames_towers, uses_weights_early
-from pqweights.exports.formats import (
-    FLOAT_QUANTIZED,
-    INT_QUANTIZED,
-    MXFP4_PACKED,
-    MXFP8_QUANTIZED,
-    PACK_QUANTIZED,
-    Layout,
-    Rule,
-)
-from pqweights.exports.integers import Outline, Rounding, Stays
+from pqweights.exports.bf16 import role_of
+from pqweights.exports.formats import Rounding, Rule
+from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.options import BEST, MINMAX, GroupSize, check_rounding, one_of
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import COMPRESSED_TENSORS, ExportTarget
+from pqweights.exports.target import (
+    BEST,
+    COMPRESSED_TENSORS,
+    INTEGER_OPTIONS,
+    MINMAX,
+    ExportTarget,
+    GroupSize,
+    check_rounding,
+    one_of,
+)
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
-from pqweights.planning.plan import DEFAULT_METADATA
-from pqweights.planning.roles import classify, tower_of
+from pqweights.planning.roles import tower_of
 
 NAME = "vllm"
 # What manifests call the target: the name that it had first.
@@ -43,6 +41,10 @@ STATED_NAME = "vllm-int4"
 
 
 CHANNEL = (1,)  # any row can be a group
+# What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
+BASIS = "plain"
+# The modules of routers, by the names that they have in memory.
+ROUTERS = r"re:.*\.(gate|router)$"
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,14 @@ class WeightScheme:
 
     bits: the width of a code
     sizes: the group sizes, the default first; CHANNEL if each row is a group
-    layout: how a weight is stored
+    layout: how a weight is stored, by the name that compressed-tensors has for it
     floats: of which kind the codes are, a key of FLOAT_MODES; None for integers
     activations: whether the runtime also rounds what layers read, by what it finds there
     """
 
     bits: int
     sizes: tuple[int, ...]
-    layout: Layout
+    layout: str
     floats: str | None = None
     activations: bool = False
 
@@ -87,31 +89,25 @@ class WeightScheme:
             codes |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         return {
             "targets": targets,
-            "format": self.layout.name,
+            "format": self.layout,
             "input_activations": codes | of_inputs | {"dynamic": True} if self.activations else None,
             "output_activations": None,
             "weights": codes | strategy | {"dynamic": False},
         }
 
 
-INTEGERS = (128, 64, 32)
+GROUPS, INTEGERS = (128, 64, 32), "pack-quantized"
 # By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8.
 SCHEMES = {
-    "w4a16": WeightScheme(4, INTEGERS, PACK_QUANTIZED),
-    "w8a16": WeightScheme(8, INTEGERS, PACK_QUANTIZED),
-    "int8": WeightScheme(8, CHANNEL, INT_QUANTIZED, activations=True),
-    "fp8": WeightScheme(8, CHANNEL, FLOAT_QUANTIZED, "fp8", activations=True),
-    "mxfp4": WeightScheme(4, (32,), MXFP4_PACKED, "mxfp4", activations=True),
-    "mxfp4a16": WeightScheme(4, (32,), MXFP4_PACKED, "mxfp4"),
-    "mxfp8": WeightScheme(8, (32,), MXFP8_QUANTIZED, "mxfp8", activations=True),
-    "mxfp8a16": WeightScheme(8, (32,), MXFP8_QUANTIZED, "mxfp8"),
+    "w4a16": WeightScheme(4, GROUPS, INTEGERS),
+    "w8a16": WeightScheme(8, GROUPS, INTEGERS),
+    "int8": WeightScheme(8, CHANNEL, "int-quantized", activations=True),
+    "fp8": WeightScheme(8, CHANNEL, "float-quantized", "fp8", activations=True),
+    "mxfp4": WeightScheme(4, (32,), "mxfp4-pack-quantized", "mxfp4", activations=True),
+    "mxfp4a16": WeightScheme(4, (32,), "mxfp4-pack-quantized", "mxfp4"),
+    "mxfp8": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8", activations=True),
+    "mxfp8a16": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8"),
 }
-
-# What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
-BASIS = "plain"
-
-# The modules of routers, by the names that they have in memory.
-ROUTERS = r"re:.*\.(gate|router)$"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,41 +134,31 @@ class VllmFormat:
             "basis": BASIS,
             "qparams": self.qparams,
         }
-        if self.scheme.layout != PACK_QUANTIZED:  # manifests of which name their format by its bits
+        if self.scheme.layout != INTEGERS:  # manifests of which name their format by its bits
             stated["format"] = self.name
         if self.scheme.sizes == CHANNEL:
             del stated["group_size"]
         return stated
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """Decide which linear layers become integers; names and shapes are those of the source.
-
-        Raises ExportError for a model whose layers compressed-tensors would not find.
-        """
+        """Decide which linear layers become integers; names and shapes are those of the source."""
         early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
         linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
-        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in linear.plain.items()}
-        columns = {tensor.name: tensor.shape[-1] for tensor in checkpoint.tensors if tensor.name in linear.sizes}
-        for name, size in linear.sizes.items():
-            decisions[name] = self.scheme.rounding(size, self.qparams, columns[name])
-        return Outline(
-            tensors=checkpoint.tensors,
-            decisions=decisions,
-            left_out={},
-            metadata=DEFAULT_METADATA,
-            config=self._config(checkpoint, linear.sizes),
-            warnings=linear.warnings + _experts_warnings(checkpoint, linear),
+        return linear.outline(
+            checkpoint,
+            lambda tensor, size: self.scheme.rounding(size, self.qparams, tensor.shape[-1]),
+            quantization=self._quantization(checkpoint, linear.sizes),
+            warnings=_experts_warnings(checkpoint, linear),
         )
 
-    def _config(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """config.json with the quantization_config of compressed-tensors: all linear layers but those to be ignored.
-
-        sizes: the group sizes of the weights that are rounded, by name
-        """
-        layers = [t.name for t in checkpoint.tensors if _may_be_layer(t)]
+    def _quantization(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The quantization_config: all linear layers but those to be ignored. sizes: of the weights that are rounded"""
+        # What compressed-tensors may take for a linear layer, or vLLM for fused experts.
+        may_be = [t for t in checkpoint.tensors if len(t.shape) in (2, 3)]
+        layers = [t.name for t in may_be if role_of(t) not in ("bias", "buffer")]
         quantization: dict[str, Any] = {
             "quant_method": "compressed-tensors",
-            "format": self.scheme.layout.name,
+            "format": self.scheme.layout,
             "quantization_status": "compressed",
             "config_groups": {
                 f"group_{number}": self.scheme.group(size, targets)
@@ -184,24 +170,19 @@ class VllmFormat:
             # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
             # packed until the first call, and such a model asks for them before.
             quantization["dequantize"] = True
-        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        return edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization)
+        return quantization
 
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
     """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
-    plain = [t.name for t in checkpoint.tensors if t.name not in linear.sizes and _is_single_expert(t)]
+    experts = [t.name for t in checkpoint.tensors if role_of(t) == "expert" and len(t.shape) == 2]
+    plain = [name for name in experts if name not in linear.sizes and name.endswith(".weight")]
     if not plain:
         return ()
     return (
         f"single experts stay plain ({first_names(plain)}): vLLM loads them; transformers (5.23) looks for packed ones "
         "alone when it stacks experts, and fails",
     )
-
-
-def _is_single_expert(tensor: LogicalTensor) -> bool:
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
-    return role == "expert" and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
 
 
 def _targets(layers: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
@@ -228,18 +209,13 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], sizes: Mapping[str, 
     rounded = [name for name in layers if name in sizes]
     plain = sorted(set(layers) - set(rounded), key=layers.index)
     result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
-    routers = [t for t in checkpoint.tensors if classify(t.name, t.dtype, t.shape).name == "router"]
-    if routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
+    has_routers = any(role_of(tensor) == "router" for tensor in checkpoint.tensors)
+    if has_routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
-    if renames_towers(checkpoint.config):
-        result += _towers(plain, rounded)
+    if renames_towers(checkpoint.config):  # all modules of those that stay plain, whatever they are called within
+        towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
+        result += [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
     return [*result, _outside(rounded, plain)]
-
-
-def _towers(plain: Sequence[str], rounded: Sequence[str]) -> list[str]:
-    """Return expressions that match all modules of the towers that stay plain, whatever they are called within."""
-    towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
-    return [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
 
 
 def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
@@ -260,17 +236,8 @@ def _is_numbered(weight: str) -> bool:
     return any(component.isdigit() for component in module_of(weight).split("."))
 
 
-def _may_be_layer(tensor: LogicalTensor) -> bool:
-    """Whether compressed-tensors may take a tensor's module for a linear layer, or vLLM for fused experts."""
-    role = classify(tensor.name, tensor.dtype, tensor.shape).name
-    return len(tensor.shape) in (2, 3) and role not in ("bias", "buffer")
-
-
 def read_options(options: ExportOptions) -> VllmFormat:
-    """Return the format with the options that the user gave.
-
-    Raises OptionError for an option that the target does not have.
-    """
+    """Return the format. Raises OptionError for an option that it does not have."""
     name = one_of(NAME, "format", options.format, allowed=tuple(SCHEMES))
     if options.bits is not None and options.format is None:
         name = f"w{one_of(NAME, 'bits', options.bits, allowed=(4, 8))}a16"
@@ -303,7 +270,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=("format", "bits", "group_size", "qparams", "fold", "rounding", "calibration"),
+    options=("format", *INTEGER_OPTIONS),
     account=("basis",),
     read_options=read_options,
     prepare=integer_export,

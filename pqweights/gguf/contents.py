@@ -58,8 +58,7 @@ class FileTensor(NamedTuple):
 class GgufContents:
     """What a GGUF file holds, or all parts of a model that is split over several.
 
-    files: the names of the files, in order; model.gguf, or model-00001-of-00002.gguf and so on
-    folder: where they lie
+    files: their names in the folder, in order; model.gguf, or model-00001-of-00002.gguf and so on
     version: of the format, 2 or 3
     metadata: that of the first file
     tensors: those of all files, in the order of their data
@@ -120,43 +119,17 @@ class StoredType(NamedTuple):
     block_bytes: int
 
 
-TENSOR_TYPES = {
-    0: StoredType("F32", 1, 4),
-    1: StoredType("F16", 1, 2),
-    2: StoredType("Q4_0", 32, 18),
-    3: StoredType("Q4_1", 32, 20),
-    6: StoredType("Q5_0", 32, 22),
-    7: StoredType("Q5_1", 32, 24),
-    8: StoredType("Q8_0", 32, 34),
-    9: StoredType("Q8_1", 32, 40),
-    10: StoredType("Q2_K", 256, 84),
-    11: StoredType("Q3_K", 256, 110),
-    12: StoredType("Q4_K", 256, 144),
-    13: StoredType("Q5_K", 256, 176),
-    14: StoredType("Q6_K", 256, 210),
-    15: StoredType("Q8_K", 256, 292),
-    16: StoredType("IQ2_XXS", 256, 66),
-    17: StoredType("IQ2_XS", 256, 74),
-    18: StoredType("IQ3_XXS", 256, 98),
-    19: StoredType("IQ1_S", 256, 50),
-    20: StoredType("IQ4_NL", 32, 18),
-    21: StoredType("IQ3_S", 256, 110),
-    22: StoredType("IQ2_S", 256, 82),
-    23: StoredType("IQ4_XS", 256, 136),
-    24: StoredType("I8", 1, 1),
-    25: StoredType("I16", 1, 2),
-    26: StoredType("I32", 1, 4),
-    27: StoredType("I64", 1, 8),
-    28: StoredType("F64", 1, 8),
-    29: StoredType("IQ1_M", 256, 56),
-    30: StoredType("BF16", 1, 2),
-    34: StoredType("TQ1_0", 256, 54),
-    35: StoredType("TQ2_0", 256, 66),
-    39: StoredType("MXFP4", 32, 17),
-    40: StoredType("NVFP4", 64, 36),
-    41: StoredType("Q1_0", 128, 18),
-    42: StoredType("Q2_0", 64, 18),
-}
+_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
+}  # fmt: skip
+TENSOR_TYPES = {number: StoredType(*stored) for number, stored in _TYPES.items()}
 
 # general.file_type: the mix of types that the writer of a file was asked for.
 FILE_TYPES = {

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from pqweights.checkpoint.header import aligned
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import SourceError
 from pqweights.gguf.contents import (
@@ -53,11 +54,7 @@ MAX_NAME_BYTES, MAX_DIMENSIONS = 63, 4
 
 
 def parse_gguf(path: Path, stream: BinaryIO, file_bytes: int) -> GgufContents:
-    """Parse the header of a GGUF file.
-
-    path: the file
-    stream: its content
-    file_bytes: its size
+    """Parse the header of a GGUF file, given its content and its size.
 
     Raises SourceError for every way in which a header can be wrong: magic, version, counts, lengths, types, shapes,
     alignment, holes, and data that do not end where the file does.
@@ -88,7 +85,7 @@ def _read_start(cursor: _Cursor) -> tuple[int, int, int]:
     """Read the magic bytes, and return the version, the number of tensors and that of keys."""
     if cursor.left < len(MAGIC):
         raise cursor.damaged(f"expected the bytes {MAGIC.decode()}, found a file of {cursor.left} bytes")
-    (magic,) = cursor.numbers("4s", "the magic bytes")
+    magic = cursor.read(len(MAGIC), "the magic bytes")
     if magic != MAGIC:
         raise cursor.damaged(f"expected the bytes {MAGIC.decode()} at the start, found {magic!r}")
     (version,) = cursor.numbers("I", "the version")
@@ -99,11 +96,11 @@ def _read_start(cursor: _Cursor) -> tuple[int, int, int]:
     if version not in VERSIONS:
         raise cursor.damaged(f"version: expected {' or '.join(map(str, VERSIONS))}, found {version}")
     tensors, keys = cursor.numbers("QQ", "the number of tensors and of keys")
-    for what, count, most, least in (
-        ("tensors", tensors, MAX_TENSORS, TENSOR_BYTES),
-        ("keys", keys, MAX_KEYS, KEY_BYTES),
+    for what, count, most in (
+        ("tensors", tensors, min(MAX_TENSORS, cursor.left // TENSOR_BYTES)),
+        ("keys", keys, min(MAX_KEYS, cursor.left // KEY_BYTES)),
     ):
-        if count > min(most, cursor.left // least):
+        if count > most:
             raise cursor.damaged(f"number of {what}: expected what {cursor.left} bytes can hold, found {count}")
     return version, tensors, keys
 
@@ -126,8 +123,7 @@ def _read_value(cursor: _Cursor, key: str) -> MetadataValue:
     code, count = cursor.numbers("IQ", f"the type and length of {key!r}")
     if code == ARRAY:
         raise cursor.damaged(f"{key!r}: expected a list of numbers or texts, found a list of lists")
-    if code not in VALUE_TYPES:
-        raise _unknown_type(cursor, key, code)
+    _check_type(cursor, key, code)
     item_bytes = LENGTH_BYTES if code == STRING else struct.calcsize(f"<{NUMBER_FORMATS[code]}")
     if count > min(MAX_ITEMS, cursor.left // item_bytes):
         raise cursor.damaged(f"{key!r}: expected a list that {cursor.left} bytes can hold, found {count} items")
@@ -142,23 +138,23 @@ def _read_value(cursor: _Cursor, key: str) -> MetadataValue:
     return MetadataList(VALUE_TYPES[code], count, first)
 
 
+def _check_type(cursor: _Cursor, key: str, code: int) -> None:
+    if code not in VALUE_TYPES:
+        raise cursor.damaged(f"{key!r}: expected a type from 0 to {max(VALUE_TYPES)}, found {code}")
+
+
 def _read_items(cursor: _Cursor, key: str, code: int, count: int) -> tuple[str | int | float | bool, ...]:
     """Read values of one type that follow each other."""
     if code == STRING:
         # A vocabulary may have pieces of characters.
         return tuple(cursor.string(f"{key!r}").decode(errors="replace") for _ in range(count))
-    if code not in NUMBER_FORMATS:
-        raise _unknown_type(cursor, key, code)
+    _check_type(cursor, key, code)
     numbers = cursor.numbers(f"{count}{NUMBER_FORMATS[code]}", f"{key!r}")
     if code != BOOL:
         return numbers
     if any(value > 1 for value in numbers):
         raise cursor.damaged(f"{key!r}: expected 0 or 1, found {max(numbers)}")
     return tuple(map(bool, numbers))
-
-
-def _unknown_type(cursor: _Cursor, key: str, code: int) -> SourceError:
-    return cursor.damaged(f"{key!r}: expected a type from 0 to {max(VALUE_TYPES)}, found {code}")
 
 
 class _TensorEntry(NamedTuple):
@@ -202,7 +198,7 @@ def _located(
     cursor: _Cursor, file: str, entries: list[_TensorEntry], *, file_bytes: int, alignment: int
 ) -> tuple[FileTensor, ...]:
     """Check that data follow each other up to the end of the file, and return where each tensor lies."""
-    start = _padded(cursor.offset, alignment) if entries else cursor.offset
+    start = aligned(cursor.offset, alignment) if entries else cursor.offset
     names: set[str] = set()
     tensors, offset, end = [], 0, start
     for entry in entries:
@@ -215,25 +211,16 @@ def _located(
         count = entry.byte_count
         tensors.append(FileTensor(entry.name, entry.shape, entry.type.name, file, start + offset, count))
         end = start + offset + count
-        offset += _padded(count, alignment)
+        offset += aligned(count, alignment)
     # Writers differ in whether they pad the last tensor, too.
-    if not end <= file_bytes <= max(_padded(end, alignment), start + offset):
+    if not end <= file_bytes <= max(aligned(end, alignment), start + offset):
         state = "truncated" if file_bytes < end else "followed by foreign bytes"
         raise cursor.damaged(f"data is {state}: expected {start + offset} bytes in the file, found {file_bytes}")
     return tuple(tensors)
 
 
-def _padded(count: int, alignment: int) -> int:
-    return -(-count // alignment) * alignment
-
-
 class _Cursor:
-    """A file that is read forward and never beyond its end; little endian, and nothing is aligned.
-
-    file: what messages call it
-    stream: its content
-    left: how many of its bytes follow
-    """
+    """A file that is read forward and never beyond its end. file: what messages call it. left: the bytes that follow"""
 
     def __init__(self, file: str, stream: BinaryIO, file_bytes: int) -> None:
         self.file, self._stream, self.left, self._file_bytes = file, stream, file_bytes, file_bytes
@@ -282,12 +269,8 @@ def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file, or a folder with GGUF files and no other weights."""
     if path.is_dir():
         return bool(_names(path)) and next(path.glob("*.safetensors"), None) is None
-    if path.suffix.lower() == SUFFIX:
+    if path.suffix.lower() == SUFFIX or not path.is_file():
         return path.is_file()
-    return path.is_file() and _starts_with_magic(path)
-
-
-def _starts_with_magic(path: Path) -> bool:
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -314,7 +297,8 @@ def open_gguf(path: Path) -> GgufContents:
 def _only_model(folder: Path) -> Path:
     """Return the only GGUF file of a folder, or the first part of its only model."""
     names = _names(folder)
-    models = {_model_name(name) for name in names}
+    parts = {name: _PART.fullmatch(name) for name in names}
+    models = {name if part is None else (part[1], part[3]) for name, part in parts.items()}
     if len(models) > 1:
         raise SourceError(
             f"{folder}: expected one GGUF model, found {len(models)} ({', '.join(names[:3])}"
@@ -323,11 +307,6 @@ def _only_model(folder: Path) -> Path:
     if not names:
         raise SourceError(f"{folder}: expected a GGUF file, found none")
     return folder / names[0]
-
-
-def _model_name(file: str) -> str:
-    match = _PART.fullmatch(file)
-    return match[1] + match[3] if match else file
 
 
 def _parts(file: Path, count: int) -> list[Path]:

@@ -73,27 +73,19 @@ LAYERS: Mapping[str, Callable[[int, Shape], bool]] = {
 }
 
 
-class WiderType(NamedTuple):
-    """Tensors of a role that gets another type than most, in some layers: a key of LAYERS."""
-
-    role: str
-    layers: str
-    type: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mix:
     """A choice of types.
 
     name: what users call it
     type: the type of most tensors
-    wider: the others; the first that holds for a tensor decides
+    wider: the others: a role, in which layers (a key of LAYERS), and the type; the first that holds decides
     pure: whether all tensors get the one type
     """
 
     name: str
     type: str
-    wider: tuple[WiderType, ...] = ()
+    wider: tuple[tuple[str, str, str], ...] = ()
     pure: bool = False
 
     @property
@@ -170,19 +162,13 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     ),
     "Q2_K_S": ("Q2_K", ((VALUES, "all, if heads share values", "Q4_K"), (DOWN, "first eighth", "Q4_K"))),
 }
-MIXES = {
-    name: Mix(name=name, type=role, wider=tuple(WiderType(*rule) for rule in wider))
-    for name, (role, wider) in _MIXES.items()
-}
+MIXES = {name: Mix(name=name, type=most, wider=wider) for name, (most, wider) in _MIXES.items()}
 # Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
 def find_mix(asked: str) -> Mix:
-    """Return the mix of a name, in whatever case.
-
-    Raises OptionError for an unknown one; the message names the nearest.
-    """
+    """Return the mix of a name, in whatever case. Raises OptionError for an unknown one; it names the nearest."""
     name = asked.upper()
     if name not in MIXES and name not in ALIASES:
         raise OptionError(f"`type` {asked}: {instead(name, [*MIXES, *ALIASES])}")
@@ -190,10 +176,7 @@ def find_mix(asked: str) -> Mix:
 
 
 def find_type(where: str, asked: str) -> str:
-    """Return the name of a type of tensors, as GGUF spells it.
-
-    Raises OptionError for an unknown one; the message begins with `where`.
-    """
+    """Return the name of a type of tensors, as GGUF spells it. Raises OptionError, which begins with `where`."""
     name = asked.upper()
     if name not in BLOCK_TYPES and name not in PLAIN_TYPES:
         raise OptionError(f"{where}: {instead(name, [*BLOCK_TYPES, *PLAIN_TYPES])}")

@@ -1,4 +1,4 @@
-"""A checkpoint as llama.cpp holds it: the metadata of a GGUF file, and its tensors as views on the checkpoint.
+"""A checkpoint as llama.cpp holds it: the metadata of a GGUF file, its tensors as views on the checkpoint, its header.
 
 No weight is read here.
 """
@@ -6,22 +6,50 @@ No weight is read here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.gguf import gguf_package
 from pqweights.gguf.architectures import SETTINGS
-from pqweights.gguf.package import MetadataEntry, gguf_package
-from pqweights.gguf.rope import add_rope, rope_parameters
-from pqweights.gguf.settings import Settings, ignored_window, read_settings, windowed_layers
+from pqweights.gguf.settings import (
+    Settings,
+    add_rope,
+    ignored_window,
+    read_settings,
+    rope_parameters,
+    windowed_layers,
+)
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 
 TEMPLATES = "tokenizer.chat_template"
+# What llama.cpp assumes unless a file says otherwise.
+ALIGNMENT = 32
+
+
+class MetadataEntry(NamedTuple):
+    """One entry of the metadata.
+
+    key: its name
+    value: a number, a text, a truth value, or a list of those
+    value_type: its type, a number of gguf.GGUFValueType
+    item_type: for a list, the type of its items
+    """
+
+    key: str
+    value: Any
+    value_type: int
+    item_type: int | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,7 +58,7 @@ class GgufModel:
 
     architecture: the name that llama.cpp has for it
     metadata: all but general.file_type, general.quantization_version and split.*
-    tensors: under their names in the file and with their shapes in torch's order; read in ranges from the checkpoint
+    tensors: under their names in the file and with their shapes in torch's order
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
     notes: what the user should know of the file
     """
@@ -47,14 +75,14 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
 
     Raises ExportError if llama.cpp cannot run it as transformers does, MissingDependencyError without the gguf package.
     """
-    settings, hyper_parameters, tensors, left_out = _read(checkpoint)
+    settings, of_rope, tensors, left_out = _read(checkpoint)
     architecture = _architecture(settings)
     writer = gguf_package().GGUFWriter(None, architecture)
     rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     _add_hyper_parameters(settings, writer, rows=rows)
-    writer.kv_data[0].update(hyper_parameters.kv_data[0])
+    writer.kv_data[0].update(of_rope.kv_data[0])
     missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
     values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
@@ -73,21 +101,12 @@ def check_model(checkpoint: Checkpoint) -> None:
     _read(checkpoint)
 
 
-class _Read(NamedTuple):
-    """What configuration and headers give. hyper_parameters: a GGUFWriter with those of rotary embeddings."""
-
-    settings: Settings
-    hyper_parameters: Any
-    tensors: tuple[LogicalTensor, ...]
-    left_out: dict[str, str]
-
-
-def _read(checkpoint: Checkpoint) -> _Read:
+def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
+    """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
     settings = read_settings(checkpoint.config)
     # No file is written: the writer knows the keys and the types of values.
-    hyper_parameters = gguf_package().GGUFWriter(None, _architecture(settings))
-    factors = add_rope(settings, hyper_parameters)
-    return _Read(settings, hyper_parameters, *gguf_tensors(checkpoint.tensors, settings, factors))
+    writer = gguf_package().GGUFWriter(None, _architecture(settings))
+    return settings, writer, *gguf_tensors(checkpoint.tensors, settings, add_rope(settings, writer))
 
 
 def _architecture(settings: Settings) -> str:
@@ -164,3 +183,49 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.name == "PHI3":
         writer.add_sliding_window(0)  # earlier versions of llama.cpp expect the key
+
+
+class GgufTensor(NamedTuple):
+    """What a header says of a tensor. type: the name of its type. byte_count: the size of its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    byte_count: int
+
+
+class FilePart(NamedTuple):
+    """Which file this is, of how many, and how many tensors all of them have."""
+
+    number: int
+    parts: int
+    tensors: int
+
+
+def encode_header(metadata: Sequence[MetadataEntry], tensors: Sequence[GgufTensor], part: FilePart) -> bytes:
+    """Return the bytes before the data of a file, padded to ALIGNMENT.
+
+    metadata: all but what says which part this is; a file of several has it only in the first
+    """
+    gguf = gguf_package()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header"
+        writer = gguf.GGUFWriter(path, "")
+        writer.kv_data[0].clear()
+        for entry in metadata if part.number == 0 else ():
+            items = None if entry.item_type is None else gguf.GGUFValueType(entry.item_type)
+            writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.value_type), items)
+        if part.parts > 1:
+            split, types = gguf.Keys.Split, gguf.GGUFValueType
+            writer.add_key_value(split.LLM_KV_SPLIT_NO, part.number, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_COUNT, part.parts, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, part.tensors, types.INT32)
+        for tensor in tensors:
+            type_number = gguf.GGMLQuantizationType[tensor.type]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, type_number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        content = path.read_bytes()
+    return content + bytes(aligned(len(content), ALIGNMENT) - len(content))

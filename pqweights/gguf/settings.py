@@ -1,4 +1,9 @@
-"""The configuration of a model as far as GGUF needs it: the text model's keys, by their old and new names."""
+"""The configuration of a model as far as GGUF needs it: the text model's keys, by their old and new names.
+
+The rotary position embeddings are here, too: their base, the scaled kinds, and the factors of frequencies, which are
+tensors. Their formulas are those of transformers (modeling_rope_utils.py); llama.cpp's are in ggml_rope_ext and
+llama-context.cpp.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
+
 from pqweights.errors import ExportError
+from pqweights.gguf import gguf_package
 from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture, stated_or_default
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -40,10 +49,7 @@ class Settings:
         return stated_or_default(self.values, self.model_type, key) if other is None else other
 
     def number(self, key: str) -> int:
-        """Return a positive whole number.
-
-        Raises ExportError if there is none.
-        """
+        """Return a positive whole number. Raises ExportError if there is none."""
         value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(f"expected a positive number as {key}, found {value!r}")
@@ -52,13 +58,13 @@ class Settings:
         return value
 
     def real(self, key: str) -> float:
-        """Return a positive number.
+        """Return a positive number. Raises ExportError if there is none."""
+        return self.positive(self.get(key), key)
 
-        Raises ExportError if there is none.
-        """
-        value = self.get(key)
+    def positive(self, value: Any, what: str) -> float:
+        """Return a value that is a positive number. Raises ExportError if it is none."""
         if not is_positive(value):
-            raise self.refusal(f"expected a positive number as {key}, found {value!r}")
+            raise self.refusal(f"expected a positive number as {what}, found {value!r}")
         return float(value)
 
     def refusal(self, why: str) -> ExportError:
@@ -107,10 +113,9 @@ def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
     if not isinstance(named, list | None) or not all(isinstance(name, str) for name in named or []):
         raise settings.refusal(f"expected a list of names as architectures, found {named!r}")
-    if not isinstance(settings.get("tie_word_embeddings"), bool | None):
-        raise settings.refusal(
-            f"expected true or false as tie_word_embeddings, found {settings.get('tie_word_embeddings')!r}"
-        )
+    tied = settings.get("tie_word_embeddings")
+    if not isinstance(tied, bool | None):
+        raise settings.refusal(f"expected true or false as tie_word_embeddings, found {tied!r}")
     for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
         if settings.get(key) is not None:
             settings.real(key)
@@ -143,17 +148,12 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
     if architecture.rotated_windows and not any(windowed_layers(settings)):
         raise settings.refusal("llama.cpp computes it with a sliding window in some layers only, found none")
-    if architecture.unrotated_period and _rotated_layers(settings) != _all_but_each(
-        settings, architecture.unrotated_period
-    ):
-        raise settings.refusal(
-            f"llama.cpp computes every {architecture.unrotated_period}th layer without rotary embeddings"
-        )
+    period = architecture.unrotated_period
+    if period and _rotated_layers(settings) != _all_but_each(settings, period):
+        raise settings.refusal(f"llama.cpp computes every {period}th layer without rotary embeddings")
     scalar = settings.get("query_pre_attn_scalar")
-    if scalar is not None and scalar != _scalar(settings):
-        raise settings.refusal(
-            f"llama.cpp computes it with query_pre_attn_scalar {_scalar(settings)} only, found {scalar}"
-        )
+    if scalar is not None and scalar != (taken := _scalar(settings)):
+        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {taken} only, found {scalar}")
 
 
 # llama.cpp recognizes the 27B models of Gemma 2 and 3 by their number of layers; only they scale queries by the width
@@ -200,3 +200,149 @@ def windowed_layers(settings: Settings) -> list[bool]:
             f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"
         )
     return windowed
+
+
+DEFAULT_BASE = 10000.0
+# Names that older configurations have.
+OLD_KINDS = {"su": "longrope", "none": "default"}
+# The only numbers of rotations between which llama.cpp turns from interpolation to extrapolation.
+YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
+
+Factors = dict[str, npt.NDArray[np.float32]]
+
+
+def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
+    """Return the parameters of a kind of layers as transformers 5 writes them: rope_type, rope_theta and so on.
+
+    layers: FULL or SLIDING, for models in which these differ
+    """
+    stated = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    stated = (stated.get(layers, stated) if isinstance(stated, dict) else stated) or {}
+    if not isinstance(stated, dict):
+        raise settings.refusal(f"expected an object as its rope parameters, found {stated!r}")
+    parameters = dict(stated)
+    rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
+    parameters["rope_type"] = OLD_KINDS.get(rope_type, rope_type)
+    for key, default in (("rope_theta", DEFAULT_BASE), ("partial_rotary_factor", 1.0)):
+        if parameters.get(key) is None:
+            value = settings.get(key)
+            parameters[key] = default if value is None else value
+    outer = settings.get("original_max_position_embeddings")
+    inner = parameters.get("original_max_position_embeddings")
+    parameters["original_max_position_embeddings"] = outer or inner or settings.get("max_position_embeddings")
+    return parameters
+
+
+def add_rope(settings: Settings, writer: Any) -> Factors:
+    """Write the hyper-parameters of rotary embeddings, and return the tensors that belong to them, by name.
+
+    writer: a GGUFWriter of the gguf package
+
+    Raises ExportError for a kind that llama.cpp does not compute for this model.
+    """
+    parameters = rope_parameters(settings)
+    rope_type = parameters["rope_type"]
+    if rope_type not in settings.architecture.rope:
+        taken = ", ".join(sorted(settings.architecture.rope))
+        raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
+    rotated = int(settings.number("head_dim") * _number(settings, parameters, "partial_rotary_factor"))
+    if rotated != settings.number("head_dim") and not settings.architecture.partial_rope:
+        raise settings.refusal(
+            f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
+        )
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_freq_base(_number(settings, parameters, "rope_theta"))
+    if any(windowed_layers(settings)):
+        _add_windowed(settings, writer)
+    if rope_type == "linear":
+        writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
+    elif rope_type == "yarn":
+        _add_yarn(settings, parameters, writer)
+    elif rope_type == "longrope":
+        return _add_longrope(settings, parameters, writer, rotated=rotated)
+    elif rope_type == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(settings, parameters, rotated)}
+    return {}
+
+
+def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> float:
+    """Return a positive number among the parameters."""
+    return settings.positive(parameters.get(key), f"{key} of its rope parameters")
+
+
+def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> float | None:
+    """Return a positive number among the parameters; None if it is absent or zero."""
+    return _number(settings, parameters, key) if parameters.get(key) else None
+
+
+def _add_windowed(settings: Settings, writer: Any) -> None:
+    """The embeddings of layers with a sliding window, which are never scaled."""
+    local = settings.get("rope_local_base_freq")
+    if local is None or SLIDING in (settings.get("rope_parameters") or {}):
+        parameters = rope_parameters(settings, SLIDING)
+        if parameters["rope_type"] != "default":
+            raise settings.refusal(
+                f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
+            )
+        local = _number(settings, parameters, "rope_theta")
+    base = rope_parameters(settings)["rope_theta"]
+    if local != base and not settings.architecture.window_base:
+        raise settings.refusal(
+            f"llama.cpp computes all its layers with the rope_theta {base}, and {SLIDING} has {local}"
+        )
+    writer.add_rope_freq_base_swa(float(local))
+
+
+def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
+    """YaRN (arXiv:2309.00071). llama.cpp multiplies the attention's factor by its own default."""
+    for key, taken in YARN_BETAS.items():
+        value = parameters.get(key) or taken
+        if value != taken:
+            raise settings.refusal(f"llama.cpp computes its YaRN with {key} {taken} only, found {value!r}")
+    if parameters.get("truncate") is False:
+        raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
+    factor = _number(settings, parameters, "factor")
+    writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(factor)
+    writer.add_rope_scaling_orig_ctx_len(int(_number(settings, parameters, "original_max_position_embeddings")))
+    attention = _optional(settings, parameters, "attention_factor")
+    own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
+    if attention is None and own and every:
+        attention = _yarn_scale(factor, own) / _yarn_scale(factor, every)
+    if attention is not None:
+        writer.add_rope_scaling_attn_factors(float(attention) / _yarn_scale(factor, 1.0))
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any, *, rotated: int) -> Factors:
+    """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
+    original = _number(settings, parameters, "original_max_position_embeddings")
+    factor = _optional(settings, parameters, "factor") or settings.number("max_position_embeddings") / original
+    attention = _optional(settings, parameters, "attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    writer.add_rope_scaling_type(gguf_package().RopeScalingType.LONGROPE)
+    writer.add_rope_scaling_orig_ctx_len(int(original))
+    writer.add_rope_scaling_attn_factors(float(attention))
+    factors = {}
+    for name in ("long", "short"):
+        numbers = parameters.get(f"{name}_factor")
+        if not isinstance(numbers, list) or len(numbers) != rotated // 2 or not all(map(is_positive, numbers)):
+            raise settings.refusal(f"expected {rotated // 2} numbers as {name}_factor of its rope parameters")
+        factors[f"rope_factors_{name}.weight"] = np.array(numbers, dtype=np.float32)
+    return factors
+
+
+def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: int) -> npt.NDArray[np.float32]:
+    """What Llama 3 divides each frequency by, [rotated / 2]: 1 for high ones, `factor` for low ones."""
+    keys = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    base, factor, low, high, context = (_number(settings, parameters, key) for key in keys)
+    if high <= low:
+        raise settings.refusal(f"high_freq_factor {high} of its rope parameters is not above low_freq_factor {low}")
+    wavelengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
+    share = np.clip((context / wavelengths - low) / (high - low), 0, 1)  # of the frequency that stays
+    return (1 / ((1 - share) / factor + share)).astype(np.float32)

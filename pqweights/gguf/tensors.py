@@ -1,7 +1,8 @@
-"""The tensors of a GGUF file: their names, and how each is read from the checkpoint.
+"""The tensors of a GGUF file: their names, and how each is read from the checkpoint, in ranges.
 
 Names are those of the gguf package. Experts are stacked, as llama.cpp holds them, from either layout: a matrix for each
-expert, or all in one tensor, with the rows of gate and up one after the other.
+expert, or all in one tensor, with the rows of gate and up one after the other. Others differ from those of the
+checkpoint, too: rows are reordered, gains have an offset, and some are constants.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.common.dtypes import convert, item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf.package import gguf_package
-from pqweights.gguf.rope import Factors
-from pqweights.gguf.settings import Settings
-from pqweights.gguf.views import ConstantTensor, flat, interleaved, renamed, with_offset
+from pqweights.gguf import gguf_package
+from pqweights.gguf.settings import Factors, Settings
+from pqweights.kernels.workers import scratch
 
 SUFFIXES = (".weight", ".bias")
 # Where the text model lies in models of images and text: as transformers 5 and as earlier versions wrote them.
@@ -29,8 +34,7 @@ FUSED = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(
 HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Named:
+class _Named(NamedTuple):
     """A tensor with the name that the gguf package knows it by. reads: the tensor, still under its own name."""
 
     name: str
@@ -42,10 +46,8 @@ def gguf_tensors(
 ) -> tuple[tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the tensors of the file, and those of the checkpoint that it leaves out, with reasons.
 
-    tensors: those of the checkpoint
     factors: tensors that follow from the configuration, by their names in the file; they come first
-
-    The others keep the order of the checkpoint, so that its files are read one after another.
+    tensors: those of the checkpoint, whose order is kept, so that its files are read one after another
 
     Raises ExportError for a tensor that llama.cpp does not know, or one that is not there.
     """
@@ -65,8 +67,7 @@ def gguf_tensors(
             )
         held[name] = _view(tensor.reads, tensor_type.name, name, settings)
     if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
-        embeddings = held["token_embd.weight"]
-        held["output.weight"] = renamed("output.weight", embeddings)
+        held["output.weight"] = RenamedTensor.of("output.weight", held["token_embd.weight"])
     _check_complete(held, settings)
     return tuple(held.values()), left_out
 
@@ -88,7 +89,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         elif wrapped and not prefix and name != HEAD:
             left_out[tensor.name] = "not part of the text model"
         else:
-            kept.append(_Named(name=name, reads=tensor))
+            kept.append(_Named(name, tensor))
     return kept, left_out
 
 
@@ -103,7 +104,7 @@ def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iter
         if match := OF_EXPERT.fullmatch(tensor.name):
             name = f"{match['layer']}.{match['matrix']}"
             if name in experts:
-                yield _Named(name=name, reads=_stacked(name, experts.pop(name), settings, cache))
+                yield _Named(name, _stacked(name, experts.pop(name), settings, cache))
         elif match := FUSED.fullmatch(tensor.name):
             yield from _parts_of_fused(tensor, match["layer"], match["matrix"], settings=settings, cache=cache)
         else:
@@ -134,7 +135,7 @@ def _parts_of_fused(
     if tensor.reads.shape != expected:
         raise ExportError(f"tensor {tensor.reads.name!r}: expected shape {expected}, found {tensor.reads.shape}")
     if matrix == "down_proj":
-        yield _Named(name=f"{layer}.down_proj.weight", reads=tensor.reads)
+        yield _Named(f"{layer}.down_proj.weight", tensor.reads)
         return
     for part, name in enumerate(("gate_proj", "up_proj")):
         segments = tuple(
@@ -142,7 +143,7 @@ def _parts_of_fused(
             for expert in range(count)
         )
         name = f"{layer}.{name}.weight"
-        yield _Named(name=name, reads=_moved(name, (count, width, inner), segments, cache))
+        yield _Named(name, _moved(name, (count, width, inner), segments, cache))
 
 
 def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cache: MatrixCache) -> MovedTensor:
@@ -162,14 +163,15 @@ def _view(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings
     architecture = settings.architecture
     _check_shape(tensor, tensor_type, settings)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
-        return interleaved(name, tensor, head_rows=settings.number("head_dim"))
+        return InterleavedTensor.of(name, tensor, head_rows=settings.number("head_dim"))
     if architecture.gain_offset and tensor_type.endswith("_NORM"):
-        return with_offset(name, tensor, architecture.gain_offset)
+        # In float32, as exact as the model's own sum.
+        return OffsetTensor.of(name, tensor, offset=architecture.gain_offset, dtype="F32", plain_dtype="F32")
     if tensor_type == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
-        return flat(name, tensor)
+        return RenamedTensor.of(name, tensor, shape=tensor.shape[-1:])  # a vector
     if isinstance(tensor, MovedTensor):
         return replace(tensor, name=name)
-    return renamed(name, tensor)
+    return RenamedTensor.of(name, tensor)
 
 
 def _check_complete(held: dict[str, Any], settings: Settings) -> None:
@@ -194,7 +196,7 @@ def _check_complete(held: dict[str, Any], settings: Settings) -> None:
 def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) -> None:
     """Raise ExportError if a tensor has other rows or columns than the configuration says; llama.cpp does not load it.
 
-    tensor_type: its name in gguf.MODEL_TENSOR; those of experts are checked where they are stacked
+    Experts are checked where they are stacked.
     """
     rows, columns = _expected_shape(tensor_type, settings)
     stored = (tensor.shape[0], tensor.shape[-1] if len(tensor.shape) > 1 else columns)
@@ -229,3 +231,132 @@ def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, i
         "OUTPUT": (None, hidden),
     }
     return shapes.get(tensor_type, (None, None))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RenamedTensor:
+    """A tensor of the checkpoint under another name; its fields are those of LogicalTensor and View."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    plain_dtype: str
+    source: LogicalTensor
+
+    transposed = False
+
+    @classmethod
+    def of(cls, name: str, source: LogicalTensor, **fields: Any) -> Self:
+        """Return a tensor under another name. fields: those that are not the source's"""
+        same = {"shape": source.shape, "dtype": source.dtype, "plain_dtype": source.plain_dtype}
+        return cls(name=name, source=source, **same | fields)
+
+    @property
+    def sources(self) -> tuple[LogicalTensor, ...]:
+        """The source alone."""
+        return (self.source,)
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors of the source."""
+        return self.source.parts
+
+    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+        """Return the rows of the source that one of its matrices is made of, in whatever order; see View."""
+        height = self.shape[-2]
+        return [Segment(tensor=self.source, first=number * height, step=1, count=height)]
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source."""
+        self.source.read(start, count, dtype, out)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InterleavedTensor(RenamedTensor):
+    """A matrix or a bias whose rows are those of heads, with the rows of the two halves of each head alternating.
+
+    transformers rotates channel i of a head with channel i + size / 2; llama.cpp, for some models, 2 i with 2 i + 1.
+    Rows of both halves are read together, so that each block of an encoded weight is decoded about once.
+
+    head_rows: the rows of a head
+    """
+
+    head_rows: int
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read the rows that hold the elements."""
+        width = self.shape[1] if len(self.shape) > 1 else 1
+        size = item_bytes(dtype)
+        # Rows are written in pairs, one of each half.
+        pair = 2 * width
+        first, last = start // pair, -(-(start + count) // pair)
+        skip = start - first * pair
+        whole = skip == 0 and count == (last - first) * pair
+        raw = out[: count * size] if whole else np.empty((last - first) * pair * size, dtype=np.uint8)
+        rows = raw.reshape(last - first, 2, width * size)
+        done = 0
+        while done < last - first:
+            done += self._read_pairs(first + done, dtype, rows[done:])
+        if not whole:
+            out[: count * size] = raw[skip * size : (skip + count) * size]
+
+    def _read_pairs(self, pair: int, dtype: str, into: npt.NDArray[np.uint8]) -> int:
+        """Read whole heads, or a part of one, from a pair on, into [pairs, 2, bytes]; return how many pairs."""
+        half = self.head_rows // 2
+        head, within = divmod(pair, half)
+        heads = 0 if within else len(into) // half
+        width = into.shape[-1] // item_bytes(dtype)
+        if heads:
+            raw = scratch("heads", heads * self.head_rows * into.shape[-1])
+            self.source.read(head * self.head_rows * width, heads * self.head_rows * width, dtype, raw)
+            moved = raw.reshape(heads, 2, half, -1).swapaxes(1, 2)
+            into[: heads * half].reshape(heads, half, 2, -1)[:] = moved
+            return heads * half
+        pairs = min(half - within, len(into))
+        raw = scratch("heads", pairs * into.shape[-1])
+        for side in range(2):
+            row = head * self.head_rows + side * half + within
+            self.source.read(row * width, pairs * width, dtype, raw)
+            into[:pairs, side] = raw.reshape(pairs, -1)
+        return pairs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OffsetTensor(RenamedTensor):
+    """A tensor with a number added to all its values, in float32."""
+
+    offset: float
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source, and add the number."""
+        raw = np.empty(count * 4, dtype=np.uint8)
+        self.source.read(start, count, "F32", raw)
+        values = raw.view(np.float32)
+        values += np.float32(self.offset)
+        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConstantTensor:
+    """A small tensor that is computed from the configuration: no part of it is stored in the checkpoint.
+
+    values: [...] f32
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: npt.NDArray[np.float32]
+
+    dtype = plain_dtype = "F32"
+    sources: tuple[LogicalTensor, ...] = ()
+    parts: tuple[StoredTensor, ...] = ()
+    transposed = False
+
+    def runs_of_matrix(self, number: int) -> None:
+        """Return nothing: no weight is a part of it."""
+        return
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Copy elements."""
+        raw = self.values.reshape(-1)[start : start + count].copy().view(np.uint8)
+        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)

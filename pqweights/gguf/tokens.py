@@ -1,7 +1,14 @@
-"""The files of a tokenizer, the tokens of a vocabulary by id, and the refusal of what llama.cpp has no match for."""
+"""The files of a tokenizer, the tokens of a vocabulary by id, and the refusal of what llama.cpp has no match for.
+
+llama.cpp has two kinds of vocabularies that are mapped. Byte-level BPE needs nothing but the tokens and a name for how
+text is split (vocabulary.py). SentencePiece's BPE joins the two neighbours whose joint text is the token with the
+highest score. A tokenizer.json lists the pairs that may be joined; from these the scores are derived, if they are all
+pairs.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +16,7 @@ from typing import Any
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.common.strict_json import parse_json
 from pqweights.errors import ExportError, SourceError
-from pqweights.gguf.package import gguf_package
+from pqweights.gguf import gguf_package
 
 FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Tokens that are special although the files do not say so: llama.cpp's converter goes by these looks, too.
@@ -19,6 +26,15 @@ SPACE = "▁"
 # The parts that process a text, and where each lists its steps if it has several.
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
 SCHEMES = (None, "first", "always", "never")
+# What llama.cpp's converter gives tokens that no merge makes.
+NO_SCORE = -1000.0
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+# By the scheme of Metaspace.
+DIFFERS = {
+    "never": "",
+    "always": "text that begins with a space: llama.cpp puts one more before it",
+    "first": "text that begins with a space or follows a special token: llama.cpp puts one more before it",
+}
 INSTEAD = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result"
 
 
@@ -29,24 +45,22 @@ class Vocabulary:
     model: the kind of tokenizer: gpt2 (byte-level BPE) or llama (SentencePiece)
     pre: how it splits text
     tokens, types: by id; the types are those of gguf.TokenType
-    scores: by id, for the kinds that have some
-    space_prefix: whether text gets a space before it; None for kinds to which this means nothing
-    surrounding_ids: the ids of the tokens before and after a text; None to leave it to tokenizer_config.json
-    starts: whether there is one before it if that file does not say so
+    surrounding_ids: the ids of the tokens before and after a text
     strips: whether special tokens take the spaces that follow them
     differs: on which texts llama.cpp makes other tokens, as far as is known
+    scores: by id, for the kinds that have some
+    space_prefix: whether text gets a space before it; None for kinds to which this means nothing
     """
 
     model: str
     pre: str
     tokens: list[str]
     types: list[int]
+    surrounding_ids: tuple[tuple[int, ...], tuple[int, ...]]
+    strips: bool
+    differs: tuple[str, ...] = ()
     scores: list[float] | None = None
     space_prefix: bool | None = None
-    surrounding_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    starts: bool = False
-    strips: bool = False
-    differs: tuple[str, ...] = ()
 
 
 def unmapped(why: str) -> ExportError:
@@ -72,9 +86,7 @@ def placed_tokens(
         _check_id(token, token_id, rows)
         tokens[token_id], types[token_id] = token, int(token_types.NORMAL)
     for entry in added:
-        content, token_id = entry.get("content"), entry.get("id", -1)
-        if not isinstance(content, str):
-            raise SourceError(f"{FAST}: expected the text of an added token, found {content!r}")
+        content, token_id = entry["content"], entry.get("id", -1)
         _check_id(content, token_id, rows)
         if entry.get("special") or _looks_special(content):
             tokens[token_id], types[token_id] = content, int(token_types.CONTROL)
@@ -95,11 +107,6 @@ def _looks_special(token: str) -> bool:
     return token in NAMED_SPECIAL or any(
         token.startswith(begin) and token.endswith(end) for begin, end in LOOKS_SPECIAL
     )
-
-
-def strips_spaces(added: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether special tokens take the spaces that follow them."""
-    return any(entry.get("rstrip") and entry.get("special") for entry in added)
 
 
 def beside_added(added: Sequence[Mapping[str, Any]], stripping: Collection[str]) -> tuple[str, ...]:
@@ -187,3 +194,89 @@ def _expect_object(part: Any, name: str) -> None:
 def _expect_list(part: Any, name: str) -> None:
     if not isinstance(part, list):
         raise SourceError(f"{FAST}: expected a list as {name}, found {part!r:.80}")
+
+
+def sentencepiece(tokenizer: Mapping[str, Any], rows: int, **known: Any) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json that was made from a SentencePiece model.
+
+    known: what it has whatever the kind of tokenizer
+
+    Raises ExportError if it makes other tokens than SentencePiece would.
+    """
+    prefix, splits, differs = _spaces(tokenizer)
+    vocab, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
+    merges = check_merges(tokenizer["model"].get("merges") or [])
+    _check_all_joined(vocab, merges, {entry["content"] for entry in added}, splits=splits)
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    tokens, types = placed_tokens(vocab, added, rows, spaced=ranks)
+    _place_bytes(vocab, tokens, types)
+    return Vocabulary(
+        model="llama",
+        pre="default",
+        tokens=tokens,
+        types=types,
+        scores=[-float(ranks[token]) if token in ranks else NO_SCORE for token in tokens],
+        space_prefix=prefix,
+        differs=(differs,) if differs else (),
+        **known,
+    )
+
+
+def _place_bytes(vocab: Mapping[str, int], tokens: list[str], types: list[int]) -> None:
+    """Give the tokens of single bytes their names and type; llama.cpp needs all 256.
+
+    In a tokenizer.json of Gemma, the tabulator has taken the name of its byte.
+    """
+    for byte in range(256):
+        name = f"<0x{byte:02X}>"
+        token_id = vocab.get(name, vocab.get(chr(byte)) if byte < 128 else None)
+        if token_id is None:
+            raise unmapped(f"it has no token {name}")
+        tokens[token_id], types[token_id] = name, int(gguf_package().TokenType.BYTE)
+
+
+def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
+    """Return whether text gets a space before it, whether it is split at spaces, and what llama.cpp does otherwise.
+
+    Spaces must become the character that stands for them, and nothing else may happen to the text.
+    """
+    normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    splitter = tokenizer.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
+    prefix = escapes = splits = False
+    differs = ""
+    for step in (*normalizer.get("normalizers", [normalizer]), *splitter.get("pretokenizers", [splitter])):
+        step_type, pattern = step.get("type"), (step.get("pattern") or {})
+        if step_type == "Prepend" and step.get("prepend") == SPACE:
+            prefix = True
+        elif step_type == "Replace" and pattern.get("String") == " " and step.get("content") == SPACE:
+            escapes = True
+        elif step_type == "Metaspace" and step.get("replacement") == SPACE:
+            scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+            prefix, escapes, splits = scheme != "never", True, bool(step.get("split", True))
+            differs = DIFFERS[scheme]
+        elif step_type != "Split" or pattern.get("String") != " " or not escapes:
+            raise unmapped(f"it changes or splits text by {step}")
+    if not escapes:
+        raise unmapped("it has tokens of bytes, and no character that stands for spaces")
+    return prefix, splits, differs
+
+
+def _check_all_joined(
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], fixed: set[str], *, splits: bool
+) -> None:
+    """Raise ExportError unless any two tokens whose joint text is a token may be joined.
+
+    fixed: tokens that are found in the text before anything is joined
+    """
+    listed = {(left, right) for left, right in merges}
+    for token in vocab:
+        if token in fixed or BYTE.fullmatch(token):
+            continue
+        if splits and SPACE in token[1:]:
+            raise unmapped(f"it splits text at spaces, and has the token {token!r}")
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocab and right in vocab and (left, right) not in listed and not fixed & {left, right}:
+                raise unmapped(f"it does not join {left!r} and {right!r} to {token!r}, as SentencePiece would")

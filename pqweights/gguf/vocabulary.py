@@ -1,6 +1,6 @@
 """The vocabulary of a GGUF file: tokens with types and scores, merges, special tokens, chat template.
 
-It is read from the tokenizer's files as they are stored, without a tokenizer. Special tokens, merges and the template
+It is read from tokenizer.json as it is stored, without a tokenizer. Special tokens, merges and the template
 are collected by SpecialVocab of the gguf package, which reads a folder; what stands around a text is read here, because
 its versions take it from different files. llama.cpp's converter recognizes how a tokenizer splits text by a hash over a
 sample; here the rules themselves are looked up (the names and expressions are those of src/llama-vocab.cpp).
@@ -18,8 +18,7 @@ from typing import Any
 
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import SourceError
-from pqweights.gguf.package import gguf_package, silent
-from pqweights.gguf.sentencepiece import MODEL_FILE, from_json, from_model, is_sentencepiece
+from pqweights.gguf import gguf_package, silent
 from pqweights.gguf.tokens import (
     CONFIG,
     FAST,
@@ -28,11 +27,11 @@ from pqweights.gguf.tokens import (
     placed_tokens,
     read_json,
     read_tokenizer,
-    strips_spaces,
+    sentencepiece,
     unmapped,
 )
 
-MERGES, NAMED = "merges.txt", "special_tokens_map.json"
+NAMED = "special_tokens_map.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MORE_TEMPLATES = "additional_chat_templates/"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -42,208 +41,11 @@ ENDS = ("eos", "eot", "eom")
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>")
 MESSAGE_ENDS = ("<|eom_id|>",)
 KNOWN_ENDS = frozenset({*TURN_ENDS, *MESSAGE_ENDS, "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>"})
-
-
-def surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of the tokens that a tokenizer.json puts before and after a text.
-
-    rows: the number of tokens of the model
-
-    Raises ExportError if llama.cpp cannot put them there, SourceError if they are not tokens.
-    """
-    try:
-        before, behind = _around(tokenizer)
-    except (AttributeError, LookupError, TypeError) as error:
-        raise SourceError(f"{FAST}: its post_processor is damaged: {error!r:.100}") from None
-    for token in (*before, *behind):
-        if not isinstance(token, int) or not 0 <= token < rows:
-            raise SourceError(f"{FAST}: its post_processor has the token id {token!r}, and the model has {rows} tokens")
-    if len(before) > 1 or len(behind) > 1:
-        raise unmapped("it puts more than one token before or after a text")
-    return tuple(before), tuple(behind)
-
-
-def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The ids before and after a text, which are not checked."""
-    processor = tokenizer.get("post_processor") or {"type": "Sequence", "processors": []}
-    before: list[Any] = []
-    behind: list[Any] = []
-    for step in processor.get("processors", [processor]):
-        if step.get("type") == "TemplateProcessing":
-            side = before
-            for part in step.get("single") or []:
-                if "Sequence" in part:
-                    side = behind
-                else:
-                    side += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
-        elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
-            before.append(step["cls"][1])
-            behind.append(step["sep"][1])
-        elif step.get("type") != "ByteLevel":
-            raise unmapped(f"it processes tokens by {step}")
-    return before, behind
-
-
-def add_special(storage: Storage, config: Mapping[str, Any], writer: Any, *, vocabulary: Vocabulary) -> tuple[str, ...]:
-    """Write the merges, special tokens and chat template of a vocabulary.
-
-    Returns the tokens at which transformers ends what it generates, and llama.cpp does not.
-
-    config: that of the text model
-    writer: a GGUFWriter of the gguf package
-
-    Raises ExportError for byte-level BPE without merges, SourceError for damaged files.
-    """
-    merged = vocabulary.model == "gpt2"
-    with tempfile.TemporaryDirectory() as name, silent():
-        _write_files(storage, config, Path(name))
-        try:
-            special = gguf_package().SpecialVocab(
-                name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
-            )
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
-    if merged and not special.merges:
-        raise unmapped("it has no merges")
-    _settle(special.special_token_ids, special.add_special_token, vocabulary)
-    missed = _add_ends(special.special_token_ids, _ends(storage, config), vocabulary.tokens)
-    with silent():
-        special.add_to_gguf(writer, quiet=True)
-    return missed
-
-
-def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary) -> None:
-    """Decide which tokens begin and end a text.
-
-    ids: by name, such as bos; bos and eos are those that llama.cpp puts around a text
-    added: by name, whether it does
-    """
-    if vocabulary.surrounding_ids is None:
-        added["bos"] = "bos" in ids and added.get("bos", vocabulary.starts)
-        added["eos"] = "eos" in ids and added.get("eos", False)
-    else:
-        for name, special in zip(("bos", "eos"), vocabulary.surrounding_ids, strict=True):
-            added[name] = bool(special)
-            if special and ids.get(name) != special[0]:
-                if name == "eos" and "eos" in ids:
-                    ids["eot"] = ids["eos"]  # it still ends what is generated
-                ids[name] = special[0]
-    if "eos" in ids:
-        ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
-
-
-def _ends(storage: Storage, config: Mapping[str, Any]) -> list[Any]:
-    """The ids of the tokens at which transformers ends what it generates."""
-    ends = read_json(storage, "generation_config.json").get("eos_token_id")
-    ends = config.get("eos_token_id") if ends is None else ends
-    return ends if isinstance(ends, list) else [ends]
-
-
-def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tuple[str, ...]:
-    """Name further tokens at which generation ends, and return those that can neither be named nor are known.
-
-    The end of a message comes first: llama.cpp finds the end of a turn by its text, and also writes it.
-    """
-    ids_of_ends = dict.fromkeys(token for token in ends if isinstance(token, int) and 0 <= token < len(tokens))
-    by_text = {tokens[token]: token for token in ids_of_ends}
-    for name, texts in (("eom", MESSAGE_ENDS), ("eot", TURN_ENDS)):
-        known = next((by_text[text] for text in texts if text in by_text), None)
-        if known is not None:
-            ids.setdefault(name, known)
-    named = {ids.get(name) for name in ENDS}
-    others = [token for text, token in by_text.items() if token not in named and text not in KNOWN_ENDS]
-    free = [name for name in ("eom", "eot") if name not in ids]
-    ids.update(zip(free, others, strict=False))
-    return tuple(tokens[token] for token in others[len(free) :])
-
-
-def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
-    """Write what SpecialVocab reads into a folder."""
-    files = storage.files()
-    for name in (FAST, MERGES, *TEMPLATES, *(file for file in files if file.startswith(MORE_TEMPLATES))):
-        if name in files:
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(read_file(storage, name))
-    named = {key: value for key, value in read_json(storage, NAMED).items() if isinstance(value, str | dict)}
-    about = read_json(storage, CONFIG)
-    if TEMPLATES[0] in files:
-        about.pop("chat_template", None)  # as in transformers, the file has precedence
-    (folder / CONFIG).write_text(json.dumps(named | about))
-    generation = read_json(storage, "generation_config.json")
-    ids = {}
-    for name in SPECIAL:
-        stated = config.get(f"{name}_token_id")
-        stated = generation.get(f"{name}_token_id") if stated is None else stated
-        ids[f"{name}_token_id"] = stated[0] if isinstance(stated, list) and stated else stated
-    (folder / "config.json").write_text(json.dumps(ids))
-
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
-TEKKEN = "".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
-GPT4O = f"{_CASED[0]}{_CONTRACTIONS}?{_CASED[1]}{_CONTRACTIONS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
-DEEPSEEK3 = _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
-CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
-
-# The expressions by which text is split, one after the other; whether whole words of the vocabulary are taken before
-# merges apply -> the name in llama.cpp.
-NAMES = {
-    ((GPT2,), False): "gpt-2",
-    ((DIGIT, GPT2), False): "smollm",
-    ((LLAMA3,), True): "llama-bpe",
-    ((LLAMA3,), False): "smaug-bpe",
-    ((QWEN2,), False): "qwen2",
-    ((QWEN35,), False): "qwen35",
-    ((TEKKEN,), True): "tekken",
-    ((GPT4O,), False): "gpt-4o",
-    ((r"\p{N}{1,3}", CJK, DEEPSEEK3), False): "deepseek-v3",
-}
-# Where llama.cpp only approximates the expressions, of which its engine lacks some classes of characters.
-_ROUGHLY = (
-    "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them otherwise"
-)
-DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
-# What the slow tokenizers of transformers do, which have no tokenizer.json.
-CLASSES = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-
-
-def pre_tokenizer(tokenizer: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the name of the pre-tokenizer of a byte-level tokenizer.json, or None; and what was found."""
-    steps = tokenizer.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    expressions = tuple(part for step in steps for part in _expressions(step))
-    whole_words = bool(tokenizer["model"].get("ignore_merges"))
-    return NAMES.get((expressions, whole_words)), f"{expressions}, ignore_merges {whole_words}"
-
-
-def _expressions(step: Mapping[str, Any]) -> tuple[str, ...]:
-    """The expressions by which a step splits; an unknown step stands for itself, so that it is found nowhere."""
-    step_type = step.get("type")
-    if step_type == "ByteLevel" and not step.get("add_prefix_space"):
-        return (GPT2,) if step.get("use_regex", True) else ()
-    if step_type == "Digits":
-        return (DIGIT if step.get("individual_digits") else DIGITS,)
-    pattern = step.get("pattern")
-    # Where every character matches, dropping what does not match is the same as cutting there.
-    whole = (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
-    if step_type == "Split" and whole and isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
-        return (pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n"),)
-    return (str(dict(step)),)
-
-
-SLOW = "vocab.json"
 # Of tokenizers that nothing here reads.
-OTHERS = ("tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.txt")
+OTHERS = (
+    *("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken"),
+    *("tokenizer.tiktoken", "vocab.txt"),
+)
 NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
 # llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
 # tokens.
@@ -263,14 +65,11 @@ def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
     if FAST in files:
         tokenizer = read_tokenizer(storage)
         return _with_added(_of_json(tokenizer, rows), tokenizer.get("added_tokens") or [])
-    if MODEL_FILE in files:
-        added = _added(storage)
-        return _with_added(from_model(read_file(storage, MODEL_FILE), added, rows), added)
-    if SLOW in files and MERGES in files:
-        return _with_added(_of_slow(storage, rows), _added(storage))
     for name in OTHERS:
         if name in files:
-            raise unmapped(f"{name} without {FAST}")
+            raise unmapped(
+                f"{name} without {FAST}, which AutoTokenizer.from_pretrained(...).save_pretrained(...) makes"
+            )
     return None
 
 
@@ -319,7 +118,7 @@ def add_vocabulary(
     writer.add_token_types(vocabulary.types)
     if vocabulary.space_prefix is not None:
         writer.add_add_space_prefix(vocabulary.space_prefix)
-    return add_special(storage, config, writer, vocabulary=vocabulary)
+    return _add_special(storage, config, writer, vocabulary)
 
 
 def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
@@ -330,40 +129,200 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
-    surrounding_ids = surrounding(tokenizer, rows)
-    if is_sentencepiece(tokenizer):
-        return replace(from_json(tokenizer, rows), surrounding_ids=surrounding_ids)
-    pre, rules = pre_tokenizer(tokenizer)
-    if pre is None:
-        raise unmapped(f"{FAST} splits text by {rules}")
+    added = tokenizer.get("added_tokens") or []
+    known = {
+        "surrounding_ids": _surrounding(tokenizer, rows),
+        "strips": any(entry.get("rstrip") and entry.get("special") for entry in added),
+    }
+    if model.get("byte_fallback"):  # characters that it lacks become tokens of bytes, as in SentencePiece
+        return sentencepiece(tokenizer, rows, **known)
+    pre = _pre_tokenizer(tokenizer)
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
         raise unmapped(f"{FAST} changes text by {tokenizer['normalizer']}")
-    vocabulary = _byte_level(model["vocab"], tokenizer.get("added_tokens") or [], pre=pre, rows=rows)
+    tokens, types = placed_tokens(model["vocab"], added, rows)
     differs = DIFFERS.get(pre, "") if normalizer is None else NOT_NORMALIZED
-    return replace(vocabulary, differs=(differs,) if differs else (), surrounding_ids=surrounding_ids)
+    return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, differs=(differs,) if differs else (), **known)
 
 
-def _of_slow(storage: Storage, rows: int) -> Vocabulary:
-    """The vocabulary of vocab.json and merges.txt, of a class whose way to split text is known."""
-    name = str(read_json(storage, CONFIG).get("tokenizer_class"))
-    if name.removesuffix("Fast") not in CLASSES:
-        raise unmapped(f"there is no {FAST}, and the tokenizer is of class {name}")
-    return _byte_level(read_json(storage, SLOW), _added(storage), pre=CLASSES[name.removesuffix("Fast")], rows=rows)
-
-
-def _byte_level(vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], *, pre: str, rows: int) -> Vocabulary:
-    tokens, types = placed_tokens(vocab, added, rows)
-    return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, strips=strips_spaces(added))
-
-
-def _added(storage: Storage) -> list[dict[str, Any]]:
-    """Return the tokens that were added to a vocabulary beside which there is no tokenizer.json."""
-    listed = read_json(storage, "added_tokens.json")
-    decoder = read_json(storage, CONFIG).get("added_tokens_decoder") or {}
+def _surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids of the tokens that a tokenizer.json puts before and after a text, of `rows` that there are."""
     try:
-        added = {int(token_id): {"content": token} for token, token_id in listed.items()}
-        added.update({int(token_id): token for token_id, token in decoder.items()})
-        return [{"id": token_id, "content": token["content"], **token} for token_id, token in added.items()]
-    except (AttributeError, LookupError, TypeError, ValueError):
-        raise SourceError(f"{CONFIG}: expected tokens with their ids as added tokens") from None
+        before, behind = _around(tokenizer)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise SourceError(f"{FAST}: its post_processor is damaged: {error!r:.100}") from None
+    for token in (*before, *behind):
+        if not isinstance(token, int) or not 0 <= token < rows:
+            raise SourceError(f"{FAST}: its post_processor has the token id {token!r}, and the model has {rows} tokens")
+    if len(before) > 1 or len(behind) > 1:
+        raise unmapped("it puts more than one token before or after a text")
+    return tuple(before), tuple(behind)
+
+
+def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The ids before and after a text, which are not checked."""
+    processor = tokenizer.get("post_processor") or {"type": "Sequence", "processors": []}
+    before: list[Any] = []
+    behind: list[Any] = []
+    for step in processor.get("processors", [processor]):
+        if step.get("type") == "TemplateProcessing":
+            side = before
+            for part in step.get("single") or []:
+                if "Sequence" in part:
+                    side = behind
+                else:
+                    side += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+        elif step.get("type") in ("RobertaProcessing", "BertProcessing"):
+            before.append(step["cls"][1])
+            behind.append(step["sep"][1])
+        elif step.get("type") != "ByteLevel":
+            raise unmapped(f"it processes tokens by {step}")
+    return before, behind
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+TEKKEN = "".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+GPT4O = f"{_CASED[0]}{_CONTRACTIONS}?{_CASED[1]}{_CONTRACTIONS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+DEEPSEEK3 = _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
+CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
+
+# The expressions by which text is split, one after the other; whether whole words of the vocabulary are taken before
+# merges apply -> the name in llama.cpp.
+NAMES = {
+    ((GPT2,), False): "gpt-2",
+    ((DIGIT, GPT2), False): "smollm",
+    ((LLAMA3,), True): "llama-bpe",
+    ((LLAMA3,), False): "smaug-bpe",
+    ((QWEN2,), False): "qwen2",
+    ((QWEN35,), False): "qwen35",
+    ((TEKKEN,), True): "tekken",
+    ((GPT4O,), False): "gpt-4o",
+    ((r"\p{N}{1,3}", CJK, DEEPSEEK3), False): "deepseek-v3",
+}
+# Where llama.cpp only approximates the expressions, of which its engine lacks some classes of characters.
+_ROUGHLY = (
+    "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them otherwise"
+)
+DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
+
+
+def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
+    """Return the name of the pre-tokenizer of a byte-level tokenizer.json."""
+    steps = tokenizer.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    expressions = tuple(part for step in steps for part in _expressions(step))
+    whole_words = bool(tokenizer["model"].get("ignore_merges"))
+    if (expressions, whole_words) not in NAMES:
+        raise unmapped(f"{FAST} splits text by {expressions}, ignore_merges {whole_words}")
+    return NAMES[expressions, whole_words]
+
+
+def _expressions(step: Mapping[str, Any]) -> tuple[str, ...]:
+    """The expressions by which a step splits; an unknown step stands for itself, so that it is found nowhere."""
+    step_type = step.get("type")
+    if step_type == "ByteLevel" and not step.get("add_prefix_space"):
+        return (GPT2,) if step.get("use_regex", True) else ()
+    if step_type == "Digits":
+        return (DIGIT if step.get("individual_digits") else DIGITS,)
+    pattern = step.get("pattern")
+    # Where every character matches, dropping what does not match is the same as cutting there.
+    whole = (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
+    if step_type == "Split" and whole and isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+        return (pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n"),)
+    return (str(dict(step)),)
+
+
+def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, vocabulary: Vocabulary) -> tuple[str, ...]:
+    """Write the merges, special tokens and chat template; see add_vocabulary.
+
+    Raises ExportError for byte-level BPE without merges, SourceError for damaged files.
+    """
+    merged = vocabulary.model == "gpt2"
+    with tempfile.TemporaryDirectory() as name, silent():
+        _write_files(storage, config, Path(name))
+        try:
+            special = gguf_package().SpecialVocab(
+                name, load_merges=merged, special_token_types=SPECIAL, n_vocab=len(vocabulary.tokens)
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
+    if merged and not special.merges:
+        raise unmapped("it has no merges")
+    _settle(special.special_token_ids, special.add_special_token, vocabulary)
+    missed = _add_ends(special.special_token_ids, _ends(storage, config), vocabulary.tokens)
+    with silent():
+        special.add_to_gguf(writer, quiet=True)
+    return missed
+
+
+def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary) -> None:
+    """Decide which tokens begin and end a text.
+
+    ids: by name, such as bos; bos and eos are those that llama.cpp puts around a text
+    added: by name, whether it does
+    """
+    for name, special in zip(("bos", "eos"), vocabulary.surrounding_ids, strict=True):
+        added[name] = bool(special)
+        if special and ids.get(name) != special[0]:
+            if name == "eos" and "eos" in ids:
+                ids["eot"] = ids["eos"]  # it still ends what is generated
+            ids[name] = special[0]
+    if "eos" in ids:
+        ids.setdefault("bos", ids["eos"])  # llama.cpp would take token 11
+
+
+def _ends(storage: Storage, config: Mapping[str, Any]) -> list[Any]:
+    """The ids of the tokens at which transformers ends what it generates."""
+    ends = read_json(storage, "generation_config.json").get("eos_token_id")
+    ends = config.get("eos_token_id") if ends is None else ends
+    return ends if isinstance(ends, list) else [ends]
+
+
+def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tuple[str, ...]:
+    """Name further tokens at which generation ends, and return those that can neither be named nor are known.
+
+    The end of a message comes first: llama.cpp finds the end of a turn by its text, and also writes it.
+    """
+    ids_of_ends = dict.fromkeys(token for token in ends if isinstance(token, int) and 0 <= token < len(tokens))
+    by_text = {tokens[token]: token for token in ids_of_ends}
+    for name, texts in (("eom", MESSAGE_ENDS), ("eot", TURN_ENDS)):
+        known = next((by_text[text] for text in texts if text in by_text), None)
+        if known is not None:
+            ids.setdefault(name, known)
+    named = {ids.get(name) for name in ENDS}
+    others = [token for text, token in by_text.items() if token not in named and text not in KNOWN_ENDS]
+    free = [name for name in ("eom", "eot") if name not in ids]
+    ids.update(zip(free, others, strict=False))
+    return tuple(tokens[token] for token in others[len(free) :])
+
+
+def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
+    """Write what SpecialVocab reads into a folder."""
+    files = storage.files()
+    for name in (FAST, *TEMPLATES, *(file for file in files if file.startswith(MORE_TEMPLATES))):
+        if name in files:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(read_file(storage, name))
+    named = {key: value for key, value in read_json(storage, NAMED).items() if isinstance(value, str | dict)}
+    about = read_json(storage, CONFIG)
+    if TEMPLATES[0] in files:
+        about.pop("chat_template", None)  # as in transformers, the file has precedence
+    (folder / CONFIG).write_text(json.dumps(named | about))
+    generation = read_json(storage, "generation_config.json")
+    ids = {}
+    for name in SPECIAL:
+        stated = config.get(f"{name}_token_id")
+        stated = generation.get(f"{name}_token_id") if stated is None else stated
+        ids[f"{name}_token_id"] = stated[0] if isinstance(stated, list) and stated else stated
+    (folder / "config.json").write_text(json.dumps(ids))

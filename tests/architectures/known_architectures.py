@@ -14,66 +14,32 @@ WIDTH, WIDE = 128, 256
 
 # Names that the configurations of different models have for the same sizes.
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDE, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 ENCODER = {key: value for key, value in TEXT.items() if key not in ("head_dim", "num_key_value_heads")}
 SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": WIDE,
-    "decoder_ffn_dim": WIDE,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": WIDE, "decoder_ffn_dim": WIDE,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "forced_eos_token_id": 2,
+}  # fmt: skip
 GPT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "n_embd": WIDTH,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 MAMBA: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "state_size": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 16, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": WIDTH,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+    "moe_intermediate_size": WIDTH, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 DELTA_NET: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
-}
+}  # fmt: skip
 SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 YARN: dict[str, Any] = {
@@ -87,34 +53,17 @@ YARN: dict[str, Any] = {
     }
 }
 IMAGE: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 16,
-    "projection_dim": WIDTH,
-}
+    "hidden_size": WIDTH, "intermediate_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 32, "patch_size": 16, "projection_dim": WIDTH,
+}  # fmt: skip
 SPEECH: dict[str, Any] = {
-    **ENCODER,
-    "conv_dim": (32, 32),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 2),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-}
+    **ENCODER, "conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+}  # fmt: skip
 QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 64,
-    "embed_dim": 64,
-    "intermediate_size": 128,
-    "num_heads": 4,
-    "out_hidden_size": WIDTH,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}
+    "depth": 1, "hidden_size": 64, "embed_dim": 64, "intermediate_size": 128, "num_heads": 4,
+    "out_hidden_size": WIDTH, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 QWEN_VL: dict[str, Any] = {**UNTIED, "text_config": {**TEXT, **UNTIED}, "vision_config": QWEN_VISION}
 SEEING: dict[str, Any] = {
@@ -124,28 +73,15 @@ SEEING: dict[str, Any] = {
 }
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
 T5: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "d_kv": 32,
-    "d_ff": WIDE,
-    "num_layers": 2,
-    "num_heads": 4,
-}
+    "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 32, "d_ff": WIDE, "num_layers": 2, "num_heads": 4,
+}  # fmt: skip
 MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 # Multi-head latent attention and experts in groups, of DeepSeek's models.
 MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": WIDTH,
-    "q_lora_rank": WIDTH,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "head_dim": 16,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-}
+    "num_key_value_heads": 4, "kv_lora_rank": WIDTH, "q_lora_rank": WIDTH, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 LOADS = "loads"
 UNKNOWN_TO_MLX = "it has no model of type"
 TRANSPOSED = "it stores its linear weights transposed"
@@ -197,40 +133,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "t5": A("T5", T5, head=GENERATES, takes="seq2seq"),
     "bart": A("Bart", SEQ2SEQ, head=GENERATES, takes="seq2seq"),
     "whisper": A(
-        "Whisper",
-        SEQ2SEQ,
-        head=GENERATES,
-        takes="features",
-        num_mel_bins=16,
-        max_source_positions=32,
-        max_target_positions=32,
+        "Whisper", SEQ2SEQ, head=GENERATES, takes="features", num_mel_bins=16, max_source_positions=32,
+        max_target_positions=32
     ),
     "gpt2": A("GPT2", GPT, head="LMHeadModel", vllm=TRANSPOSED, torchao=TRANSPOSED, mlx=LOADS),
     "gpt_neo": A(
-        "GPTNeo",
-        TOKENS,
-        hidden_size=WIDTH,
-        num_layers=2,
-        num_heads=4,
-        intermediate_size=WIDE,
-        max_position_embeddings=64,
-        attention_types=[[["global", "local"], 1]],
-        window_size=8,
+        "GPTNeo", TOKENS, hidden_size=WIDTH, num_layers=2, num_heads=4, intermediate_size=WIDE,
+        max_position_embeddings=64, attention_types=[[["global", "local"], 1]], window_size=8
     ),
     "gpt_neox": A("GPTNeoX", ENCODER, mlx=LOADS, intermediate_size=512),
     "gptj": A("GPTJ", GPT, mlx=LOADS, rotary_dim=16),
     "gpt_bigcode": A("GPTBigCode", GPT, mlx=r"\(TypeError in gpt_bigcode.py, line \d+\)"),
     "openai-gpt": A("OpenAIGPT", GPT, head="LMHeadModel", vllm=TRANSPOSED, torchao=TRANSPOSED),
     "dbrx": A(
-        "Dbrx",
-        mlx=LOADS,
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=64,
+        "Dbrx", mlx=LOADS, vocab_size=VOCABULARY, d_model=WIDTH, n_heads=4, n_layers=2, max_seq_len=64,
         ffn_config={"ffn_hidden_size": WIDTH, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": WIDTH},
-        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}
     ),
     "jetmoe": A("JetMoe", TEXT, EXPERTS, kv_channels=32),
     "aria_text": A("AriaText", TEXT, intermediate_size=WIDTH, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
@@ -254,25 +172,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": A("Gemma2", TEXT, mlx=LOADS),
     "gemma3_text": A("Gemma3", TEXT, config="Gemma3Text", mlx=LOADS, num_hidden_layers=6),
     "gemma4_text": A(
-        "Gemma4",
-        TEXT,
-        SLIDING,
-        config="Gemma4Text",
-        mlx=LOADS,
-        global_head_dim=512,
-        hidden_size_per_layer_input=64,
-        vocab_size_per_layer_input=VOCABULARY,
-        num_kv_shared_layers=0,
+        "Gemma4", TEXT, SLIDING, config="Gemma4Text", mlx=LOADS, global_head_dim=512, hidden_size_per_layer_input=64,
+        vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=0
     ),
     "gemma3n_text": A(
-        "Gemma3n",
-        TEXT,
-        config="Gemma3nText",
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=32,
-        num_kv_shared_layers=0,
-        activation_sparsity_pattern=[0.0, 0.0],
-        layer_types=["sliding_attention", "full_attention"],
+        "Gemma3n", TEXT, config="Gemma3nText", vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=32,
+        num_kv_shared_layers=0, activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=["sliding_attention", "full_attention"]
     ),
     "phi": A("Phi", TEXT, mlx=LOADS),
     "phi3": A("Phi3", TEXT, mlx=LOADS),
@@ -287,44 +193,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": A("Granite", TEXT, mlx=LOADS),
     "granitemoe": A("GraniteMoe", TEXT, EXPERTS, mlx=LOADS),
     "granitemoehybrid": A(
-        "GraniteMoeHybrid",
-        TEXT,
-        EXPERTS,
-        mlx="Unknown layer type",
-        shared_intermediate_size=WIDTH,
-        layer_types=["mamba", "attention"],
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_d_state=16,
+        "GraniteMoeHybrid", TEXT, EXPERTS, mlx="Unknown layer type", shared_intermediate_size=WIDTH,
+        layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16
     ),
     "deepseek_v2": A(
-        "DeepseekV2",
-        TEXT,
-        MLA,
-        YARN,
-        mlx=LOADS,
-        moe_intermediate_size=WIDTH,
-        num_experts=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        "DeepseekV2", TEXT, MLA, YARN, mlx=LOADS, moe_intermediate_size=WIDTH, num_experts=4, num_local_experts=4,
+        num_experts_per_tok=2
     ),
     "deepseek_v3": A("DeepseekV3", TEXT, EXPERTS, MLA, mlx=LOADS),
     "kimi_linear": A(
-        "KimiLinear",
-        TEXT,
-        EXPERTS,
-        vllm=RESHAPED,
-        torchao=RESHAPED,
-        mlx="settings that config.json does not have: 'rope_theta' and 'linear_attn_config'",
-        num_key_value_heads=4,
-        kv_lora_rank=WIDTH,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        linear_head_dim=32,
-        linear_num_heads=4,
-        layer_types=["linear_attention", "full_attention"],
-        mlp_layer_types=["dense", "dense"],
+        "KimiLinear", TEXT, EXPERTS, vllm=RESHAPED, torchao=RESHAPED,
+        mlx="settings that config.json does not have: 'rope_theta' and 'linear_attn_config'", num_key_value_heads=4,
+        kv_lora_rank=WIDTH, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, linear_head_dim=32,
+        linear_num_heads=4, layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "dense"]
     ),
     "glm": A("Glm", TEXT, mlx=LOADS),
     "glm4": A("Glm4", TEXT, mlx=LOADS),
@@ -337,34 +218,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": A("Nemotron", TEXT, mlx=LOADS),
     "hunyuan_v1_dense": A("HunYuanDenseV1", TEXT, mlx=LOADS),
     "llama4_text": A(
-        "Llama4",
-        TEXT,
-        EXPERTS,
-        config="Llama4Text",
-        vllm=FUSED,
-        mlx="no place for 7 tensors: lm_head.weight",
-        intermediate_size_mlp=WIDE,
-        interleave_moe_layer_step=2,
+        "Llama4", TEXT, EXPERTS, config="Llama4Text", vllm=FUSED, mlx="no place for 7 tensors: lm_head.weight",
+        intermediate_size_mlp=WIDE, interleave_moe_layer_step=2
     ),
     "llama4": A(
-        "Llama4",
-        head=GENERATES,
-        vllm=FUSED,
-        mlx=LOADS,
-        text_config={
-            **TEXT,
-            **EXPERTS,
-            "num_hidden_layers": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": WIDE,
-            "interleave_moe_layer_step": 2,
-        },
-        vision_config={
-            **IMAGE,
-            "vision_output_dim": WIDTH,
-            "projector_input_dim": WIDTH,
-            "projector_output_dim": WIDTH,
-        },
+        "Llama4", head=GENERATES, vllm=FUSED, mlx=LOADS,
+        text_config={**TEXT, **EXPERTS, "num_hidden_layers": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": WIDE,
+            "interleave_moe_layer_step": 2},
+        vision_config={**IMAGE, "vision_output_dim": WIDTH, "projector_input_dim": WIDTH, "projector_output_dim": WIDTH}
     ),
     "laguna": A("Laguna", TEXT, EXPERTS, torchao=RENAMED, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
     "hy_v3": A("HYV3", TEXT, EXPERTS, torchao=RENAMED),
@@ -372,163 +233,78 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hrm_text": A("HrmText", TEXT, vllm=RESHAPED, torchao=RESHAPED),
     "gpt_oss": A("GptOss", TEXT, EXPERTS, mlx=LOADS, intermediate_size=WIDTH, sliding_window=32),
     "jamba": A(
-        "Jamba",
-        TEXT,
-        EXPERTS,
-        mlx=LOADS,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        mamba_d_state=16,
-        mamba_dt_rank=16,
+        "Jamba", TEXT, EXPERTS, mlx=LOADS, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+        expert_layer_offset=1, mamba_d_state=16, mamba_dt_rank=16
     ),
     "bamba": A("Bamba", TEXT, MAMBA2, attn_layer_indices=[1]),
     "zamba2": A(
-        "Zamba2",
-        TEXT,
-        num_key_value_heads=4,
-        mamba_d_state=16,
-        mamba_headdim=32,
-        n_mamba_heads=8,
-        mamba_ngroups=1,
-        layers_block_type=["mamba", "hybrid"],
-        hybrid_layer_ids=[1],
-        attention_head_dim=64,
-        num_mem_blocks=1,
+        "Zamba2", TEXT, num_key_value_heads=4, mamba_d_state=16, mamba_headdim=32, n_mamba_heads=8, mamba_ngroups=1,
+        layers_block_type=["mamba", "hybrid"], hybrid_layer_ids=[1], attention_head_dim=64, num_mem_blocks=1
     ),
     "nemotron_h": A(
-        "NemotronH",
-        TEXT,
-        EXPERTS,
-        mlx=LOADS,
-        layers_block_type=["mamba", "attention", "moe"],
-        mamba_num_heads=8,
-        mamba_head_dim=32,
-        ssm_state_size=16,
-        n_groups=1,
-        n_routed_experts=4,
-        moe_shared_expert_intermediate_size=WIDTH,
-        n_group=1,
-        topk_group=1,
+        "NemotronH", TEXT, EXPERTS, mlx=LOADS, layers_block_type=["mamba", "attention", "moe"], mamba_num_heads=8,
+        mamba_head_dim=32, ssm_state_size=16, n_groups=1, n_routed_experts=4, moe_shared_expert_intermediate_size=WIDTH,
+        n_group=1, topk_group=1
     ),
     "mamba": A("Mamba", MAMBA, mlx=LOADS),
     "mamba2": A("Mamba2", MAMBA, mlx=LOADS, num_heads=8, head_dim=32, n_groups=1),
     "falcon_mamba": A("FalconMamba", MAMBA, mlx=LOADS),
     "falcon_h1": A("FalconH1", TEXT, MAMBA2, mlx=LOADS, mamba_d_ssm=WIDTH, mamba_n_heads=4),
     "rwkv": A(
-        "Rwkv",
-        TOKENS,
-        torchao=DIRECTLY,
-        hidden_size=WIDTH,
-        attention_hidden_size=WIDTH,
-        num_hidden_layers=2,
-        intermediate_size=WIDE,
-        context_length=64,
+        "Rwkv", TOKENS, torchao=DIRECTLY, hidden_size=WIDTH, attention_hidden_size=WIDTH, num_hidden_layers=2,
+        intermediate_size=WIDE, context_length=64
     ),
     "recurrent_gemma": A(
-        "RecurrentGemma",
-        TEXT,
-        mlx=LOADS,
-        num_key_value_heads=1,
-        lru_width=WIDTH,
-        block_types=["recurrent", "attention"],
-        attention_window_size=32,
+        "RecurrentGemma", TEXT, mlx=LOADS, num_key_value_heads=1, lru_width=WIDTH,
+        block_types=["recurrent", "attention"], attention_window_size=32
     ),
     "lfm2": A("Lfm2", TEXT, mlx=LOADS, layer_types=["conv", "full_attention"]),
     "minimax": A(
-        "MiniMax",
-        TEXT,
-        EXPERTS,
-        mlx="does not have: 'shared_intermediate_size' and 'rotary_dim'",
-        layer_types=["linear_attention", "full_attention"],
-        block_size=32,
+        "MiniMax", TEXT, EXPERTS, mlx="does not have: 'shared_intermediate_size' and 'rotary_dim'",
+        layer_types=["linear_attention", "full_attention"], block_size=32
     ),
     "clip": A(
-        "CLIP",
-        head="Model",
-        takes="image and ids",
-        text_config={**ENCODER, "projection_dim": WIDTH},
-        vision_config=IMAGE,
-        projection_dim=WIDTH,
+        "CLIP", head="Model", takes="image and ids", text_config={**ENCODER, "projection_dim": WIDTH},
+        vision_config=IMAGE, projection_dim=WIDTH
     ),
     "siglip": A(
-        "Siglip",
-        head="Model",
-        takes="image and ids",
-        text_config={**ENCODER, "projection_size": WIDTH},
-        vision_config=IMAGE,
+        "Siglip", head="Model", takes="image and ids", text_config={**ENCODER, "projection_size": WIDTH},
+        vision_config=IMAGE
     ),
     "vit": A("ViT", IMAGE, head="ForImageClassification", takes="image", torchao=RENAMED),
     "beit": A("Beit", IMAGE, head="ForImageClassification", takes="image", torchao=RENAMED),
     "dinov2": A("Dinov2", IMAGE, head="Model", takes="image", vllm=RESHAPED, torchao=RESHAPED, mlp_ratio=2),
     "dinov3_vit": A("DINOv3ViT", IMAGE, head="Model", takes="image", torchao=RENAMED),
     "swin": A(
-        "Swin",
-        head="ForImageClassification",
-        takes="image",
-        torchao=RENAMED,
-        image_size=32,
-        patch_size=4,
-        embed_dim=WIDTH,
-        depths=[1, 1],
-        num_heads=[4, 4],
-        window_size=4,
+        "Swin", head="ForImageClassification", takes="image", torchao=RENAMED, image_size=32, patch_size=4,
+        embed_dim=WIDTH, depths=[1, 1], num_heads=[4, 4], window_size=4
     ),
     "wav2vec2": A("Wav2Vec2", SPEECH, head="ForCTC", takes="sound"),
     "wavlm": A("WavLM", SPEECH, head="ForCTC", takes="sound", torchao=DIRECTLY),
     "blip": A(
-        "Blip",
-        head=GENERATES,
-        takes="image and ids",
-        text_config={**ENCODER, "encoder_hidden_size": WIDTH},
-        vision_config=IMAGE,
-        projection_dim=WIDTH,
-        image_text_hidden_size=WIDTH,
+        "Blip", head=GENERATES, takes="image and ids", text_config={**ENCODER, "encoder_hidden_size": WIDTH},
+        vision_config=IMAGE, projection_dim=WIDTH, image_text_hidden_size=WIDTH
     ),
     "llava": A("Llava", SEEING, head=GENERATES, mlx=LOADS, vision_config={**IMAGE, "model_type": "clip_vision_model"}),
     "llava with dinov2": A(
-        "Llava",
-        SEEING,
-        head=GENERATES,
-        vllm=RESHAPED,
-        mlx=LOADS,
-        vision_config={**IMAGE, "model_type": "dinov2", "mlp_ratio": 2},
+        "Llava", SEEING, head=GENERATES, vllm=RESHAPED, mlx=LOADS,
+        vision_config={**IMAGE, "model_type": "dinov2", "mlp_ratio": 2}
     ),
     "mistral3": A(
-        "Mistral3",
-        SEEING,
-        UNTIED,
-        head=GENERATES,
-        mlx=LOADS,
-        text_config={**TEXT, **UNTIED, "model_type": "mistral"},
-        vision_config={**IMAGE, "model_type": "pixtral"},
+        "Mistral3", SEEING, UNTIED, head=GENERATES, mlx=LOADS, text_config={**TEXT, **UNTIED, "model_type": "mistral"},
+        vision_config={**IMAGE, "model_type": "pixtral"}
     ),
     "paligemma": A(
-        "PaliGemma",
-        head=GENERATES,
-        text_config={**TEXT, "model_type": "gemma"},
-        vision_config={**IMAGE, "model_type": "siglip_vision_model"},
-        image_token_index=99,
-        projection_dim=WIDTH,
+        "PaliGemma", head=GENERATES, text_config={**TEXT, "model_type": "gemma"},
+        vision_config={**IMAGE, "model_type": "siglip_vision_model"}, image_token_index=99, projection_dim=WIDTH
     ),
     "gemma3": A(
-        "Gemma3",
-        head=GENERATES,
-        mlx=LOADS,
-        text_config={**TEXT, "num_hidden_layers": 6},
-        vision_config=IMAGE,
-        image_token_index=99,
-        mm_tokens_per_image=4,
-        vocab_size=VOCABULARY,
+        "Gemma3", head=GENERATES, mlx=LOADS, text_config={**TEXT, "num_hidden_layers": 6}, vision_config=IMAGE,
+        image_token_index=99, mm_tokens_per_image=4, vocab_size=VOCABULARY
     ),
     "qwen2_vl": A(
-        "Qwen2VL",
-        QWEN_VL,
-        head=GENERATES,
-        mlx=LOADS,
-        text_config={**TEXT, **MROPE, **UNTIED},
-        vision_config={**QWEN_VISION, "hidden_size": WIDTH},
+        "Qwen2VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED},
+        vision_config={**QWEN_VISION, "hidden_size": WIDTH}
     ),
     "qwen2_5_vl": A("Qwen2_5_VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED}),
     "qwen3_vl": A("Qwen3VL", QWEN_VL, head=GENERATES, mlx=LOADS),
@@ -539,48 +315,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3_5", head=GENERATES, mlx=LOADS, text_config={**TEXT, **DELTA_NET}, vision_config=QWEN_VISION
     ),
     "kimi_k25": A(
-        "Kimi_K25",
-        head=GENERATES,
-        torchao=RENAMED,
-        mlx="its model has no place for 40 tensors",
+        "Kimi_K25", head=GENERATES, torchao=RENAMED, mlx="its model has no place for 40 tensors",
         text_config={**TEXT, **EXPERTS, **MLA, "model_type": "deepseek_v3", "tie_word_embeddings": False},
         tie_word_embeddings=False,
-        vision_config={
-            "hidden_size": WIDTH,
-            "intermediate_size": WIDE,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "patch_size": 8,
-            "pos_emb_height": 4,
-            "pos_emb_width": 4,
-            "pos_emb_time": 4,
-        },
-        image_token_id=99,
-        projection_hidden_size=WIDTH,
+        vision_config={"hidden_size": WIDTH, "intermediate_size": WIDE, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
+        image_token_id=99, projection_hidden_size=WIDTH
     ),
     "lfm2_vl": A(
-        "Lfm2Vl",
-        head=GENERATES,
+        "Lfm2Vl", head=GENERATES,
         text_config={**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_ff_dim": WIDE},
-        vision_config={**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16},
-        image_token_id=99,
+        vision_config={**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16}, image_token_id=99
     ),
     "idefics3": A(
         "Idefics3", head=GENERATES, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE, image_token_id=99
     ),
-}
+}  # fmt: skip
 
 
 # What the page says of a pattern of refusal.
 IN_SHORT = {
-    LOADS: "yes",
-    TRANSPOSED: "no: its weights are stored transposed",
-    FUSED: "no: transformers splits its experts",
-    RESHAPED: "no: transformers cuts or joins its weights",
-    RENAMED: "no: transformers renames its layers",
-    DIRECTLY: "no: it computes with its weights directly",
-    UNKNOWN_TO_MLX: "no",
-}
+    LOADS: "yes", TRANSPOSED: "no: its weights are stored transposed", FUSED: "no: transformers splits its experts",
+    RESHAPED: "no: transformers cuts or joins its weights", RENAMED: "no: transformers renames its layers",
+    DIRECTLY: "no: it computes with its weights directly", UNKNOWN_TO_MLX: "no",
+}  # fmt: skip
 BEGIN, END = "<!-- architectures, from tests/architectures -->\n\n", "\n<!-- /architectures -->"
 
 

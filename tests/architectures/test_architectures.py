@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from building import IDS, build, check_packed, computed, distance, load, open_master
-from export_decoders import export_weight
+from export_decoders import export_weight, from_tiles
 from helpers import Array, as_float32, bf16, f32, master_weights, read_all, run_command, write_checkpoint
-from integer_exports import as_loaded, from_tiles, integer_names, quantization
+from integer_exports import as_loaded, integer_names, quantization
 from known_architectures import ARCHITECTURES, BEGIN, END, LOADS, Architecture, markdown, with_table
 
 from pqweights.errors import ExportError

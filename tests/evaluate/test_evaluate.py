@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import export, quantize
-from export_decoders import export_weight, unpack_nibbles, unpack_stream, unpack_tiles
+from export_decoders import export_weight
 from weight_errors import relative_mse
 
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
+from pqweights.exports.formats import unpack_nibbles, unpack_stream, unpack_tiles
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import open_model
 from pqweights.options import ExportOptions

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import pytest
 from helpers import (
@@ -21,12 +20,10 @@ from helpers import (
     small_checkpoint,
     write_checkpoint,
 )
-from pqweights_cli.main import app
-from typer.testing import CliRunner
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, OptionError, SourceError
-from pqweights.exports import ALIASES, EXPORTS, get_target, target_name
+from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.exports.target import ExportSource
 from pqweights.options import ExportOptions
 from pqweights.rewrite.manifest import ManifestFile, read_manifest
@@ -173,14 +170,6 @@ def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
         run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
 
 
-def test_help_lists_every_target_with_its_summary() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["export", "--help"], env={"COLUMNS": "200"}).output.split())
-    for name, target in EXPORTS.items():
-        assert get_target(name).name == name
-        short = next((f" (or {alias})" for alias, known in ALIASES.items() if known == name), "")
-        assert f"{name}{short}: {' '.join(target.summary.split())}" in shown
-
-
 @pytest.mark.parametrize(
     ("written", "nearest"),
     [
@@ -233,53 +222,3 @@ def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_pat
     )
     assert target_name(described["target"]) == target
     assert not described.keys() & set(ManifestFile.__struct_fields__)
-
-
-@pytest.mark.parametrize(("tied", "target_dtype"), [(True, "bf16"), (False, "source")])
-def test_transformers_loads_the_export(tied: bool, target_dtype: str, tmp_path: Path) -> None:
-    """Every parameter of a tiny Llama is loaded, and its logits are near those of the original."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=160,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "model")
-    _, exported = master_and_export(tmp_path / "model", tmp_path, dtype=target_dtype)
-    assert read_all(exported).keys() == read_all(tmp_path / "model").keys()
-    assert ("lm_head.weight" in read_all(exported)) == (not tied)
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert loaded.dtype == (torch.bfloat16 if target_dtype == "bf16" else torch.float32)
-    assert not hasattr(loaded.config, "quantization_config")
-    ids = torch.arange(32)[None]
-    with torch.inference_mode():
-        exact, found = model(ids).logits, loaded.eval().float()(ids).logits
-    assert float((exact - found).norm() / exact.norm()) < 0.15
-
-
-# With tensors in float32, fused and linear attention, and transposed weights; test_architectures.py tries all others.
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "gpt2"])
-def test_bf16_export_keeps_kept_tensors_and_loads(name: str, base: Path) -> None:
-    family, source = families.FAMILIES[name], read_all(families.model(base, name))
-    exported = families.exported(base, name, "bf16")
-    after, manifest = read_all(exported), read_manifest(families.master(base, name))
-    assert after.keys() == source.keys()
-    for tensor in manifest.tensors:
-        dtype, values = after[tensor.name]
-        if tensor.action == "quantize":
-            assert dtype == "BF16", tensor.name
-        else:
-            assert dtype == source[tensor.name][0], tensor.name
-            assert values.tobytes() == source[tensor.name][1].tobytes(), tensor.name
-    in_float32 = {n for n, (dtype, _) in after.items() if dtype == "F32"}
-    assert in_float32 == {n for n in after if n.endswith(family.float32 or ("?",))}
-    assert bool(in_float32) == bool(family.float32)
-    families.load(exported, family, "bfloat16")

@@ -9,9 +9,9 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from export_decoders import values_of
+from export_decoders import from_compressed_tensors, from_mlx, from_torchao, values_of
 from helpers import Array, as_float32, folder_bytes, read_all, run_command
-from integer_exports import LAYER, from_compressed_tensors, from_torchao, unpacked, work
+from integer_exports import LAYER, work
 from random_moments import write_random_moments
 
 from pqweights.checkpoint.source import open_local
@@ -180,32 +180,6 @@ def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: A
         asked = {"export": str(driven / "master"), "target": "vllm", **options}
         with pytest.raises(OptionError, match=expected):
             run_command(asked, tmp_path / "out")
-
-
-def test_moments_are_folded_like_the_inputs(driven: Path, calibrated: Any) -> None:
-    from pqweights.planning.statistics_file import open_statistics
-
-    moments = open_statistics(calibrated[0])
-    (vector,) = moments.weights[NAMES[0]].vectors
-    assert vector is not None
-    size = moments.vectors[vector].size
-    plain = np.concatenate([strip for _, strip in moments.strips(vector)]).astype(np.float64)
-    factors = np.linspace(0.5, 2, size, dtype=np.float32)
-    wanted = plain / factors / factors[:, None]
-    found = np.concatenate([strip for _, strip in moments.strips(vector, columns=factors)])
-    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
-    rows = moments.held_back(vector).astype(np.float64) / factors
-    assert np.abs(moments.held_back(vector, columns=factors) - rows).max() < 1e-4
-
-
-def from_mlx(tensors: Any, module: str) -> Array:
-    """A stack of weights [experts, N, K] of an mlx export in 4 bits."""
-    words = tensors[f"{module}.weight"][1]
-    codes = unpacked(words.reshape(-1, words.shape[-1]), 4).reshape(*words.shape[:-1], -1).astype(np.float32)
-    size = codes.shape[-1] // as_float32(tensors[f"{module}.scales"]).shape[-1]
-    scales, biases = (np.repeat(as_float32(tensors[f"{module}.{part}"]), size, -1) for part in ("scales", "biases"))
-    result: Array = codes * scales + biases
-    return result
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

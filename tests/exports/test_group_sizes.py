@@ -11,9 +11,9 @@ import families
 import numpy as np
 import pytest
 from commands import done, refused
-from export_decoders import export_weight
+from export_decoders import export_weight, from_compressed_tensors
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
-from integer_exports import from_compressed_tensors, integer_names, quantization
+from integer_exports import integer_names, quantization
 
 from pqweights.rewrite.manifest import read_manifest
 

@@ -10,18 +10,10 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from export_decoders import from_nibbles, from_tiles, from_torchao
 from families import ATTENTION, FAMILIES
 from helpers import Array, as_float32, bf16, gaussian, master_weights, read_all, run_command, write_checkpoint
-from integer_exports import (
-    LAYER,
-    expected_layers,
-    from_nibbles,
-    from_tiles,
-    from_torchao,
-    in_memory,
-    integer_names,
-    untiled,
-)
+from integer_exports import LAYER, expected_layers, in_memory, integer_names
 
 from pqweights.kernels.groups import GroupRule
 from pqweights.rewrite.manifest import read_manifest
@@ -90,16 +82,6 @@ def test_torchao_int4_metadata_lists_every_name_that_transformers_uses(
     names = [f"{name}.weight" for name in (stored, *also)]
     assert json.loads(metadata["tensor_names"]) == names
     assert len({metadata[name] for name in names}) == 1
-
-
-def test_tile_reader_matches_the_layout_written_as_a_permutation() -> None:
-    """The reader above repeats the loops of PyTorch's kernel."""
-    codes = np.random.default_rng(1).integers(0, 16, (24, 384)).astype(np.uint8)
-    rows, columns = codes.shape
-    order = codes.reshape(rows // 8, 8, columns // 128, 4, 2, 2, 4, 2).transpose(0, 2, 1, 6, 3, 7, 4, 5)
-    nibbles = order.reshape(rows // 8, columns // 128, 32, 4, 8).astype(np.uint32)
-    words = (nibbles << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
-    assert np.array_equal(untiled(words), codes)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -9,9 +9,10 @@ import families
 import numpy as np
 import pytest
 from commands import refused
+from export_decoders import from_vllm_format
 from families import FAMILIES, IDS
 from helpers import as_float32, read_all
-from integer_exports import as_loaded, from_vllm_format, integer_names
+from integer_exports import as_loaded, integer_names
 
 from pqweights.exports.vllm import SCHEMES
 from pqweights.rewrite.manifest import read_manifest
@@ -72,7 +73,7 @@ def test_configuration_names_a_format_that_compressed_tensors_knows(name: str, b
         preset.weights.model_dump(exclude={"zp_dtype", "observer"})
     )
     assert (group.input_activations is None) == (preset.input_activations is None)
-    assert parsed.format == SCHEMES[name].layout.name
+    assert parsed.format == SCHEMES[name].layout
 
 
 def test_bits_choose_a_format_of_integers(base: Path) -> None:

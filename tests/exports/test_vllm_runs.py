@@ -14,10 +14,11 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from export_decoders import from_vllm_format
 from external_runtimes import need, run_in_vllm
 from families import FAMILIES, VOCABULARY, Family
 from helpers import Array, as_float32, read_all, run_command
-from integer_exports import from_vllm_format, integer_names
+from integer_exports import integer_names
 from shared import made_once, run_folder
 
 need("vLLM")

@@ -172,11 +172,24 @@ WRONG = {
 }
 
 
+class Counted(io.BytesIO):
+    """A file that knows how much was read at once."""
+
+    most = 0
+
+    def read(self, count: int | None = -1, /) -> bytes:
+        assert count is not None and count >= 0
+        self.most = max(self.most, count)
+        return super().read(count)
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_damage_is_named(name: str) -> None:
+def test_damage_is_named_and_read_in_small_pieces(name: str) -> None:
     data, expected = WRONG[name]
+    file = Counted(data)
     with pytest.raises(SourceError, match=expected) as caught:
-        parse(data)
+        parse_gguf(Path("a.gguf"), file, len(data))
+    assert file.most <= PIECE_BYTES
     assert str(caught.value).startswith("a.gguf: ") and "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -221,25 +234,6 @@ def test_changed_bytes_raise_nothing_but_source_errors(
     del changed[data.draw(st.integers(len(short) // 2, len(short))) :]
     with contextlib.suppress(SourceError):
         parse(bytes(changed))
-
-
-class Counted(io.BytesIO):
-    """A file that knows how much was read at once."""
-
-    most = 0
-
-    def read(self, count: int | None = -1, /) -> bytes:
-        assert count is not None and count >= 0
-        self.most = max(self.most, count)
-        return super().read(count)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_damaged_files_are_read_in_small_pieces(name: str) -> None:
-    file = Counted(WRONG[name][0])
-    with pytest.raises(SourceError):
-        parse_gguf(Path("a.gguf"), file, len(WRONG[name][0]))
-    assert file.most <= PIECE_BYTES
 
 
 # Which files there are.

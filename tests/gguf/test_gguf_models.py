@@ -20,7 +20,6 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf import views
 from pqweights.gguf.architectures import ARCHITECTURES, DEFAULTS, SETTINGS
 from pqweights.gguf.model import GgufModel, MetadataEntry
 from pqweights.gguf.settings import OTHER_NAMES
@@ -159,35 +158,6 @@ def test_any_range_of_a_tensor_can_be_read(dtype: str, encoded: bool, tmp_path: 
         for _ in range(12):
             first, last = sorted(random.integers(0, count + 1, 2).tolist())
             assert read(tensor, first, last - first, dtype) == whole[first * size : last * size], tensor.name
-
-
-class Counting:
-    """A tensor that counts how often it is read, and how many elements."""
-
-    def __init__(self, tensor: LogicalTensor) -> None:
-        self._tensor = tensor
-        self.calls = self.elements = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-    def read(self, start: int, count: int, dtype: str, out: Any) -> None:
-        self.calls += 1
-        self.elements += count
-        self._tensor.read(start, count, dtype, out)
-
-
-def test_heads_are_read_at_once(tmp_path: Path) -> None:
-    """Row by row, an encoded weight would decode most of its blocks many times."""
-    folder = wide_model(tmp_path)
-    tensor = named(converted(folder))["blk.0.attn_q.weight"]
-    counting = Counting(tensor.source)  # type: ignore[attr-defined]
-    watched = views.interleaved("q", counting, head_rows=64)  # type: ignore[arg-type]
-    read(watched, 0, 256 * 256, "F32")
-    assert (counting.calls, counting.elements) == (1, 256 * 256)
-    counting.calls = counting.elements = 0
-    read(watched, 10 * 256, 150 * 256, "F32")  # parts of the first and the last head, and one that is whole
-    assert (counting.calls, counting.elements) == (5, 150 * 256)
 
 
 def moe_config(**changed: Any) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from gguf_llama import converted, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from pqweights.errors import ExportError, SourceError
-from pqweights.gguf.sentencepiece import from_model
 from pqweights.gguf.vocabulary import KNOWN_ENDS
 
-NORMAL, UNKNOWN, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
-    "NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"
+NORMAL, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
+    "NORMAL", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"
 ))  # fmt: skip
 # transformers puts no space before text that begins with one, or that follows a special token; llama.cpp puts one.
 SPACE_DIFFERS = (" a leading space", "   three spaces, trailing   ", " ", *trained.WITH_SPECIAL[1:3])
@@ -137,61 +136,6 @@ def test_added_tokens_of_gemma_stand_for_spaces(tmp_path: Path) -> None:
     assert "▁▁" not in types and types["<0x09>"] == BYTE and types["▁"] == NORMAL
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-def test_models_of_sentencepiece_itself(kind: str, tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    prefix = str(tmp_path / "tokenizer")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(trained.TEXT),
-        model_prefix=prefix,
-        model_type="bpe",
-        vocab_size=420,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=kind == "llama",
-        remove_extra_whitespaces=False,
-        # llama.cpp puts a space behind such a symbol where it puts one before the text.
-        user_defined_symbols=["<h1>"] if kind == "llama" else ["<h1>", "▁▁▁"],
-        minloglevel=2,
-    )
-    model = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
-    folder = write_llama(tmp_path, rows=model.vocab_size() + 2)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"added_tokens_decoder": {str(model.vocab_size()): {"content": "<|user|>", "special": True}}})
-    )
-    found = written(folder)
-    assert (found["model"], found["add_space_prefix"], found["add_bos_token"]) == ("llama", kind == "llama", True)
-    assert found["token_type"][:3] == [UNKNOWN, CONTROL, CONTROL]
-    assert found["token_type"][-2:] == [CONTROL, UNUSED]
-    assert found["scores"][300] == pytest.approx(model.get_score(300))
-    need("llama.cpp")
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        for text in filter(None, trained.STRINGS):
-            assert loaded.tokens(text) == [1, *model.encode(text)], text
-
-
-def test_files_of_slow_tokenizers(tmp_path: Path) -> None:
-    tokenizer = trained.KINDS["gpt2"]()
-    found = written(folder_with(tokenizer, tmp_path))
-    model = json.loads(tokenizer.to_str())["model"]
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]))
-    added = {
-        str(tokenizer.token_to_id(token)): {"content": token, "special": token != trained.PLAIN}
-        for token in (trained.BEGIN, trained.END, trained.USER, trained.PLAIN)
-    }
-    about = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": added}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
-    again = written(tmp_path)
-    assert {key: again[key] for key in ("model", "pre", "tokens", "token_type", "merges")} == {
-        key: found[key] for key in ("model", "pre", "tokens", "token_type", "merges")
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OtherTokenizer"}))
-    with pytest.raises(ExportError, match=r"there is no tokenizer\.json, and the tokenizer is of class OtherTokenizer"):
-        written(tmp_path)
-
-
 def test_a_model_without_a_tokenizer_has_no_vocabulary(tmp_path: Path) -> None:
     found = written(write_llama(tmp_path))
     assert (found["model"], found["llama.vocab_size"]) == ("no_vocab", 64)
@@ -279,23 +223,12 @@ def test_two_tokens_with_the_same_text_are_refused(tmp_path: Path) -> None:
         converted(folder)
 
 
-@pytest.mark.parametrize("name", ["tekken.json", "spiece.model"])
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model", "vocab.json"])
 def test_other_files_of_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(ExportError, match=rf"{name} without tokenizer\.json"):
         converted(tmp_path)
-
-
-@pytest.mark.parametrize("raw", [b"\x0a\xff", b"\x0a\x7fab", b"\x0b", b"\x80" * 9, b"\x0a\x02\x12\x00"])
-def test_damaged_models_of_sentencepiece_are_refused(raw: bytes) -> None:
-    with pytest.raises(SourceError, match=r"tokenizer\.model: expected a model of SentencePiece, found a damaged file"):
-        from_model(raw, [], 10)
-
-
-def test_models_of_sentencepiece_other_than_bpe_are_refused() -> None:
-    with pytest.raises(ExportError, match=r"tokenizer\.model is not a BPE model"):
-        from_model(b"", [], 10)
 
 
 def test_several_chat_templates_are_in_a_fixed_order(tmp_path: Path) -> None:

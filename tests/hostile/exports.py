@@ -303,19 +303,9 @@ EXPORT_CASES = [
         {
             GGUF + " --target-size 1GB --type q4_0": ("--target-size", "leave out --type"),
             GGUF + " --sensitivity heuristic": ("--sensitivity", "expected --target-size as well"),
-            GGUF + " --imatrix": ("--imatrix", "expected --calibration FILE as well"),
             GGUF + " --rounding gptq": ("--rounding gptq", "takes plain, importance"),
             GGUF + " --bits 4": ("--bits", "does not take this option"),
         },
-    ),
-    exporting(
-        "gguf-recipe",
-        {
-            GGUF + " --recipe gone.yaml": ("gone.yaml", "cannot be read"),
-            GGUF + " --recipe rules.yaml": ("rules.yaml: rule 1", "unknown key 'bits'"),
-            GGUF + " --recipe both.yaml": ("both.yaml", "leave out type"),
-        },
-        files={"rules.yaml": b"rules:\n  - name: '*'\n    bits: 4\n", "both.yaml": b"type: q4_0\ntarget_size: 1GB\n"},
     ),
     exporting(
         "gguf-of-an-architecture-that-is-not-covered",

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from blocks import examples, same_bits
+from export_decoders import untiled
 from hard_weights import LARGEST, all_families, families, nearest_bf16
 from hypothesis import given
 from hypothesis import strategies as st
-from integer_exports import untiled
 
 from pqweights.kernels.groups import (
     BEST,

@@ -1,14 +1,13 @@
-"""The weights of an export, decoded from what its folder holds by the rules and layouts of exports/formats.py."""
+"""The weights of exports, decoded from what their folders hold: by the formulas of the formats, in code of its own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from helpers import Array, Tensor, as_float32
 
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE
@@ -16,94 +15,130 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
 from pqweights.common.dtypes import to_float32
 from pqweights.errors import SourceError
-from pqweights.exports.formats import decoded, unpack_stream
-from pqweights.exports.formats import unpack_nibbles as unpack_nibbles
-from pqweights.exports.formats import unpack_tiles as unpack_tiles
 from pqweights.inference.runtimes.folders import refuse_transforms
-from pqweights.kernels.groups import BEST, FloatRule, GroupRule
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
 
-Floats = npt.NDArray[np.float32]
-Codes = npt.NDArray[np.uint8]
+Floats = Array
+Tensors = Mapping[str, Tensor]
+# Of compressed-tensors' and torchao's types, as numpy has them.
+VIEWS = {"I32": "<i4", "I64": "<i8", "U32": "<u4", "BF16": "<u2", "F16": "<f2", "F32": "<f4", "I8": "i1"}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # OCP microscaling formats 1.0
+
+
+def codes_of(words: Array, bits: int) -> Array:
+    """Codes [..., n] from words that they fill one after the other, the first in the lowest bits."""
+    digits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    return digits.reshape(*digits.shape[:-1], -1, bits) @ (1 << np.arange(bits))
+
+
+def spread(numbers: Array, columns: int) -> Array:
+    """Numbers [..., groups] for each column."""
+    return np.repeat(numbers, columns // numbers.shape[-1], axis=-1)
+
+
+def from_compressed_tensors(tensors: Tensors, name: str, bits: int = 4) -> Array:
+    """A weight in float32: (code - 2**(bits - 1)) * scale."""
+    codes = codes_of(tensors[f"{name}_packed"][1], bits).astype(np.float32) - 2 ** (bits - 1)
+    assert tensors[f"{name}_shape"][1].tolist() == list(codes.shape)
+    return codes * spread(as_float32(tensors[f"{name}_scale"]), codes.shape[1])
+
+
+def from_vllm_format(tensors: Tensors, name: str) -> Array:
+    """A weight of any format of the target vllm, in float32, by the specifications of its numbers."""
+    import torch
+
+    if f"{name}_shape" in tensors:
+        return from_compressed_tensors(tensors, name)
+    dtype, values = tensors[f"{name}_packed" if f"{name}_packed" in tensors else name]
+    if dtype == "U8":  # the first in the low half of a byte
+        nibbles = codes_of(values, 4)
+        numbers = np.where(nibbles & 8, -1, 1).astype(np.float32) * E2M1[nibbles & 7]
+    elif dtype == "F8_E4M3":
+        numbers = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn).float().numpy()
+    else:
+        assert dtype == "I8"
+        numbers = values.astype(np.float32)
+    scale_dtype, scales = tensors[f"{name}_scale"]
+    in_bytes = scale_dtype == "U8"
+    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127) if in_bytes else as_float32((scale_dtype, scales))
+    return np.asarray(numbers * spread(factors, numbers.shape[1]), np.float32)
+
+
+def untiled(words: Array) -> Array:
+    """Codes [8 * m, 128 * n] from PyTorch's tiles [m, n, 32, 4] i32, as matrix_to_m16n8k16_Bint4_layout in int4mm.cu.
+
+    Each word of a lane holds 2 x 4 values of one row, those with even numbers in its low half.
+    """
+    rows, columns = words.shape[:2]
+    codes = np.full((rows * 8, columns * 128), 255, dtype=np.uint8)
+    for lane, word in np.ndindex(32, 4):
+        for nibble, value in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            column = word * 32 + lane % 4 * 2 + value % 2 + value // 2 % 2 * 8 + value // 4 * 16
+            in_place = (words[:, :, lane, word].view(np.uint32) >> np.uint32(4 * nibble)) & np.uint32(15)
+            codes[lane // 4 :: 8, column::128] = in_place
+    return codes
+
+
+def from_tiles(words: Array, pairs: Array) -> Array:
+    """Decode tiles to (code - 8) * scale + zero, padding included; pairs [K / g, N, 2] f32."""
+    codes = untiled(words).astype(np.float32) - 8
+    scales, zeros = (spread(pairs[..., i].T, codes.shape[1]) for i in (0, 1))
+    return codes * scales + zeros
+
+
+def from_nibbles(packed: Array, scales: Array, zeros: Array) -> Array:
+    """Decode an Int4Tensor: signed nibbles [N, K / 2] i8, the even column low; scales and zeros [K / g, N] f32."""
+    codes = codes_of(packed, 4)
+    codes = np.where(codes > 7, codes - 16, codes).astype(np.float32)
+    return codes * spread(scales.T, codes.shape[1]) + spread(zeros.T, codes.shape[1])
+
+
+def from_torchao(tensors: Tensors, name: str, shape: tuple[int, ...], tile: bool) -> Array:
+    """A weight of torchao, without its padding."""
+    stem = name.removesuffix("weight") + "_weight"
+    qdata = tensors[f"{stem}_qdata"][1]
+    if tile:
+        return from_tiles(qdata, as_float32(tensors[f"{stem}_scale_and_zero"]))[: shape[0], : shape[1]]
+    return from_nibbles(qdata, *(as_float32(tensors[f"{stem}_{part}"]) for part in ("scale", "zero_point")))
+
+
+def from_mlx(tensors: Tensors, module: str, bits: int = 4) -> Array:
+    """A weight or a stack of weights [..., N, K] of mlx's affine integers."""
+    codes = codes_of(tensors[f"{module}.weight"][1], bits).astype(np.float32)
+    scales, biases = (spread(as_float32(tensors[f"{module}.{part}"]), codes.shape[-1]) for part in ("scales", "biases"))
+    return codes * scales + biases
 
 
 def export_weight(folder: Path) -> Callable[[str], Floats]:
-    """Return a function that decodes a weight of an export, given the name that its runtime uses.
+    """Return a function that decodes a weight of an export, given the name that its runtime uses, to f32 in its shape.
 
-    The function returns the weight as f32, in its shape. Raises SourceError if the folder does not have the form of an
-    export of its kind, or if config.json declares transforms of inputs.
+    Raises SourceError if config.json declares transforms of inputs, and for a tensor that is missing.
     """
-    storage = LocalStorage(folder)
+    storage, stored = LocalStorage(folder), Stored(folder)
     config = json.loads(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else {}
-    stored = Stored(folder)
-    settings = config.get("quantization_config") or {}
-    if settings.get("quant_method") == "torchao":
-        return lambda name: _torchao_weight(stored, name)
+    settings, of_mlx = config.get("quantization_config") or {}, config.get("quantization", {})
     if settings.get("quant_method") == "compressed-tensors":
         refuse_transforms(folder, settings)
-        return lambda name: _compressed_weight(stored, settings, name)
-    if "quantization" in config:
-        return lambda name: _mlx_weight(stored, config["quantization"], name)
-    return stored.floats
 
-
-def _torchao_weight(stored: Stored, name: str) -> Floats:
-    """Decode Int4Tensor or Int4TilePackedTo4dTensor of torchao 0.18."""
-    if name not in stored.metadata:
+    def weight(name: str) -> Floats:
+        module = name.removesuffix(".weight")
+        if name in stored.metadata:
+            about = json.loads(stored.metadata[name])
+            return from_torchao(stored, name, tuple(about["_data"]["shape"]), about["_type"] != "Int4Tensor")
+        if f"{name}_packed" in stored.tensors:
+            (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
+            return from_compressed_tensors(stored, name, bits)
+        if f"{module}.biases" in stored.tensors:
+            own = of_mlx.get(module)
+            return from_mlx(stored, module, (own if isinstance(own, dict) else of_mlx)["bits"])
         return stored.floats(name)
-    about = json.loads(stored.metadata[name])
-    rows, columns = about["_data"]["shape"]
-    size, part = about["_data"]["block_size"][-1], stored_parts(stored, name)[0].removesuffix("qdata")
-    if about["_type"] == "Int4Tensor":
-        codes = unpack_nibbles(stored.rows(part + "qdata") ^ np.uint8(0x88))
-        scales, zeros = stored.floats(part + "scale"), stored.floats(part + "zero_point")
-    else:
-        words = stored.tensors[part + "qdata"].shape
-        codes = unpack_tiles(stored.bytes(part + "qdata").view("<i4").reshape(words))[:rows, :columns]
-        scales, zeros = np.moveaxis(stored.floats(part + "scale_and_zero")[: columns // size, :rows], -1, 0)
-    rule = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=BEST)
-    return decoded(rule, codes, scales.T, zeros.T)
 
-
-def stored_parts(stored: Stored, name: str) -> list[str]:
-    """The names of the stored tensors that make up a weight in torchao: qdata, then its scales."""
-    module, _, parameter = name.rpartition(".")
-    return [f"{module}._{parameter}_{part}" for part in json.loads(stored.metadata[name])["_tensor_data_names"]]
-
-
-def _compressed_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """Decode a symmetric pack-quantized weight of compressed-tensors."""
-    if f"{name}_packed" not in stored.tensors:
-        return stored.floats(name)
-    (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
-    columns = int(stored.bytes(f"{name}_shape").view("<i8")[-1])
-    codes, scales = unpack_stream(stored.rows(f"{name}_packed"), bits)[:, :columns], stored.floats(f"{name}_scale")
-    rule = GroupRule(bits=bits, group_size=columns // scales.shape[1], symmetric=True, middle=True, rule=BEST)
-    return decoded(rule, codes, scales, np.zeros_like(scales))
-
-
-def _mlx_weight(stored: Stored, settings: Mapping[str, Any], name: str) -> Floats:
-    """Decode a weight of mlx.core.quantize."""
-    module = name.removesuffix(".weight")
-    if f"{module}.scales" not in stored.tensors:
-        return stored.floats(name)
-    own = settings.get(module)
-    about = {**settings, **(own if isinstance(own, dict) else {})}
-    bits, size, mode = about["bits"], about["group_size"], about.get("mode", "affine")
-    codes = unpack_stream(stored.rows(name), bits)
-    if mode == "affine":
-        rule = GroupRule(bits=bits, group_size=size, symmetric=False, middle=False, rule=BEST)
-        return decoded(rule, codes, stored.floats(f"{module}.scales"), stored.floats(f"{module}.biases"))
-    scales = stored.rows(f"{module}.scales").astype(np.float32)
-    return decoded(FloatRule(mode, bits, size), codes, scales, np.zeros_like(scales))
+    return weight
 
 
 def master_weight(folder: Path) -> Callable[[str], Floats]:
-    """Return a function that decodes a weight of a master, given its name, and raises MasterError if it is damaged.
-
-    Raises SourceError, MasterError.
-    """
+    """Return a function that decodes a weight of a master, given its name, and raises MasterError if it is damaged."""
     storage = LocalStorage(folder)
     master = open_result(storage, find_manifest(storage))
     tensors = {tensor.name: tensor for tensor in master.tensors}
@@ -123,8 +158,8 @@ def values_of(tensor: LogicalTensor) -> Floats:
     return raw.view(np.float32).reshape(tensor.shape)
 
 
-class Stored:
-    """The tensors and metadata of all safetensors files in a folder, whatever the files are called."""
+class Stored(Mapping[str, Tensor]):
+    """The tensors and metadata of all safetensors files in a folder, read when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._storage = LocalStorage(folder)
@@ -137,7 +172,17 @@ class Stored:
                 self.tensors |= {tensor.name: tensor for tensor in tensors}
                 self.metadata |= metadata
 
-    def bytes(self, name: str) -> Codes:
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
+        return dtype, self.bytes(name).view(VIEWS.get(dtype, "u1")).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def bytes(self, name: str) -> Array:
         """The bytes of a tensor as stored, flat."""
         if name not in self.tensors:
             raise SourceError(f"{self._storage.root}: expected the tensor {name!r}, found none; export it again")
@@ -146,12 +191,11 @@ class Stored:
         self._storage.read_into(tensor.file, tensor.offset, raw)
         return raw
 
-    def rows(self, name: str) -> Codes:
+    def rows(self, name: str) -> Array:
         """The bytes of a tensor as stored, the bytes of a row on the last axis."""
         raw = self.bytes(name)
         return raw.reshape(*self.tensors[name].shape[:-1], -1)
 
     def floats(self, name: str) -> Floats:
         """The values of a plain tensor: f32, in its shape."""
-        raw = self.bytes(name)
-        return to_float32(raw, self.tensors[name].dtype).reshape(self.tensors[name].shape)
+        return to_float32(self.bytes(name), self.tensors[name].dtype).reshape(self.tensors[name].shape)

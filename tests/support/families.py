@@ -20,37 +20,21 @@ VOCABULARY = 512
 IDS = [[5, 77, 3, 9, 100, 42, 7, 7, 250, 33, 12, 8]]
 
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "bos_token_id": 500,
-    "eos_token_id": 501,
-    "pad_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    "bos_token_id": 500, "eos_token_id": 501, "pad_token_id": None,
+}  # fmt: skip
 # Not the base that any of them takes by default.
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 HYBRID = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
-}
+}  # fmt: skip
 VISION = {
-    "depth": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 4,
-    "out_hidden_size": 256,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}
+    "depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 256,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")

@@ -12,32 +12,16 @@ from pqweights.gguf.model import GgufModel, gguf_model
 
 ROWS = 64
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": ROWS,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": ROWS,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 SHAPES = {
-    "input_layernorm": (16,),
-    "self_attn.q_proj": (16, 16),
-    "self_attn.k_proj": (8, 16),
-    "self_attn.v_proj": (8, 16),
-    "self_attn.o_proj": (16, 16),
-    "post_attention_layernorm": (16,),
-    "mlp.gate_proj": (24, 16),
-    "mlp.up_proj": (24, 16),
-    "mlp.down_proj": (16, 24),
-}
+    "input_layernorm": (16,), "self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16),
+    "self_attn.o_proj": (16, 16), "post_attention_layernorm": (16,), "mlp.gate_proj": (24, 16),
+    "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24),
+}  # fmt: skip
 
 
 def llama_tensors(rows: int = ROWS) -> dict[str, Tensor]:
