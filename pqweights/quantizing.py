@@ -36,11 +36,9 @@ from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sen
 from pqweights.planning.statistics_file import MOMENTS, open_statistics
 from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.driver import make_plan, rewrite
-from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.folding.fold import Fold, check_fold
-from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.manifest import exceeds
-from pqweights.rewrite.records import TensorRecord
+from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job, WeightToEncode
+from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
 from pqweights.storage import Store, open_store

@@ -20,7 +20,6 @@ from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.model_card import known_facts
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
-from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
@@ -29,17 +28,15 @@ from pqweights.gguf.file import is_gguf
 from pqweights.planning.plan import (
     DEFAULT_METADATA,
     INTEGER,
-    QUANTIZE,
     FileHeader,
     GgufFiles,
     Safetensors,
     ShardPlan,
     TensorPlan,
-    coder_of,
 )
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor
-from pqweights.rewrite.records import TensorRecord, error_totals
+from pqweights.rewrite.records import TensorRecord, error_totals, exceeds
 from pqweights.storage.protocol import FileRecord
 
 # Results in safetensors have the second version, those in another container the third, and those that state since which
@@ -195,11 +192,6 @@ class Manifest:
         }
 
 
-def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
-    """Return the state in which a quantized tensor was encoded."""
-    return coder_of(tensor).parse_state(record.state or {})
-
-
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
     """Return the files that hold the tensors of a finished result.
 
@@ -213,13 +205,6 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
         return container.shards(identity.tensors, identity.max_shard_bytes)
     except ValueError:
         raise damaged(f"container: expected as many headers as files, found {len(container.headers)}") from None
-
-
-def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
-    """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
-    if tensor.action != QUANTIZE or record.relative_mse is None:
-        return False
-    return exceeds_promise(coder_of(tensor), record.relative_mse)
 
 
 def version_of(identity: RunIdentity) -> int:

@@ -17,10 +17,9 @@ from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.listed_files import UNCHECKED
-from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
+from pqweights.rewrite.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
 from pqweights.rewrite.run import Run
 from pqweights.rewrite.statement import RunStatement
-from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage import Store
 from pqweights.storage.remote.addresses import Address

@@ -22,8 +22,6 @@ import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import MasterError, OptionError, SourceChangedError, SourceError
-from pqweights.rewrite.manifest import read_manifest, shards_of
-from pqweights.rewrite.results.verify import joined, shard_checks
 from pqweights.storage.remote import blocks
 from pqweights.storage.remote import storage as remote_storage
 from pqweights.storage.remote.addresses import parse_address
@@ -198,23 +196,6 @@ def test_verify_finds_in_a_bucket_what_it_finds_locally(
     found = pqweights.verify(server.put(folder, damage.replace(" ", "-")))
     assert found.problems == pqweights.verify(folder).problems != ()
     assert found.to_json() == pqweights.verify(folder).to_json()
-
-
-def test_checks_of_shards_can_be_split_and_sent(server: ObjectServer, master: Path, tmp_path: Path) -> None:
-    for name, data in folder_bytes(master).items():
-        (tmp_path / name).write_bytes(data)
-    for number in (1, 4):
-        path = tmp_path / f"model-0000{number}-of-00006.safetensors"
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    (tmp_path / "model-00003-of-00006.safetensors").unlink()
-    storage = RemoteStorage(RemoteFolder(parse_address(server.put(tmp_path, "split"))))
-    manifest = read_manifest(storage)
-    whole = shard_checks(storage, manifest, shards_of(manifest))
-    files = [shard.file for shard in whole.shards]
-    parts = [whole.part({file}) for file in files]
-    found = joined([pickle.loads(pickle.dumps(part)).run(1) for part in parts])
-    assert found == whole.run(2) and len(found.good) == 5 and len(found.damaged) == 1 and len(found.wrong) >= 2
-    assert sorted(name for part in parts for name in part.digests) == sorted(whole.digests)
 
 
 def every(number: int, fault: Any) -> Callable[[dict[str, Any]], Any]:

@@ -22,7 +22,6 @@ SLOW = {
     "codecs/test_seam.py::test_killed_run_continues_to_the_same_bytes": KILLS,
     "codecs/test_seam.py::test_awq_scales_are_searched_and_applied_for_any_codec": MODELS,
     "distributed/test_ray.py": CLUSTERS,
-    "distributed/test_ray_storage.py": CLUSTERS,
     "evaluate/test_eval_caches.py": MODELS,
     "evaluate/test_eval_command.py": MODELS,
     "evaluate/test_evaluate.py": MODELS,
