@@ -39,7 +39,7 @@ from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job, WeightToEncode
 from pqweights.rewrite.records import TensorRecord, exceeds
-from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
 from pqweights.storage import Store, open_store
 from pqweights.storage.hub.sources import address_of, open_source
@@ -76,7 +76,7 @@ def quantize(
         transform=transform,
         plan=plan,
         out=store,
-        lineage=Lineage(model_facts(checkpoint.storage)),
+        model=model_facts(checkpoint.storage),
     )
     report = rewrite(task, run)
     return replace(report, exports=possible_exports(checkpoint, plan.tensors))

@@ -15,24 +15,15 @@ from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
 from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement
 from pqweights.rewrite.listed_files import UNCHECKED
 from pqweights.rewrite.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.statement import RunStatement
 from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage import Store
 from pqweights.storage.remote.addresses import Address
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """What a result descends from: the fields `model` and `master` of its RunIdentity."""
-
-    model: dict[str, Any] = field(default_factory=dict)
-    master: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +35,7 @@ class RewriteTask:
     transform: what happens to each tensor
     plan: what the transform makes of the checkpoint, see driver.make_plan
     out: where the result is written
-    lineage: what the result descends from
+    model, master: what the result descends from, see RunIdentity
     """
 
     checkpoint: Checkpoint
@@ -52,7 +43,8 @@ class RewriteTask:
     transform: Transform
     plan: Plan
     out: Store
-    lineage: Lineage
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
@@ -73,25 +65,33 @@ class RewriteTask:
             metadata=plan.container.metadata,
             container=plan.container.to_json(),
             left_out=plan.left_out_tensors,
-            model=self.lineage.model,
-            master=self.lineage.master,
+            model=self.model,
+            master=self.master,
         )
 
     @functools.cached_property
     def statement(self) -> RunStatement:
         """The files that a run reads and writes, for its journal."""
-        plan, checkpoint = self.plan, self.checkpoint
-        written = [*plan.companions, *self.small_files]
+        plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
+        read = [(name, storage, name) for name in (*self.checkpoint.weight_files, *plan.companions)]
+        read += [(name, storage, name) for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
+        for option, other in self.transform.inputs.checkpoints.items():
+            read += [(f"{option} {name}", other.storage, name) for name in other.weight_files]
+        states = {shown: storage.files()[name] for shown, storage, name in read}
+        written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files]
         written += [] if plan.container.index_file is None else [plan.container.index_file]
         written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.output.config is not None else [MANIFEST_FILE]
-        outputs = [*(shard.file for shard in plan.shards), *written]
-        read = [*checkpoint.weight_files, *plan.companions]
-        read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
-        files = {"": (checkpoint.storage, read)}
-        also_read = self.transform.inputs.checkpoints.items()
-        files |= {option: (other.storage, list(other.weight_files)) for option, other in also_read}
+        journal = Journal(
+            work=identity.digest(),
+            origin=identity.origin,
+            source={shown: (state.byte_count, state.stamp) for shown, state in states.items()},
+            outputs=tuple(written),
+            replaces=(),
+            kind=identity.kind,
+            target=str(identity.made_by.get("target", "")),
+        )
         shards = {shard.file: shard.file_bytes for shard in plan.shards}
-        return RunStatement.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
+        return RunStatement(journal=journal, shards=shards, companions=plan.companions)
 
     @functools.cached_property
     def small_files(self) -> SmallFiles:

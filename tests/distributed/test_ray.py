@@ -28,7 +28,7 @@ from pqweights.rewrite.distributed import cluster as clusters
 from pqweights.rewrite.distributed import engine as engines
 from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.driver import rewrite
-from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
+from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.transform import TransformInputs
 from pqweights.storage import open_store
 
@@ -67,7 +67,6 @@ def faulty_run(source: Path | str, out: Path | str, marker: Path, fault: str) ->
         transform=Faulty(recipe=load_recipe("q5"), tensor=weight(4), marker=marker, fault=fault),
         plan=plan,
         out=open_store(out),
-        lineage=Lineage(),
     )
 
 
