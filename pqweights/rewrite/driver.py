@@ -29,16 +29,16 @@ from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.finished_shards import records_of
 from pqweights.rewrite.identity import RunIdentity, is_under_way
 from pqweights.rewrite.listed_files import problems_of_sizes
-from pqweights.rewrite.local_engine import LocalEngine
 from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run, open_run
+from pqweights.rewrite.shard import LocalEngine
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT, Preparation, Transform
 from pqweights.storage import Store
 from pqweights.storage.protocol import FileRecord
 
-# What another value of a key in a transform's account means for the user; other keys are options, whose values are named.
+# What another value of a key in a transform's account means for the user. Of other keys, the value is named.
 OTHERS = {
     "awq": "other scales (`awq`)",
     "fit": "another `sensitivity`",

@@ -7,7 +7,6 @@ a weight, in one or more passes over its chunks, until its coder is satisfied.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ from pqweights.checkpoint import scales
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
 from pqweights.checkpoint.source import find_non_finite
-from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, Measures, Part, PassResult, State
+from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Measures, Part, PassResult, State
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.common.strict_json import rounded
@@ -106,46 +105,33 @@ class CopyJob:
         return TensorRecord(name=self._spec.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightToEncode:
-    """A weight, and how it is to be encoded.
-
-    planned: what the plan says about it
-    tensor: where its values are read from
-    awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
-    effort: the effort of its codec; None for the default
-    """
-
-    planned: TensorPlan
-    tensor: LogicalTensor
-    awq: Bytes | None
-    effort: int | None = None
-
-    @property
-    def coder(self) -> Coder:
-        """The coder that the plan gives it, with its effort."""
-        return coder_of(self.planned, self.effort)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype in which the weight is read and handed to the coder."""
-        exact = self.tensor.dtype in VALUE_DTYPES or self.tensor.dtype == "MXFP4"
-        changed = self.awq is not None or (isinstance(self.tensor, FoldedTensor) and self.tensor.is_changed)
-        return self.tensor.plain_dtype if exact and not changed else "F32"
-
-
 class EncodeJob:
     """One pass over one weight."""
 
     def __init__(
-        self, weight: WeightToEncode, state: State | None = None, history: tuple[PassResult, ...] = ()
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        *,
+        awq: Bytes | None = None,
+        effort: int | None = None,
+        state: State | None = None,
+        history: tuple[PassResult, ...] = (),
     ) -> None:
-        """Prepare a pass in `state`, by default the coder's first; `history` holds the results of earlier passes."""
-        self._weight, self._history, self._dtype = weight, history, weight.dtype
-        self._planned, self._tensor, self._coder = weight.planned, weight.tensor, weight.coder
+        """Prepare a pass.
+
+        tensor: where the values are read from
+        awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
+        effort: the effort of its codec; None for the default
+        state: the state of the pass, by default the coder's first
+        history: the results of earlier passes
+        """
+        self._planned, self._tensor, self._awq, self._effort, self._history = planned, tensor, awq, effort, history
+        self._coder = coder_of(planned, effort)
+        self._dtype = _exact_dtype(tensor, is_scaled=awq is not None)
         self._state = self._coder.first_state() if state is None else state
-        self._factors = None if weight.awq is None else to_float32(weight.awq, "F16")
-        self._weights = element_count(weight.tensor)
+        self._factors = None if awq is None else to_float32(awq, "F16")
+        self._weights = element_count(tensor)
         block_size = self._coder.block_size
         self._chunk_weights = max(1, CHUNK_WEIGHTS // block_size) * block_size
         self._totals = PassTotals(self._state)
@@ -163,8 +149,8 @@ class EncodeJob:
         start = chunk * self._chunk_weights
         count = min(self._chunk_weights, self._weights - start)
         values = self._read(start, count)
-        if chunk == 0 and self._weight.awq is not None:
-            sink.write(awq_name(self._planned.name), 0, self._weight.awq)
+        if chunk == 0 and self._awq is not None:
+            sink.write(awq_name(self._planned.name), 0, self._awq)
         first_block = start // self._coder.block_size
         blocks = block_count(count, self._coder.block_size)
         parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._coder.parts)
@@ -217,7 +203,9 @@ class EncodeJob:
         history = (*self._history, self._totals.result())
         following = self._coder.next_state(history)
         if following is not None:
-            return EncodeJob(self._weight, following, history)
+            return EncodeJob(
+                self._planned, self._tensor, awq=self._awq, effort=self._effort, state=following, history=history
+            )
         last = history[-1]
         return TensorRecord(
             name=self._planned.name,
@@ -225,3 +213,10 @@ class EncodeJob:
             relative_mse=rounded(last.relative_mse),
             energy=rounded(last.energy),
         )
+
+
+def _exact_dtype(tensor: LogicalTensor, *, is_scaled: bool) -> str:
+    """Return the dtype in which a weight is read and handed to its coder: its own, if that holds the values."""
+    is_exact = tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4"
+    is_changed = is_scaled or (isinstance(tensor, FoldedTensor) and tensor.is_changed)
+    return tensor.plain_dtype if is_exact and not is_changed else "F32"

@@ -273,7 +273,7 @@ def test_addresses_that_hold_nothing_or_something_else(server: ObjectServer, sou
     nothing = f"s3://{BUCKET}/nothing"
     assert f"{nothing}: no such file or folder" in refused("plan", nothing)
     assert f"{nothing}: no such folder, or nothing in it" in refused("verify", nothing)
-    assert f"it is an ordinary checkpoint; pqweights plan {address} shows" in refused("inspect", address)
+    assert f"if it is an ordinary checkpoint, pqweights plan {address} shows" in refused("inspect", address)
     server.client.put_object(Bucket=BUCKET, Key="unfinished/.pqweights/journal.jsonl", Body=b'{"kind": "master"}\n')
     for command in ("verify", "plan", "inspect"):
         line = refused(command, f"s3://{BUCKET}/unfinished")

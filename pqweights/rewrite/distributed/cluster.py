@@ -86,24 +86,17 @@ def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
     ray = import_ray()
     if ray.is_initialized():
         raise ClusterError(f"`ray` {address}: this process is connected to Ray already; call ray.shutdown() first")
-    with _signals_as_before():
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
         with slow_step("connecting to Ray"):
             _connect(ray, address, cores)
         try:
             yield ray
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _signals_as_before() -> Iterator[None]:
-    """Undo afterwards what connecting does to the signals of this process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
+    finally:  # what connecting did to the signals of this process; None: a handler that was not set by Python
         if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # None: one that was not set by Python
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(ray: ModuleType, address: str, cores: int) -> None:
@@ -198,10 +191,6 @@ def _refused(address: str, said: str) -> ClusterError:
             f"`ray` {address}: this machine is not a node of that cluster; run ray start --address {address} "
             "--num-cpus 0 here first"
         )
-    return _no_ray(address)
-
-
-def _no_ray(address: str) -> ClusterError:
     what = "the cluster that this machine belongs to" if address == AUTO else "what answers there"
     return ClusterError(f"`ray` {address}: {what} is not a Ray cluster that works; check its head node with ray status")
 

@@ -270,28 +270,17 @@ def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
 
 def _check_weight(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
     """Check what a configuration states about a weight. expected: by the manifest. configured: by the configuration."""
-    ours, theirs = _stated(expected), _stated(_encoding(configured))
-    for key in ours.keys() & theirs.keys():
-        if ours[key] != theirs[key]:
-            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours[key]!r}, found {theirs[key]!r}"
-    coder = expected.coder
-    if ours["codec"] == theirs["codec"] and configured.coder.tables() != coder.tables():
+    coder, other = expected.coder, configured.coder
+    stated: dict[str, tuple[Any, Any]] = {
+        "shape": (expected.shape, configured.shape),
+        "dtype": (expected.dtype, configured.dtype),
+        "codec": (coder.codec, other.codec),
+        "bits": (coder.bits, other.bits),
+    }
+    state = configured.state.to_json()
+    stated |= {key: (value, state[key]) for key, value in expected.state.items() if key in state}
+    for key, (ours, theirs) in stated.items():
+        if ours != theirs:
+            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours!r}, found {theirs!r}"
+    if coder.codec == other.codec and other.tables() != coder.tables():
         yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
-
-
-def _encoding(tensor: EncodedTensor) -> Encoding:
-    """Return how a configuration says that a weight is stored."""
-    return Encoding(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        coder=tensor.coder,
-        state=tensor.state.to_json(),
-    )
-
-
-def _stated(encoding: Encoding) -> dict[str, Any]:
-    """Return the statements in which two encodings may differ, by name."""
-    coder = encoding.coder
-    stated = {"shape": encoding.shape, "dtype": encoding.dtype, "codec": coder.codec, "bits": coder.bits}
-    return stated | dict(encoding.state)
