@@ -15,7 +15,6 @@ from rewriting import SHARD_BYTES, TENSORS, Killed, check_final_names, command, 
 
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError
 
-
 # Those of KILL_FUNCTIONS that change what is there, and at which of their calls runs die: most of mkdir change nothing.
 STEPS = {"replace": 1, "pwrite": 3, "unlink": 1, "rmdir": 1, "mkdir": 4, "posix_fallocate": 1, "open": 1}
 
