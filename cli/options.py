@@ -23,7 +23,7 @@ def thread_count(asked: int | None) -> int:
 def run_continues(source: str, out: str) -> bool:
     """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
     from pqweights.errors import PqweightsError
-    from pqweights.rewrite.statement import is_under_way
+    from pqweights.rewrite.identity import is_under_way
     from pqweights.storage import open_store
 
     try:

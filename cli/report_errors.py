@@ -24,9 +24,7 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
     pairs: the tensors of a result, each with what was measured of it; those without an error do not count.
     """
-    from pqweights.rewrite.manifest import exceeds
-    from pqweights.rewrite.records import total_relative_mse
-    from pqweights.rewrite.tensor_report import is_rescued
+    from pqweights.rewrite.records import exceeds, is_rescued, total_relative_mse
 
     measured = [(tensor, record) for tensor, record in pairs if record.relative_mse is not None]
     if not measured:
@@ -41,7 +39,7 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
 def _worst_lines(pairs: Pairs) -> list[str]:
     """Return the weights whose errors are the largest, relative to the largest one that needs no rescue."""
-    from pqweights.rewrite.results.inspect import promise
+    from pqweights.rewrite.records import promise
 
     shares = [(record.relative_mse or 0) / (promise(tensor) or 1) for tensor, record in pairs]
     worst = sorted(range(len(pairs)), key=shares.__getitem__, reverse=True)[:WORST_SHOWN]
@@ -57,7 +55,7 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
 
 
 def _warning(tensor: TensorPlan, record: TensorRecord) -> str:
-    from pqweights.rewrite.results.inspect import promise
+    from pqweights.rewrite.records import promise
 
     return (
         f"WARNING: {tensor.name}: relative MSE {record.relative_mse:.6f} is above the limit of {promise(tensor):.6f}, "

@@ -30,7 +30,7 @@ from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.rewrite.results.inspect import inspect as inspect_folder
 from pqweights.rewrite.results.plan_report import PlanReport, report_plan
-from pqweights.rewrite.results.verify import ShardChecks, Verification
+from pqweights.rewrite.results.verify import Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
 from pqweights.storage import open_store
@@ -88,10 +88,9 @@ def verify(asked: VerifyArguments) -> Verification:
     """
     show = asked.progress or _ignore
     result = find_result(located(asked.folder), asked.access, ours=True, progress=show)
-    with engine_of(asked.ray, asked.threads, asked.tell or _say_nothing) as engine:
-        checks = ShardChecks.run if engine is None else engine.run_checks
-        threads = asked.threads or usable_cores()
-        return verify_folder(result.where, threads=threads, beside=result.not_fetched, progress=show, run=checks)
+    return verify_folder(
+        result.where, threads=asked.threads or usable_cores(), beside=result.not_fetched, progress=show
+    )
 
 
 @takes(InspectArguments)

@@ -18,7 +18,7 @@ from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import Manifest, find_manifest
 from pqweights.rewrite.records import total_relative_mse
-from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT
 from pqweights.storage import Store, open_store
 from pqweights.storage.remote.addresses import Address
@@ -105,7 +105,8 @@ def export(
         transform=transform,
         plan=make_plan(checkpoint, transform, max_shard_bytes),
         out=store,
-        lineage=Lineage() if manifest is None else _lineage(manifest),
+        model={} if manifest is None else manifest.identity.model,
+        master={} if manifest is None else _about_master(manifest),
     )
     return rewrite(task, run)
 
@@ -117,11 +118,11 @@ def _location(folder: Path | Storage) -> Path | Address | None:
     return folder if isinstance(folder, Path) else None
 
 
-def _lineage(manifest: Manifest) -> Lineage:
-    """Return what the manifest of an export states about its master and the original model."""
+def _about_master(manifest: Manifest) -> dict[str, Any]:
+    """Return what the manifest of an export states about its master."""
     about: dict[str, Any] = {
         key: manifest.made_by[key] for key in ("recipe", "awq", "fit", "fold") if key in manifest.made_by
     }
     about["bits_per_weight"] = count(manifest.tensors).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
-    return Lineage(model=manifest.identity.model, master=about)
+    return about

@@ -452,7 +452,7 @@ class ExportArguments(ExportOptions, ShardOption, OverwriteOption, RunArguments,
 
 
 @options
-class VerifyArguments(RunArguments, HubOptions):
+class VerifyArguments(ProgressOption, ThreadsOption, HubOptions):
     """What `verify` takes."""
 
     folder: StrPath = option(FOLDER, checks.location, kw_only=False, argument=True, metavar="DIR")

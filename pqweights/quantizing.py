@@ -36,12 +36,10 @@ from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sen
 from pqweights.planning.statistics_file import MOMENTS, open_statistics
 from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.driver import make_plan, rewrite
-from pqweights.rewrite.encode_job import EncodeJob, WeightToEncode
 from pqweights.rewrite.folding.fold import Fold, check_fold
-from pqweights.rewrite.jobs import CopyJob, Job
-from pqweights.rewrite.manifest import exceeds
-from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.task import Lineage, RewriteReport, RewriteTask, RunOptions
+from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
+from pqweights.rewrite.records import TensorRecord, exceeds
+from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
 from pqweights.storage import Store, open_store
 from pqweights.storage.hub.sources import address_of, open_source
@@ -78,7 +76,7 @@ def quantize(
         transform=transform,
         plan=plan,
         out=store,
-        lineage=Lineage(model_facts(checkpoint.storage)),
+        model=model_facts(checkpoint.storage),
     )
     report = rewrite(task, run)
     return replace(report, exports=possible_exports(checkpoint, plan.tensors))
@@ -218,7 +216,7 @@ class Quantize:
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
         assert planned.codec is not None
         effort = self.recipe.effort if get_codec(planned.codec).efforts else None
-        return EncodeJob(WeightToEncode(planned=planned, tensor=tensor, awq=awq, effort=effort))
+        return EncodeJob(planned, tensor, awq=awq, effort=effort)
 
     def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
         """Return the record with the vectors through which the tensor was folded.

@@ -27,7 +27,7 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.weight_files import check_index
 from pqweights.errors import MasterError, SourceError
 from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
-from pqweights.rewrite.checked_tensors import checked, checked_reads
+from pqweights.rewrite.listed_files import checked, checked_reads
 from pqweights.rewrite.manifest import Manifest
 
 CHUNK_WEIGHTS = 1 << 20  # decoded at a time, in whole blocks

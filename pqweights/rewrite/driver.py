@@ -7,9 +7,9 @@ is complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
@@ -25,17 +25,26 @@ from pqweights.errors import (
     SourceReadError,
 )
 from pqweights.planning.plan import Plan, index_json
-from pqweights.rewrite.differences import difference
 from pqweights.rewrite.finished_shards import records_of
-from pqweights.rewrite.local_engine import LocalEngine
+from pqweights.rewrite.identity import RunIdentity, is_under_way
+from pqweights.rewrite.listed_files import problems_of_sizes
 from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.run import Run, check_output, open_run
-from pqweights.rewrite.statement import is_under_way
+from pqweights.rewrite.run import Run, open_run
+from pqweights.rewrite.shard import LocalEngine
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import Preparation, Transform
+from pqweights.rewrite.transform import EXPORT, Preparation, Transform
 from pqweights.storage import Store
 from pqweights.storage.protocol import FileRecord
+
+# What another value of a key in a transform's account means for the user. Of other keys, the value is named.
+OTHERS = {
+    "awq": "other scales (`awq`)",
+    "fit": "another `sensitivity`",
+    "fold": "another `fold`",
+    "original_fingerprint": "another `source`",
+    "master_errors": "another master",
+}
 
 
 def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
@@ -69,19 +78,30 @@ def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
     """
     if task.source is not None:
         task.out.check_apart(task.source)
-    if not options.overwrite and (done := _finished_result(task)):
-        for planned, record in done.pairs:
+    if not options.overwrite and MANIFEST_FILE in task.out.names() and not is_under_way(task.out):
+        manifest = _manifest_in(task.out)
+        if (difference := _difference(task, manifest)) is not None:
+            raise OutputError(f"{task.out}: {difference}; pass `overwrite` to replace it, or choose another folder")
+        for planned, record in manifest.pairs:
             task.transform.accept(planned, record)
         task.out.tidy(lambda: is_under_way(task.out))
-        return _report(task, done.records, already_done=True, resumed=len(done.records))
-    check_output(task.out, options.overwrite, lambda: difference(task, _manifest_in(task.out)))
+        return _report(task, manifest.records, already_done=True, resumed=len(manifest.records))
     with open_run(task.out, task.statement, overwrite=options.overwrite) as run:
         resumed = sum(len(mark.records) for mark in run.marks.values())
-        with _leaving_what_is_finished(run):
+        try:
             records = _make_shards(task, run, options)
             task.check_sources()
             run.publish()
             _finish(task, records, run)
+        except SourceChangedError as error:
+            if not is_under_way(run.store):
+                raise
+            # What has changed is checked before a shard is recorded, so those that are finished were all made of the
+            # files that the journal states, and count as long as the files are those.
+            raise SourceChangedError(
+                f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former "
+                "ones, and stays for them"
+            ) from None
     return _report(task, records, already_done=False, resumed=resumed)
 
 
@@ -97,26 +117,6 @@ def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_don
     )
 
 
-def _finished_result(task: RewriteTask) -> Manifest | None:
-    """Return the manifest in the output folder if the folder already holds the finished result of this task."""
-    if MANIFEST_FILE not in task.out.names() or is_under_way(task.out):
-        return None
-    newest = max(checkpoint.storage.newest(checkpoint.weight_files) for checkpoint in task.checkpoints)
-    if newest > task.out.modified(MANIFEST_FILE):
-        return None  # the source may have changed since, in bytes that its fingerprint does not cover
-    found = _manifest_in(task.out)
-    if found.identity.decisive != task.identity.decisive or not _all_files_exist(task, found):
-        return None
-    # The content of a commit never changes; that of a local folder may.
-    if found.identity.origin is None and found.source_fingerprint != task.checkpoint.fingerprint():
-        return None
-    contents = _small_files(task, found.records)
-    digests = {name: _sha256_of_pieces(pieces) for name, pieces in contents.items()}
-    # What the transform adds follows from its account of itself, which the manifests have in common.
-    stated = {name: record.sha256 for name, record in found.files.items() if name not in task.small_files}
-    return found if digests == stated and task.small_files.keys() <= found.files.keys() else None
-
-
 def _manifest_in(store: Store) -> Manifest:
     """Read the manifest of a store that has one. Raises MasterError."""
     data = store.read(MANIFEST_FILE)
@@ -125,11 +125,69 @@ def _manifest_in(store: Store) -> Manifest:
     return parse_manifest(data)
 
 
-def _all_files_exist(task: RewriteTask, found: Manifest) -> bool:
-    """Whether all files of a result exist, and its shards have the sizes of the plan."""
-    shards = {shard.file: shard.file_bytes for shard in task.plan.shards}
+def _difference(task: RewriteTask, manifest: Manifest) -> str | None:
+    """Say how the finished result in the output folder differs from the one that is asked for; None if it is that."""
+    asked, theirs = task.identity.decisive, manifest.identity.decisive
+    if _named(theirs) != _named(asked):
+        return f"holds another result: {_named(theirs)}"
+    # The content of a commit never changes; that of a local folder may.
+    if (theirs.origin, theirs.source_bytes) != (asked.origin, asked.source_bytes) or (
+        asked.origin is None and manifest.source_fingerprint != task.checkpoint.fingerprint()
+    ):
+        source = "master" if asked.kind == EXPORT else "source"
+        return f"holds another result: {_named(theirs)} made from another {source}"
+    if theirs != asked:
+        return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, asked)}"
     sizes = task.out.sizes()
-    return all(sizes.get(name) == size for name, size in shards.items()) and found.files.keys() <= sizes.keys()
+    problems = problems_of_sizes(sizes.get, manifest)
+    if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in sizes)]:
+        return f"holds this result, but {lost[0]}"
+    contents = _small_files(task, manifest.records)
+    if contents.keys() | task.small_files.keys() != manifest.files.keys():
+        return "holds this result, but other files were copied to it (`include_files`)"
+    newest = max(checkpoint.storage.newest(checkpoint.weight_files) for checkpoint in task.checkpoints)
+    # A source that is newer may have changed in bytes that its fingerprint does not cover. What the transform adds
+    # follows from its account of itself, which the manifests have in common.
+    if newest > task.out.modified(MANIFEST_FILE) or any(
+        _sha256_of_pieces(pieces) != manifest.files[name].sha256 for name, pieces in contents.items()
+    ):
+        return "holds this result, but files of its source were changed or copied since"
+    return None
+
+
+def _named(identity: RunIdentity) -> str:
+    target = identity.made_by.get("target")
+    return f"a {identity.kind}" if target is None else f"an export for {_short(target)}"
+
+
+def _by_other_means(theirs: RunIdentity, ours: RunIdentity) -> str:
+    """Name the version or the options with which a result was made that differ from ours."""
+    if theirs.same_bytes_since != ours.same_bytes_since:
+        since = f"same bytes since {_short(theirs.same_bytes_since)}, this one {ours.same_bytes_since}"
+        return f"by another version of pqweights ({since})"
+    others = [
+        _other_recipe(theirs.made_by[key], ours.made_by[key])
+        if key == "recipe"
+        else OTHERS.get(key, f"{key.replace('_', ' ')} {_short(theirs.made_by.get(key))}")
+        for key in theirs.made_by.keys() | ours.made_by.keys()
+        if theirs.made_by.get(key) != ours.made_by.get(key)
+    ]
+    if theirs.max_shard_bytes != ours.max_shard_bytes:
+        others.append(f"`max_shard_size` {theirs.max_shard_bytes}")
+    return f"with {', '.join(sorted(others)) or 'other settings'}"
+
+
+def _other_recipe(theirs: Any, ours: Mapping[str, Any]) -> str:
+    if not isinstance(theirs, dict) or any(theirs.get(key) != ours.get(key) for key in ("name", "bits")):
+        stated = theirs if isinstance(theirs, dict) else {}
+        return f"another recipe ({_short(stated.get('name'))}, {_short(stated.get('bits'))} bits)"
+    if theirs.get("effort") != ours.get("effort"):
+        return "the default effort" if theirs.get("effort") is None else f"`effort` {_short(theirs['effort'])}"
+    return "another codec, other rules or another target (`codec`, `keep`, `set_bits`, `target_size`, `target_bpw`)"
+
+
+def _short(value: Any) -> str:
+    return str(value)[:40]
 
 
 def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[TensorRecord, ...]:
@@ -161,24 +219,6 @@ def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[Tens
             run.discard()
         raise
     return records_of((shard.file for shard in task.plan.shards), marks)
-
-
-@contextlib.contextmanager
-def _leaving_what_is_finished(run: Run) -> Iterator[None]:
-    """Say what to do if the source changed after tensors were finished.
-
-    They were all made of the files that the journal states: what has changed is checked before each is recorded. So
-    they count as long as the files are those, and no run mixes them with tensors of others.
-    """
-    try:
-        yield
-    except SourceChangedError as error:
-        if not is_under_way(run.store):
-            raise
-        raise SourceChangedError(
-            f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former ones, "
-            "and stays for them"
-        ) from None
 
 
 def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> None:

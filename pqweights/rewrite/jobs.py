@@ -1,7 +1,7 @@
 """The work on one tensor, cut into chunks of whole blocks that run in any thread and are collected in order.
 
-`Job` is the interface that shard.py knows. `CopyJob` stores a tensor as it is or in another dtype; the job that
-encodes a weight is in encode_job.py.
+`Job` is the interface that shard.py knows. `CopyJob` stores a tensor as it is or in another dtype. `EncodeJob` encodes
+a weight, in one or more passes over its chunks, until its coder is satisfied.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ import math
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
-from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.planning.plan import TensorPlan
+from pqweights.checkpoint import scales
+from pqweights.checkpoint.names import awq_name
+from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
+from pqweights.checkpoint.source import find_non_finite
+from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Measures, Part, PassResult, State
+from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
+from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
+from pqweights.common.strict_json import rounded
+from pqweights.errors import SourceError
+from pqweights.kernels.workers import scratch
+from pqweights.planning.plan import TensorPlan, coder_of
+from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.records import TensorRecord
 
 # 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
@@ -25,14 +33,14 @@ COPY_MARGIN = 1 << 12
 class Sink(Protocol):
     """Where a job's output goes."""
 
-    def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> npt.NDArray[np.uint8]:
+    def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
         """Return memory from which `write` of the same place makes no copy, contents undefined.
 
         It is valid until the thread asks for the same purpose again.
         """
         ...
 
-    def write(self, stored_name: str, offset: int, data: npt.NDArray[np.uint8]) -> None:
+    def write(self, stored_name: str, offset: int, data: Bytes) -> None:
         """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
 
         Each byte is written once. The caller may change `data` afterwards.
@@ -95,3 +103,120 @@ class CopyJob:
     def finish(self, sink: Sink) -> TensorRecord:
         """Return a record without measures."""
         return TensorRecord(name=self._spec.name)
+
+
+class EncodeJob:
+    """One pass over one weight."""
+
+    def __init__(
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        *,
+        awq: Bytes | None = None,
+        effort: int | None = None,
+        state: State | None = None,
+        history: tuple[PassResult, ...] = (),
+    ) -> None:
+        """Prepare a pass.
+
+        tensor: where the values are read from
+        awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
+        effort: the effort of its codec; None for the default
+        state: the state of the pass, by default the coder's first
+        history: the results of earlier passes
+        """
+        self._planned, self._tensor, self._awq, self._effort, self._history = planned, tensor, awq, effort, history
+        self._coder = coder_of(planned, effort)
+        self._dtype = _exact_dtype(tensor, is_scaled=awq is not None)
+        self._state = self._coder.first_state() if state is None else state
+        self._factors = None if awq is None else to_float32(awq, "F16")
+        self._weights = element_count(tensor)
+        block_size = self._coder.block_size
+        self._chunk_weights = max(1, CHUNK_WEIGHTS // block_size) * block_size
+        self._totals = PassTotals(self._state)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return -(-self._weights // self._chunk_weights)
+
+    def run(self, chunk: int, sink: Sink) -> Measures:
+        """Encode one chunk, and write its parts.
+
+        Raises SourceError if a weight is not finite.
+        """
+        start = chunk * self._chunk_weights
+        count = min(self._chunk_weights, self._weights - start)
+        values = self._read(start, count)
+        if chunk == 0 and self._awq is not None:
+            sink.write(awq_name(self._planned.name), 0, self._awq)
+        first_block = start // self._coder.block_size
+        blocks = block_count(count, self._coder.block_size)
+        parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._coder.parts)
+        measures = encode_chunk(self._coder, values, count, dtype=self._dtype, state=self._state, parts=parts)
+        if measures.first_bad_block >= 0:
+            self._refuse_non_finite(start, count)
+        for part, data in zip(self._coder.parts, parts, strict=True):
+            sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
+        return measures
+
+    def _read(self, start: int, count: int) -> Bytes:
+        """Read elements [start, start + count), scaled if the weight is; the padding to whole blocks is undefined."""
+        dtype = self._dtype
+        whole = block_count(count, self._coder.block_size) * self._coder.block_size
+        values = scratch("weights", whole * item_bytes(dtype))
+        self._tensor.read(start, count, dtype, values)
+        if self._factors is not None:
+            with np.errstate(over="ignore"):  # the encoder reports infinities
+                numbers = values.view(np.float32)[:count]
+                scales.multiply(numbers, self._factors, start=start, shape=self._planned.shape)
+        return values
+
+    def _memory(self, part: Part, sink: Sink, first_block: int, blocks: int) -> Bytes:
+        """Return memory for a part of some blocks: [blocks, bytes per block]."""
+        offset, byte_count = first_block * part.bytes_per_block, blocks * part.bytes_per_block
+        memory = sink.memory(f"encoded{part.suffix}", self._planned.name + part.suffix, offset, byte_count)
+        return memory.reshape(blocks, part.bytes_per_block)
+
+    def _refuse_non_finite(self, start: int, count: int) -> None:
+        """Raise SourceError with the place of the first element of a chunk that is not finite."""
+        at = find_non_finite(self._tensor, start, count)
+        if at < 0:
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: multiplied by the scales of its input channels, it leaves the range of "
+                "float32; quantize it without `awq`, or keep it with a rule"
+            )
+        place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
+        raise SourceError(
+            f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an "
+            f"infinity at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the "
+            "checkpoint"
+        )
+
+    def collect(self, result: Measures) -> None:
+        """Add up what was measured of a chunk."""
+        self._totals.add(result)
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Return the record of the weight, or another pass if the coder asks for one."""
+        history = (*self._history, self._totals.result())
+        following = self._coder.next_state(history)
+        if following is not None:
+            return EncodeJob(
+                self._planned, self._tensor, awq=self._awq, effort=self._effort, state=following, history=history
+            )
+        last = history[-1]
+        return TensorRecord(
+            name=self._planned.name,
+            state=last.state.to_json(),
+            relative_mse=rounded(last.relative_mse),
+            energy=rounded(last.energy),
+        )
+
+
+def _exact_dtype(tensor: LogicalTensor, *, is_scaled: bool) -> str:
+    """Return the dtype in which a weight is read and handed to its coder: its own, if that holds the values."""
+    is_exact = tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4"
+    is_changed = is_scaled or (isinstance(tensor, FoldedTensor) and tensor.is_changed)
+    return tensor.plain_dtype if is_exact and not is_changed else "F32"

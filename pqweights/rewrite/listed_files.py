@@ -1,21 +1,23 @@
-"""The files of a finished result that its manifest lists: whether they are all there, and which an export copies.
+"""A finished result and its manifest: whether its files are all there, and reads that check its tensors.
 
-It costs a look at each file's size. Whether every byte is right is for rewrite/results/verify.py to tell.
+Whether every byte is right is for rewrite/results/verify.py to tell.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pqweights.checkpoint.checked_reads import REMEDY, CheckedReads
 from pqweights.checkpoint.companions import REASONS, is_needed, outside
+from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError
-from pqweights.rewrite.checked_tensors import with_checks
 from pqweights.rewrite.manifest import Manifest, find_manifest, shards_of
 
 SizeOf = Callable[[str], int | None]
@@ -25,7 +27,6 @@ GONE = "it was removed from the master"
 UNCHECKED = (
     f"there is no {MANIFEST_FILE} that can be read, with the hashes of the tensors: their bytes cannot be checked"
 )
-REMEDY = "fetch or copy the folder again, or make it again; pqweights verify lists all such files"
 
 
 def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
@@ -45,7 +46,9 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
     checkpoint = open_folder(storage)
     if checkpoint.is_master:
-        checkpoint = with_checks(checkpoint, manifest)
+        checked_by = checked_reads(storage, checkpoint.stored, manifest)
+        tensors = tuple(checked(tensor, checked_by) for tensor in checkpoint.tensors)
+        checkpoint = replace(checkpoint, tensors=tensors, checked=checked_by)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
     there = storage.files().keys()
     others = there - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
@@ -55,6 +58,37 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
         companions=tuple(sorted(name for name in listed & there if is_inside(name))),
         left_out=dict(sorted(left_out.items())),
     )
+
+
+def checked_reads(storage: Storage, stored: Iterable[StoredTensor], manifest: Manifest) -> CheckedReads:
+    """Return reads that check the stored tensors of a master against the hashes in its manifest.
+
+    Raises MasterError if they are not those in the manifest.
+    """
+    stored = tuple(stored)
+    digests = {name: digest for record in manifest.records for name, digest in record.digests.items()}
+    stated = {spec.name: spec for tensor in manifest.tensors for spec in tensor.stored}
+    for tensor in stored:
+        spec, header = stated.get(tensor.name), TensorSpec(tensor.name, tensor.dtype, tensor.shape)
+        if spec != header:
+            expected = "no such tensor" if spec is None else f"{spec.dtype} {list(spec.shape)}"
+            raise MasterError(
+                f"{storage}: {tensor.file}: tensor {tensor.name!r}: expected {expected}, as {MANIFEST_FILE} says, "
+                f"found {header.dtype} {list(header.shape)}; {REMEDY}"
+            )
+    if missing := stated.keys() - {tensor.name for tensor in stored}:
+        raise MasterError(
+            f"{storage}: tensor {min(missing)!r}: expected it, as {MANIFEST_FILE} says, found none; {REMEDY}"
+        )
+    return CheckedReads(storage, stored, tensor_hash=manifest.tensor_hash, digests=digests)
+
+
+def checked(tensor: LogicalTensor, checked_by: CheckedReads) -> LogicalTensor:
+    """Return a tensor of a master, read through the checks."""
+    if isinstance(tensor, PlainTensor):
+        return tensor._replace(storage=checked_by)
+    assert isinstance(tensor, EncodedTensor)
+    return replace(tensor, storage=checked_by)
 
 
 def check_weight_files(folder: Path) -> Manifest | None:
@@ -88,11 +122,16 @@ def file_problems(result: Path | Storage, manifest: Manifest) -> tuple[str, ...]
 
 
 def problems_of_sizes(size_of: SizeOf, manifest: Manifest) -> tuple[str, ...]:
-    """Return the same of files anywhere.
+    """Return the same of files anywhere. The sizes of small files may differ, as users edit them.
 
     size_of: returns the size of a file in bytes, None if there is no such file
     """
-    return (*_weight_problems(size_of, manifest), *_missing_small_files(size_of, manifest))
+    missing = (
+        _missing(name, record.bytes)
+        for name, record in manifest.files.items()
+        if is_inside(name) and is_needed(name) and size_of(name) is None
+    )
+    return (*_weight_problems(size_of, manifest), *missing)
 
 
 def _size(path: Path) -> int | None:
@@ -108,18 +147,11 @@ def _loading_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def _weight_problems(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
     for shard in shards_of(manifest):
-        found = size_of(shard.file)
-        if found is None:
+        size = size_of(shard.file)
+        if size is None:
             yield _missing(shard.file, shard.file_bytes)
-        elif found != shard.file_bytes:
-            yield f"{shard.file}: expected {shard.file_bytes} bytes, as pqweights.json says, found {found}"
-
-
-def _missing_small_files(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
-    """Yield which of the other files are missing that loading may need; their sizes may differ, as users edit them."""
-    for name, record in manifest.files.items():
-        if is_inside(name) and is_needed(name) and size_of(name) is None:
-            yield _missing(name, record.bytes)
+        elif size != shard.file_bytes:
+            yield f"{shard.file}: expected {shard.file_bytes} bytes, as {MANIFEST_FILE} says, found {size}"
 
 
 def _missing(name: str, byte_count: int) -> str:

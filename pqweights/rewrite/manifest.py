@@ -18,28 +18,24 @@ from pqweights.checkpoint.companions import leads_outside, outside, top_level_fi
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.model_card import known_facts
-from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.names import MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
-from pqweights.codecs.protocol import State, exceeds_promise
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
-from pqweights.errors import MasterError, SourceError
+from pqweights.errors import MasterError
 from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
 from pqweights.planning.plan import (
     DEFAULT_METADATA,
-    INTEGER,
-    QUANTIZE,
     FileHeader,
     GgufFiles,
     Safetensors,
     ShardPlan,
     TensorPlan,
-    coder_of,
 )
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
-from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor
-from pqweights.rewrite.records import TensorRecord, error_totals
+from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
+from pqweights.rewrite.records import TensorRecord, error_totals, exceeds
 from pqweights.storage.protocol import FileRecord
 
 # Results in safetensors have the second version, those in another container the third, and those that state since which
@@ -188,16 +184,11 @@ class Manifest:
             **({"left_out": identity.left_out} if identity.left_out else {}),
             "exceeding": self.exceeding,
             "tensors": (
-                _tensor_json(tensor, record, self.tensor_hash.key)
+                tensor_json(tensor, record, self.tensor_hash.key)
                 for tensor, record in zip(self.tensors, self.records, strict=True)
             ),
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
-
-
-def state_of(tensor: TensorPlan, record: TensorRecord) -> State:
-    """Return the state in which a quantized tensor was encoded."""
-    return coder_of(tensor).parse_state(record.state or {})
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
@@ -215,13 +206,6 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
         raise damaged(f"container: expected as many headers as files, found {len(container.headers)}") from None
 
 
-def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
-    """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
-    if tensor.action != QUANTIZE or record.relative_mse is None:
-        return False
-    return exceeds_promise(coder_of(tensor), record.relative_mse)
-
-
 def version_of(identity: RunIdentity) -> int:
     """Return the lowest version of the format that can say what is to be said of a result."""
     if _version_json(identity):
@@ -233,29 +217,6 @@ def _version_json(identity: RunIdentity) -> dict[str, str]:
     """Return the version since which the same bytes are made; nothing for the one that manifests began without."""
     version = identity.same_bytes_since
     return {} if version == UNSTATED_VERSION else {"same_bytes_since": version}
-
-
-def _tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict[str, Any]:
-    measured = {"relative_mse": record.relative_mse, "energy": record.energy}
-    entry = tensor.to_json()
-    if tensor.action == INTEGER:
-        entry |= measured | {"total_mse": record.total_mse, "master_mse": record.master_mse}
-        entry |= {} if record.rounding is None else {"rounding": record.rounding}
-    elif record.relative_mse is not None:
-        entry |= (record.state or {}) | measured
-    if record.folded:
-        entry["folded"] = list(record.folded)
-    entry["stored"] = [
-        {
-            "name": spec.name,
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "bytes": spec.byte_count,
-            hash_key: record.digests[spec.name],
-        }
-        for spec in tensor.stored
-    ]
-    return entry
 
 
 def read_manifest(result: Path | Storage) -> Manifest:
@@ -289,32 +250,19 @@ def _top_level(folder: Path) -> LocalStorage:
 
 
 def _why_no_manifest(storage: Storage) -> str:
-    names = [name for name in storage.files() if "/" not in name and not name.startswith(".")]
     if (work := storage.work_folder()) is not None:
         return describe_interrupted(work)
-    if not storage.files() and storage.local_folder() is None:
+    folder, names = storage.local_folder(), [name for name in storage.files() if "/" not in name]
+    if not storage.files() and folder is None:
         return "no such folder, or nothing in it"
-    folder = storage.local_folder()
     if folder is not None and leads_outside(folder, folder / MANIFEST_FILE):
         return outside(MANIFEST_FILE)
     problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
-    has_safetensors = any(name.endswith(".safetensors") for name in names)
-    if any(name.endswith(GGUF_SUFFIX) for name in names) and not has_safetensors:
+    if any(name.endswith(".safetensors") for name in names):
+        return f"{problem}; if it is an ordinary checkpoint, pqweights plan {storage} shows what would become of it"
+    if any(name.endswith(GGUF_SUFFIX) for name in names):
         return f"{problem}: it holds {ONLY_GGUF_READERS}"
-    if not _is_ordinary(storage, has_safetensors):
-        return problem
-    return f"{problem}: it is an ordinary checkpoint; pqweights plan {storage} shows what quantize would make of it"
-
-
-def _is_ordinary(storage: Storage, has_safetensors: bool) -> bool:
-    """Whether a folder without a manifest looks like a checkpoint that nobody has quantized."""
-    try:
-        config = parse_json(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else None
-    except (OSError, ValueError, SourceError):
-        config = None
-    if config is None:
-        return has_safetensors
-    return isinstance(config, dict) and not {"quantization_config", "quantization"} & config.keys()
+    return problem
 
 
 def parse_manifest(data: bytes) -> Manifest:

@@ -1,4 +1,4 @@
-"""The entries of tensors in a manifest, read back with every claim checked."""
+"""The entries of tensors in a manifest: written, and read back with every claim checked."""
 
 from __future__ import annotations
 
@@ -41,6 +41,30 @@ class TensorEntry(Document, frozen=True, kw_only=True):
     bits: Number | None
     reason: str
     stored: tuple[_StoredTensor, ...]
+
+
+def tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict[str, Any]:
+    """Return the entry of a tensor. hash_key: the key of the hash of its stored tensors"""
+    measured = {"relative_mse": record.relative_mse, "energy": record.energy}
+    entry = tensor.to_json()
+    if tensor.action == INTEGER:
+        entry |= measured | {"total_mse": record.total_mse, "master_mse": record.master_mse}
+        entry |= {} if record.rounding is None else {"rounding": record.rounding}
+    elif record.relative_mse is not None:
+        entry |= (record.state or {}) | measured
+    if record.folded:
+        entry["folded"] = list(record.folded)
+    entry["stored"] = [
+        {
+            "name": spec.name,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "bytes": spec.byte_count,
+            hash_key: record.digests[spec.name],
+        }
+        for spec in tensor.stored
+    ]
+    return entry
 
 
 def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any], hash_key: str) -> tuple[TensorPlan, TensorRecord]:

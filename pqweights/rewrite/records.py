@@ -1,15 +1,16 @@
-"""What a run records of each tensor and file, and the errors of a whole result."""
+"""What a run measured of each tensor, alone and beside what the plan decided, and the errors of a whole result."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pqweights.codecs.protocol import exceeds_promise, largest_error
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
-from pqweights.planning.plan import INTEGER, TensorPlan
+from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, coder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,67 @@ class TensorRecord:
     master_mse: Number | None = None
     folded: tuple[str, ...] = ()
     rounding: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorReport(TensorRecord):
+    """One tensor of a finished result, a row of every report: its record, and what the plan decided.
+
+    shape, dtype, role, action, codec, bits, bytes, reason: see TensorPlan
+    rescued: whether it was encoded in another way than the first choice of its codec
+    exceeds: whether its error is above what its codec promises
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    action: str
+    codec: str | None
+    bits: float | None
+    bytes: int
+    reason: str
+    rescued: bool
+    exceeds: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the tensor in the JSON of quantize, export and inspect."""
+        planned = ("name", "shape", "dtype", "role", "action", "codec", "bits", "bytes", "reason")
+        entry = {key: getattr(self, key) for key in planned} | {"shape": list(self.shape)}
+        if self.action == INTEGER:
+            entry |= {"total_mse": self.total_mse, "master_mse": self.master_mse}
+        entry |= {} if self.rounding is None else {"rounding": self.rounding}
+        entry |= {"folded": list(self.folded)} if self.folded else {}
+        return entry | (self.state or {}) | {"relative_mse": self.relative_mse, "exceeds": self.exceeds}
+
+
+def tensor_reports(pairs: Iterable[tuple[TensorPlan, TensorRecord]]) -> tuple[TensorReport, ...]:
+    """Join the plans of tensors with their records."""
+    return tuple(
+        TensorReport(
+            **vars(record),
+            **{key: value for key, value in tensor._asdict().items() if key not in ("name", "stored")},
+            rescued=is_rescued(tensor, record),
+            exceeds=exceeds(tensor, record),
+        )
+        for tensor, record in pairs
+    )
+
+
+def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
+    """Whether a weight was encoded in another way than the first choice of its codec."""
+    return tensor.action == QUANTIZE and coder_of(tensor).parse_state(record.state or {}).rescued
+
+
+def promise(tensor: TensorPlan) -> float | None:
+    """Return the largest relative error that needs no rescue; None for a tensor that is not quantized."""
+    return largest_error(coder_of(tensor)) if tensor.action == QUANTIZE else None
+
+
+def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
+    """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
+    if tensor.action != QUANTIZE or record.relative_mse is None:
+        return False
+    return exceeds_promise(coder_of(tensor), record.relative_mse)
 
 
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:

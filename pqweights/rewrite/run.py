@@ -8,9 +8,11 @@ complete; the manifest comes last, then the work folder goes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from pqweights.checkpoint.names import (
     CARD_FILE,
@@ -24,9 +26,9 @@ from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.common.notices import slow_step
 from pqweights.errors import OutputError, PqweightsError, StorageError
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
+from pqweights.rewrite.identity import JOURNAL, Journal, RunStatement, is_under_way, read_journal
 from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
-from pqweights.rewrite.statement import JOURNAL, Journal, RunStatement, is_under_way, read_journal
 from pqweights.storage import Store
 from pqweights.storage.local import clear
 from pqweights.storage.protocol import CheckLock, FileRecord
@@ -38,7 +40,7 @@ FETCHED_FOLDER = "fetched"
 class Run:
     """A run that has the lock of its store.
 
-    statement: what it states in its journal
+    statement: what it is about to do
     shards: its finished shards in the store
     marks: those that were finished when it began
     replaces: the files of earlier runs that it removes or replaces
@@ -72,7 +74,7 @@ class Run:
         self.check_lock()
         with slow_step("moving the shards to their names"):
             self.shards.publish(self.statement.shards)
-            self.store.remove(name for name in self.replaces if name not in self.statement.outputs)
+            self.store.remove(name for name in self.replaces if name not in self.statement.journal.outputs)
 
     def complete(self, manifest: Iterable[bytes]) -> FileRecord:
         """Write the manifest, which marks the result as finished, and remove all else that the run left."""
@@ -114,7 +116,7 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
     Raises OutputError if the store cannot be taken, SourceChangedError if the source is not what it was, MasterError if
     the manifest of the result to be replaced is damaged.
     """
-    check_output(store, overwrite)
+    _check_output(store, overwrite)
     journal: Journal | None = None
     replaces: list[str] = []
     continues = False
@@ -123,10 +125,10 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
         nonlocal journal, replaces, continues
         journal = read_journal(store)
         try:
-            check_output(store, overwrite)  # again: the run that held the lock may have finished in between
-            continues = journal is not None and journal.is_continued_by(statement, store, overwrite=overwrite)
+            _check_output(store, overwrite)  # again: the run that held the lock may have finished in between
+            continues = statement.continues(journal, store, overwrite=overwrite)
             replaces = _replaced_files(store, journal)
-            _refuse_foreign(store, statement.outputs, replaces)
+            _refuse_foreign(store, statement.journal.outputs, replaces)
         except PqweightsError:
             if journal is None:
                 clear(store.work, ())
@@ -137,7 +139,7 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
         # First what another run left, then the journal: a kill in between leaves that run without finished shards.
         store.clear_work(keep=(JOURNAL_FILE, statement.key) if continues else (JOURNAL_FILE,))
         check_lock()
-        store.write(JOURNAL, [statement.line(replaces)])
+        store.write(JOURNAL, [replace(statement.journal, replaces=tuple(replaces)).to_json()])
         shards = FinishedShards(store, statement.key)
         run = Run(
             statement=statement,
@@ -154,19 +156,14 @@ def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Itera
         yield run
 
 
-def check_output(
-    store: Store, overwrite: bool, difference: Callable[[], str] = lambda: "holds a result by now"
-) -> None:
-    """Raise OutputError if a store holds something else. Nothing is created or changed.
-
-    difference: says how the result there differs from the one that is asked for
-    """
+def _check_output(store: Store, overwrite: bool) -> None:
+    """Raise OutputError if a store holds something else. Nothing is created or changed."""
     names = store.names()
     if not names or is_under_way(store):
         return
     if MANIFEST_FILE in names:
         if not overwrite:
-            raise OutputError(f"{store}: {difference()}; pass `overwrite` to replace it, or choose another folder")
+            raise OutputError(f"{store}: holds a result by now; run the same command again")
         return
     others = sorted(names - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
     if others:
@@ -178,7 +175,7 @@ def _replaced_files(store: Store, journal: Journal | None) -> list[str]:
 
     Raises MasterError if the manifest is damaged.
     """
-    names = [] if journal is None else journal.files
+    names = [] if journal is None else [*journal.outputs, *journal.replaces]
     manifest = store.read(MANIFEST_FILE)
     if manifest is not None:
         names += files_of_result(parse_manifest(manifest))

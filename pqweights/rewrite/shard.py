@@ -1,8 +1,9 @@
-"""One shard of a plan: its tensors through a pool of threads, chunk by chunk, into a file.
+"""The shards of a plan, made on this machine: tensors through a pool of threads, chunk by chunk, into a file.
 
-A bounded number of chunks is under way at a time, so memory grows neither with the checkpoint nor with its largest
-tensor. A thread reads, computes, hashes and writes its chunk. Errors are added up and tensors finished in the order of
-the plan, so nothing depends on the number of threads.
+`make_shard` makes one, and `LocalEngine` those of a run, one after the other. A bounded number of chunks is under way
+at a time, so memory grows neither with the checkpoint nor with its largest tensor. A thread reads, computes, hashes and
+writes its chunk. Errors are added up and tensors finished in the order of the plan, so nothing depends on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from pqweights.checkpoint.digests import PieceHasher
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import FileUse, file_uses
 from pqweights.checkpoint.shard_file import ShardFile, memory_for
+from pqweights.checkpoint.writer import check_room
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.jobs import Job
+from pqweights.rewrite.needs import result_need
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.task import Progress, RewriteTask
+from pqweights.rewrite.run import Run
+from pqweights.rewrite.task import Engine, Progress, RewriteTask, RunOptions
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2
@@ -154,20 +158,6 @@ class SourceFiles:
         return fingerprints
 
 
-class _TensorUnderWay:
-    """A tensor of which chunks are made. place: which of the plan."""
-
-    def __init__(self, place: int, job: Job, sink: ShardSink) -> None:
-        self.place, self.job, self.sink = place, job, sink
-        self.collected = 0
-
-    def collect(self, result: Any) -> float:
-        """Take what a chunk returned, and return which share of the tensor is done."""
-        self.job.collect(result)
-        self.collected += 1
-        return self.collected / self.job.chunks
-
-
 def make_shard(
     task: RewriteTask, shard: ShardPlan, path: Path, workers: Workers, files: SourceFiles, progress: Progress
 ) -> ShardMark:
@@ -180,6 +170,16 @@ def make_shard(
     does not accept the result, OutputError for a disk error.
     """
     return _ShardUnderWay(task, shard, path, workers, files, progress).mark()
+
+
+@dataclass(eq=False)
+class _TensorUnderWay:
+    """A tensor of which chunks are made. place: which of the plan. collected: how many chunks are done."""
+
+    place: int
+    job: Job
+    sink: ShardSink
+    collected: int = 0
 
 
 class _ShardUnderWay:
@@ -223,8 +223,7 @@ class _ShardUnderWay:
         """Give the chunks of a tensor to the threads, as earlier ones are finished."""
         if self._files.needs_room(place):
             self._collect(most_left=0)
-        task = self._task
-        job = task.transform.job(task.plan.tensors[place], task.checkpoint.tensors[place])
+        job = self._task.transform.job(self._task.plan.tensors[place], self._task.checkpoint.tensors[place])
         tensor = _TensorUnderWay(place, job, ShardSink(self._file, stored, self._workers))
         for chunk in range(job.chunks):
             self._under_way.append((tensor, self._workers.submit(job, chunk, tensor.sink)))
@@ -238,7 +237,9 @@ class _ShardUnderWay:
             if future is None:
                 self._finish(tensor)
             else:
-                self._tell(tensor.place, tensor.collect(future.result()))
+                tensor.job.collect(future.result())
+                tensor.collected += 1
+                self._tell(tensor.place, tensor.collected / tensor.job.chunks)
             self._under_way.popleft()
 
     def _finish(self, tensor: _TensorUnderWay) -> None:
@@ -274,3 +275,48 @@ class _ShardUnderWay:
         task.checkpoint.finish_checks(parts.values(), run=self._workers.pool.map)
         for checkpoint in task.checkpoints:
             checkpoint.storage.check_read()
+
+
+class LocalEngine(Engine):
+    """Makes shards with the threads of this process. See Engine."""
+
+    def check(self, task: RewriteTask, run: Run) -> None:
+        """Check that there is room on the disks. Raises OutputError."""
+        check_room([result_need(task, run), *task.fetch_needs])
+
+    def make(
+        self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+    ) -> dict[str, ShardMark]:
+        """Make shards, and return their marks by name. The next one is made while one is handed to the store."""
+        files = SourceFiles(task, [place for shard in shards for place in shard.tensors])
+        sizes = {shard.file: sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards}
+        total, done = sum(sizes.values()), sum(sizes.values()) - sum(sizes[shard.file] for shard in shards)
+        marks: dict[str, ShardMark] = {}
+        is_given_up, sent = threading.Event(), Future[None]()
+        sent.set_result(None)
+
+        def send(shard: str, path: Path, mark: ShardMark) -> None:
+            run.check_lock()
+            run.shards.add(shard, path, mark, is_given_up.is_set)
+
+        def progress(shard_done: int, of: int, name: str) -> None:
+            if sent.done():
+                sent.result()  # raises what kept a shard from being taken over
+            options.progress(done + shard_done, total, name)
+
+        workers, sender = Workers(options.threads), ThreadPoolExecutor(1, "pqweights-store")
+        try:
+            # `fetching` ends before the threads do: none then waits for a file that is still to come.
+            with task.checkpoint.storage.fetching(run.fetched, files.needed):
+                for shard in shards:
+                    path = run.shards.new_path(shard.file)
+                    marks[shard.file] = make_shard(task, shard, path, workers, files, progress)
+                    sent.result()
+                    sent = sender.submit(send, shard.file, path, marks[shard.file])
+                    done += sizes[shard.file]
+                sent.result()
+        finally:
+            is_given_up.set()
+            sender.shutdown(wait=True)
+            workers.close()
+        return marks

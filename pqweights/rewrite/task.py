@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
 from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.identity import RunIdentity
+from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement, key_of
 from pqweights.rewrite.listed_files import UNCHECKED
-from pqweights.rewrite.records import TensorRecord, error_totals, total_relative_mse
+from pqweights.rewrite.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.statement import RunStatement
-from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
 from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage import Store
 from pqweights.storage.remote.addresses import Address
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """What a result descends from: the fields `model` and `master` of its RunIdentity."""
-
-    model: dict[str, Any] = field(default_factory=dict)
-    master: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +36,7 @@ class RewriteTask:
     transform: what happens to each tensor
     plan: what the transform makes of the checkpoint, see driver.make_plan
     out: where the result is written
-    lineage: what the result descends from
+    model, master: what the result descends from, see RunIdentity
     """
 
     checkpoint: Checkpoint
@@ -53,12 +44,8 @@ class RewriteTask:
     transform: Transform
     plan: Plan
     out: Store
-    lineage: Lineage
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        state.pop("small_files", None)  # functions, for the process that finishes the result
-        return state
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def identity(self) -> RunIdentity:
@@ -74,27 +61,35 @@ class RewriteTask:
             metadata=plan.container.metadata,
             container=plan.container.to_json(),
             left_out=plan.left_out_tensors,
-            model=self.lineage.model,
-            master=self.lineage.master,
+            model=self.model,
+            master=self.master,
         )
 
     @functools.cached_property
     def statement(self) -> RunStatement:
         """The files that a run reads and writes, for its journal."""
-        plan, checkpoint = self.plan, self.checkpoint
-        written = [*plan.companions, *self.small_files]
+        plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
+        others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
+        made_of = _states(storage, [*self.checkpoint.weight_files, *others])
+        for option, other in self.transform.inputs.checkpoints.items():
+            made_of |= _states(other.storage, other.weight_files, f"{option} ")
+        work, origin = identity.digest(), identity.origin
+        written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files]
         written += [] if plan.container.index_file is None else [plan.container.index_file]
         written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.output.config is not None else [MANIFEST_FILE]
-        outputs = [*(shard.file for shard in plan.shards), *written]
-        read = [*checkpoint.weight_files, *plan.companions]
-        read += [name for name in (CONFIG_FILE, CARD_FILE) if name in checkpoint.storage.files()]
-        files = {"": (checkpoint.storage, read)}
-        also_read = self.transform.inputs.checkpoints.items()
-        files |= {option: (other.storage, list(other.weight_files)) for option, other in also_read}
+        journal = Journal(
+            work=work,
+            origin=origin,
+            source=made_of | _states(storage, plan.companions),
+            outputs=tuple(written),
+            replaces=(),
+            kind=identity.kind,
+            target=str(identity.made_by.get("target", "")),
+        )
         shards = {shard.file: shard.file_bytes for shard in plan.shards}
-        return RunStatement.of(self.identity, files, outputs=outputs, shards=shards, companions=plan.companions)
+        return RunStatement(journal=journal, shards=shards, key=key_of(work, origin, made_of))
 
-    @functools.cached_property
+    @property
     def small_files(self) -> SmallFiles:
         """What the transform writes beside the weights, the configuration and the copied files."""
         return self.transform.output.small_files(self.plan.shards)
@@ -128,6 +123,12 @@ class RewriteTask:
     def bytes_read(self) -> int:
         """Bytes read so far from all checkpoints."""
         return sum(each.storage.bytes_read for each in self.checkpoints)
+
+
+def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, int]]:
+    """Return size and stamp of files by name. before: what messages say before each name"""
+    states = storage.files()
+    return {f"{before}{name}": (states[name].byte_count, states[name].stamp) for name in names}
 
 
 def usable_cores() -> int:

@@ -241,7 +241,7 @@ def test_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypa
     def interrupted(*arguments: Any, **keywords: Any) -> None:
         raise KeyboardInterrupt
 
-    module, function = ("quantizing", "plan_quantize") if when == "planning" else ("rewrite.local_engine", "make_shard")
+    module, function = ("quantizing", "plan_quantize") if when == "planning" else ("rewrite.shard", "make_shard")
     with monkeypatch.context() as patch:
         patch.setattr(f"pqweights.{module}.{function}", interrupted)
         lines = refused("quantize", source, tmp_path / "out", code=130).splitlines()

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from ray_cluster import QUIET, Faulty, RayCluster, kill_process, wait_until
+from remote_server import SECRETS, ObjectServer
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
-from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError
+from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError, StorageError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.distributed import cluster as clusters
 from pqweights.rewrite.distributed import engine as engines
-from pqweights.rewrite.distributed import running
-from pqweights.rewrite.distributed.engine import on_ray
+from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.driver import rewrite
-from pqweights.rewrite.task import Lineage, RewriteTask, RunOptions
+from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.rewrite.transform import TransformInputs
 from pqweights.storage import open_store
 
@@ -58,21 +58,15 @@ def cluster(ray_cluster: RayCluster) -> RayCluster:
     return ray_cluster
 
 
-def faulty_run(source: Path, out: Path, fault: str) -> tuple[RewriteTask, Path]:
-    """A task in which something happens at the fifth layer, and the marker that it makes then."""
-    checkpoint, _, plan = plan_quantize(str(source), load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
-    marker = out.parent / "marker"
-    transform = Faulty(recipe=load_recipe("q5"), tensor=weight(4), marker=marker, fault=fault)
-    return (
-        RewriteTask(
-            checkpoint=checkpoint,
-            source=source,
-            transform=transform,
-            plan=plan,
-            out=open_store(out),
-            lineage=Lineage(),
-        ),
-        marker,
+def faulty_run(source: Path | str, out: Path | str, marker: Path, fault: str) -> RewriteTask:
+    """A task in which something happens at the fifth layer, which then makes a marker."""
+    checkpoint, _, plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
+    return RewriteTask(
+        checkpoint=checkpoint,
+        source=None,
+        transform=Faulty(recipe=load_recipe("q5"), tensor=weight(4), marker=marker, fault=fault),
+        plan=plan,
+        out=open_store(out),
     )
 
 
@@ -91,38 +85,41 @@ def test_results_of_a_cluster_have_the_bytes_of_one_machine(
         source, out, max_shard_size=SHARD, ray=cluster.address, progress=lambda *state: shown.append(state)
     )
     assert folder_bytes(out) == plain
-    assert shown[-1] == (shown[-1][1], shown[-1][1], f"tasks: {LAYERS} done, 0 running, 0 waiting")
-    assert all(done <= total for done, total, _ in shown)
+    total = LAYERS * 256 * 256 * 2
+    assert shown == [(n * total // LAYERS, total, f"{n} of {LAYERS} files") for n in range(LAYERS + 1)]
     assert report.source_bytes_read >= LAYERS * 256 * 256 * 2
     assert pqweights.quantize(source, out, max_shard_size=SHARD, ray=cluster.address).already_done
     pqweights.export(out, tmp_path / "plain", "bf16", max_shard_size=SHARD)
     pqweights.export(out, tmp_path / "parts", "bf16", max_shard_size=SHARD, ray=cluster.address)
     assert folder_bytes(tmp_path / "parts") == folder_bytes(tmp_path / "plain")
-    assert pqweights.verify(out, ray=cluster.address) == pqweights.verify(out)
-    for name in ("model-00002-of-00008.safetensors", "model-00007-of-00008.safetensors"):
-        data = bytearray((out / name).read_bytes())
-        data[-5] ^= 1
-        (out / name).write_bytes(data)
-    (out / "model-00005-of-00008.safetensors").unlink()
-    found = pqweights.verify(out, ray=cluster.address)
-    assert found == pqweights.verify(out)
-    assert len(found.problems) == 3
 
 
 def test_a_worker_that_is_killed_costs_its_task_alone(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    task, marker = faulty_run(source, tmp_path / "out", "kill")
-    with on_ray(cluster.address) as engine:
+    task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "kill")
+    with engine_of(cluster.address) as engine:
         rewrite(task, RunOptions(engine=engine))
-    assert marker.exists()
+    assert (tmp_path / "marker").exists()
     assert folder_bytes(tmp_path / "out") == plain
+
+
+def test_a_task_that_ends_every_worker_ends_the_run(
+    source: Path, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "MOST_RETRIES", 1)
+    task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "kill all")
+    with (
+        engine_of(cluster.address) as engine,
+        pytest.raises(ClusterError, match=r"ended 2 times \(.*look into the logs"),
+    ):
+        rewrite(task, RunOptions(engine=engine))
 
 
 def test_the_task_of_a_node_that_is_killed_goes_to_another(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    task, marker = faulty_run(source, tmp_path / "out", "hang")
+    task, marker = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang"), tmp_path / "marker"
 
     def kill_node() -> None:
         wait_until(marker.exists, "the task did not begin")
@@ -130,7 +127,7 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
         cluster.kill(node)
 
     thread = in_background(kill_node)
-    with on_ray(cluster.address) as engine:
+    with engine_of(cluster.address) as engine:
         rewrite(task, RunOptions(engine=engine))
     thread.join()
     assert len(cluster.nodes) == 1
@@ -140,8 +137,8 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
 def test_a_run_without_nodes_ends_and_is_continued(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "NODELESS_SECONDS", 2.0)
-    task, marker = faulty_run(source, tmp_path / "out", "hang")
+    monkeypatch.setattr(engines, "NODELESS_SECONDS", 2.0)
+    task, marker = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang"), tmp_path / "marker"
 
     def kill_nodes() -> None:
         wait_until(marker.exists, "the task did not begin")
@@ -149,7 +146,10 @@ def test_a_run_without_nodes_ends_and_is_continued(
             cluster.kill(node)
 
     thread = in_background(kill_nodes)
-    with on_ray(cluster.address) as engine, pytest.raises(ClusterError, match="no node was left for 2 s that can take"):
+    with (
+        engine_of(cluster.address) as engine,
+        pytest.raises(ClusterError, match="no node was left for 2 s that can take"),
+    ):
         rewrite(task, RunOptions(engine=engine))
     thread.join()
     pqweights.quantize(source, tmp_path / "out", max_shard_size=SHARD)
@@ -159,14 +159,13 @@ def test_a_run_without_nodes_ends_and_is_continued(
 def test_a_slow_worker_does_not_hold_back_the_others(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    task, _ = faulty_run(source, tmp_path / "out", "hang")
-    others = f"tasks: {LAYERS - 1} done, 1 running, 0 waiting"
+    task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang")
 
     def progress(done: int, total: int, name: str) -> None:
-        if name == others:
+        if name == f"{LAYERS - 1} of {LAYERS} files":
             (tmp_path / "GO").touch()
 
-    with on_ray(cluster.address) as engine:
+    with engine_of(cluster.address) as engine:
         rewrite(task, RunOptions(engine=engine, progress=progress))
     assert (tmp_path / "GO").exists()
     assert folder_bytes(tmp_path / "out") == plain
@@ -179,14 +178,15 @@ def test_a_command_that_is_killed_is_continued(
     code = f"""
 from pathlib import Path
 from test_ray import faulty_run
-from pqweights.rewrite.distributed.engine import on_ray
+from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import RunOptions
-task, marker = faulty_run(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), "hang")
+marker = Path({str(tmp_path / "marker")!r})
+task = faulty_run(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), marker, "hang")
 def progress(done, total, name):
-    if "tasks: {LAYERS - 1} done" in name:
+    if name == "{LAYERS - 1} of {LAYERS} files":
         (marker.parent / "ALMOST").touch()
-with on_ray({cluster.address!r}) as engine:
+with engine_of({cluster.address!r}) as engine:
     rewrite(task, RunOptions(engine=engine, progress=progress))
 """
     here = Path(__file__).parent
@@ -234,9 +234,9 @@ def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_p
     with pytest.raises(ClusterError, match="no node of the cluster has that many cores; the largest has 1"):
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address, threads=5)
     lines: list[str] = []
-    with on_ray(cluster.address, tell=lines.append) as engine, pytest.MonkeyPatch.context() as patch:
+    with engine_of(cluster.address, tell=lines.append) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Faulty, "inputs", TransformInputs(memory_bytes=1 << 50))
-        task, _ = faulty_run(source, tmp_path / "out", "hang")
+        task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang")
         with pytest.raises(ClusterError, match=r"no node has what a task needs: .*; pass fewer"):
             rewrite(task, RunOptions(engine=engine))
     assert len(lines) == 2
@@ -325,3 +325,31 @@ def test_driver_is_silent_about_a_lost_worker(cluster: RayCluster) -> None:
     )
     kill_process(cluster.wait_for_worker("waits"))
     assert process.communicate(timeout=60) == ("lost\n", "")
+
+
+def test_a_run_between_buckets_survives_a_lost_worker(
+    source: Path,
+    plain: dict[str, bytes],
+    session_cluster: RayCluster,
+    server: ObjectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
+    session_cluster.restore(0)
+    session_cluster.restore(2)  # nodes have the environment of the process that starts them
+    address, marker = server.put(source, "model"), tmp_path / "marker"
+    task = faulty_run(address, "s3://models/master", marker, "kill")
+    with engine_of(session_cluster.address) as engine:
+        rewrite(task, RunOptions(engine=engine))
+    assert marker.exists()
+    assert server.contents("master") == plain
+    assert folder_bytes(tmp_path / "scratch") == {}
+    assert pqweights.verify("s3://models/master").ok
+
+    server.fault = lambda request: (403, "AccessDenied") if "other" in request["PATH_INFO"] else None
+    with pytest.raises(StorageError, match=r"s3://models/other.*: access denied") as refused:
+        pqweights.quantize(address, "s3://models/other", ray=session_cluster.address)
+    assert not any(secret in str(refused.value) for secret in SECRETS)
+    server.fault = None
+    session_cluster.restore(0)

@@ -19,7 +19,7 @@ from tasks_here import use_tasks_here
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, StrictError
-from pqweights.rewrite.distributed import engine, worker
+from pqweights.rewrite.distributed import worker
 from pqweights.rewrite.finished_shards import FinishedShards
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
@@ -39,13 +39,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]:
-    """Run plainly and in tasks, compare every byte, and return the tasks."""
+    """Run plainly and in tasks, compare every byte, and return the shards that tasks made."""
     run(tmp_path / "plain", ray=None)
-    ran = use_tasks_here(monkeypatch)
+    ray = use_tasks_here(monkeypatch)
     run(tmp_path / "tasks", ray="here")
     assert folder_bytes(tmp_path / "tasks") == folder_bytes(tmp_path / "plain")
     assert not (tmp_path / "tasks" / WORK_FOLDER).exists()
-    return ran
+    return ray.made
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_a_task_of_a_run_that_has_ended_fails(base: Path, tmp_path: Path, monkey
     use_tasks_here(monkeypatch)
     made, out = worker._made, tmp_path / "out"
 
-    def after_another_run(work: worker.ShardWork, number: int, report: Any) -> Any:
+    def after_another_run(work: worker.ShardWork, number: int) -> Any:
         shutil.rmtree(out)
         shutil.copytree(base / "master", out)
-        return made(work, number, report)
+        return made(work, number)
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_made", after_another_run)
@@ -167,7 +167,7 @@ def test_what_a_strict_run_refuses_in_a_task_is_refused_as_in_a_plain_run(
 def test_a_strict_run_refuses_what_an_earlier_one_finished_before_it_begins(
     ray: str | None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, out = use_tasks_here(monkeypatch), tmp_path / "out"
+    ran, out = use_tasks_here(monkeypatch).made, tmp_path / "out"
     killed_after(monkeypatch, 3, lambda: quantize(base, out, "here"))
     monkeypatch.setattr("pqweights.quantizing.exceeds", lambda planned, record: planned.codec is not None)
     ran.clear()
@@ -215,8 +215,7 @@ def test_tasks_continue_in_a_bucket(base: Path, tmp_path: Path, monkeypatch: pyt
     put(out, {})
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
     killed_after(monkeypatch, 2, lambda: pqweights.quantize(base / "source", out, max_shard_size=SHARD, threads=1))
-    ran = use_tasks_here(monkeypatch)
-    monkeypatch.setattr(engine, "tidy_nodes", lambda ray, store: worker.tidy_scratch(store, None, print))
+    ran = use_tasks_here(monkeypatch).made
     pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray="here")
     assert len(ran) == len(list((base / "master").glob("*.safetensors"))) - 2
     assert objects(out) == {name: data for name, data in folder_bytes(base / "master").items() if name[-1] != "/"}

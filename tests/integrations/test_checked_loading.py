@@ -82,7 +82,7 @@ def test_tensors_that_a_model_does_not_use_are_not_read(master: Path) -> None:
 def test_a_master_of_manifest_version_1_is_checked(tmp_path: Path) -> None:
     from pqweights.checkpoint.source import stored_tensors
     from pqweights.checkpoint.storage import LocalStorage
-    from pqweights.rewrite.checked_tensors import checked_reads
+    from pqweights.rewrite.listed_files import checked_reads
     from pqweights.rewrite.manifest import read_manifest
 
     old = Path(shutil.copytree(make.MASTER, tmp_path / "old"))

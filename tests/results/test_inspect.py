@@ -159,9 +159,7 @@ def test_total_error_does_not_depend_on_the_python_version(monkeypatch: pytest.M
 def test_ordinary_checkpoint_is_named(tmp_path: Path) -> None:
     folder = small_checkpoint(tmp_path / "model")
     line = refused("inspect", folder)
-    assert f"found no pqweights.json in it: it is an ordinary checkpoint; pqweights plan {folder} shows" in line
-    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "pqweights"}}')
-    assert refused("inspect", folder).endswith("found no pqweights.json in it\n")
+    assert f"found no pqweights.json in it; if it is an ordinary checkpoint, pqweights plan {folder} shows" in line
 
 
 @pytest.mark.parametrize("command", ["inspect", "card"])

@@ -265,7 +265,7 @@ def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "plain", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
     (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
     for folder, says in (
-        (source, "it is an ordinary checkpoint"),
+        (source, "if it is an ordinary checkpoint, pqweights plan"),
         (tmp_path / "absent", "no such folder"),
         (source / "model.safetensors", "expected a folder, found a file"),
         (tmp_path / "unfinished", "unfinished run: run the same command again"),

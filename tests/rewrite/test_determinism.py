@@ -16,7 +16,7 @@ from pqweights_cli.main import app
 from rewriting import SHARD_BYTES, command
 from typer.testing import CliRunner
 
-from pqweights.rewrite import encode_job, jobs
+from pqweights.rewrite import jobs
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -44,7 +44,7 @@ def test_errors_are_identical_to_the_last_digit_across_threads_and_chunks(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest rounds to seven digits, which would mostly hide sums in another order."""
-    monkeypatch.setattr(encode_job, "rounded", lambda value: value)
+    monkeypatch.setattr(jobs, "rounded", lambda value: value)
     found = set()
     for chunk_weights, threads in ((128, 2), (1280, 5), (1 << 20, 1)):
         monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)

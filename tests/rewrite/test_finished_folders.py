@@ -132,7 +132,7 @@ def test_finished_folder_of_another_command_is_only_replaced_on_request(
     assert folder_bytes(out) == undisturbed | foreign
 
 
-@pytest.mark.parametrize("function", ["unlink", "rmdir", "replace", "mkdir"])
+@pytest.mark.parametrize("function", ["unlink", "rmdir", "replace"])
 def test_overwriting_run_killed_at_any_call_resumes(
     function: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import KILL_FUNCTIONS, folder_bytes, killed_runs, run_command
+from helpers import folder_bytes, killed_runs, run_command
 from memory_storage import Place
 from rewriting import SHARD_BYTES, TENSORS, Killed, check_final_names, command, finished, interrupt, marks, watched
 
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError
+
+# Those of KILL_FUNCTIONS that change what is there, and at which of their calls runs die: most of mkdir change nothing.
+STEPS = {"replace": 1, "pwrite": 3, "unlink": 1, "rmdir": 1, "mkdir": 4, "posix_fallocate": 1, "open": 1}
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +27,22 @@ def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """
     folder = tmp_path_factory.mktemp("kills")
     (counts,) = killed_runs(command(source), [{"out": str(folder / "counted")}])
-    points: dict[str, list[dict[str, Any]]] = {name: [] for name in KILL_FUNCTIONS}
-    for name in KILL_FUNCTIONS:
-        numbers = range(1, counts[name] + 1, 6 if name == "pwrite" else 1)
+    points: dict[str, list[dict[str, Any]]] = {}
+    for name, step in STEPS.items():
+        numbers = range(1, counts[name] + 1, step)
         moments = [(number, "before") for number in numbers] + [(counts[name], "after")]
         moments += [(number, "half") for number in numbers if name == "pwrite"]
-        for number, when in moments:
-            out = folder / f"{name}-{number}-{when}"
-            points[name].append({"out": str(out), "function": name, "number": number, "when": when})
+        points[name] = [
+            {"out": str(folder / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
+            for number, when in moments
+        ]
     killed_runs(command(source), [point for group in points.values() for point in group])
-    for group in points.values():
-        for point in group:
-            point["finished_shards"] = len(marks(Path(point["out"])))
+    for point in (point for group in points.values() for point in group):
+        point["finished_shards"] = len(marks(Path(point["out"])))
     return points
 
 
-@pytest.mark.parametrize("function", KILL_FUNCTIONS)
+@pytest.mark.parametrize("function", STEPS)
 def test_run_killed_at_any_call_resumes_to_the_same_folder(
     function: str,
     source: Path,
@@ -69,7 +71,7 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(
 def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
     """The sweep above reaches each state that matters; it would test nothing if the driver changed its calls."""
     states = [point["finished_shards"] for group in kill_points.values() for point in group]
-    assert len(states) > 80
+    assert len(states) > 65
     assert set(states) == {0, 1, 2, 3, 4}
     shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice, beside a mark
     renames = sum(not name.endswith("/") for name in undisturbed) + 2 * shards + 1  # and the journal
@@ -77,14 +79,14 @@ def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dic
 
 
 def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Each run is killed when it has renamed the journal, a shard and its mark."""
+    """Two runs are killed when they have renamed the journal, a shard and its mark, a third one while it writes."""
     out = tmp_path / "out"
-    for shards in (1, 2, 3):
-        killed_runs(command(source), [{"out": str(out), "function": "replace", "number": 3, "when": "after"}])
+    for function, number, shards in (("replace", 3, 1), ("replace", 3, 2), ("pwrite", 2, 2)):
+        killed_runs(command(source), [{"out": str(out), "function": function, "number": number, "when": "after"}])
         assert len(marks(out)) == shards
         check_final_names(out, undisturbed)
     report = run_command(command(source), out)
-    assert report.resumed == 9
+    assert report.resumed == 5
     assert folder_bytes(out) == undisturbed
 
 
@@ -189,33 +191,6 @@ def test_changed_source_is_refused(
     assert place.files() == Place(tmp_path / "fresh").files()
 
 
-def test_weight_file_of_another_size_is_refused(
-    own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tensors and so the plan are the same, but the header of the file is longer."""
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(own_source), out)
-    file = own_source / "model-00001-of-00002.safetensors"
-    data, time = file.read_bytes(), file.stat().st_mtime_ns
-    length = int.from_bytes(data[:8], "little")
-    file.write_bytes((length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8 + data[8 + length :])
-    os.utime(file, ns=(time, time))
-    with pytest.raises(SourceChangedError, match=file.name):
-        run_command(command(own_source), out)
-
-
-def test_new_companion_is_copied(
-    own_source: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(monkeypatch, command(own_source), place.out)
-    (own_source / "vocab.txt").write_text("a")
-    (own_source / "NOTICE").unlink()
-    assert run_command(command(own_source), place.out).resumed == 5
-    run_command(command(own_source), tmp_path / "fresh")
-    assert place.files() == Place(tmp_path / "fresh").files()
-    assert "vocab.txt" in place.files() and "NOTICE" not in place.files()
-
-
 @pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
 def test_interrupted_run_of_another_command_is_refused(
     other: dict[str, Any],
@@ -260,17 +235,4 @@ def test_overwrite_resumes_its_own_interrupted_run(
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source, overwrite=True), out)
     assert run_command(command(source, overwrite=True), out).resumed == 5
-    assert folder_bytes(out) == undisturbed
-
-
-def test_run_with_random_kills_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Kills of different kinds, with a fixed seed."""
-    chance = random.Random(5)
-    out = tmp_path / "out"
-    for _ in range(6):
-        function, when = chance.choice(["replace", "pwrite", "fsync"]), chance.choice(["before", "after"])
-        point = {"out": str(out), "function": function, "number": chance.randint(1, 2), "when": when, "may_end": True}
-        killed_runs(command(source), [point])
-        check_final_names(out, undisturbed)
-    run_command(command(source), out)
     assert folder_bytes(out) == undisturbed

@@ -185,11 +185,11 @@ def ray_cluster(session_cluster: RayCluster) -> RayCluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Quantize):
-    """Quantizes, but something happens, once, when a tensor is begun.
+    """Quantizes, but something happens when a tensor is begun.
 
     tensor: its name
     marker: a file that is then made, which states the node and the process
-    fault: "kill" ends the process, "hang" waits until the file GO beside the marker is there
+    fault: "kill" ends the first process, "kill all" every one, "hang" waits for the file GO beside the marker
     """
 
     tensor: str
@@ -198,13 +198,13 @@ class Faulty(Quantize):
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job, or not."""
-        if planned.name == self.tensor and not self.marker.exists():
+        if planned.name == self.tensor and (self.fault == "kill all" or not self.marker.exists()):
             import ray
 
             partial = self.marker.with_suffix(".partial")
             partial.write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
             partial.rename(self.marker)
-            if self.fault == "kill":
+            if self.fault != "hang":
                 kill_process(os.getpid())
             wait_until(self.marker.with_name("GO").exists, "nothing said that the task should go on")
         return super().job(planned, tensor)

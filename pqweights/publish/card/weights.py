@@ -11,9 +11,8 @@ from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.publish.card.values import as_number, grouped
 from pqweights.rewrite.manifest import Manifest
-from pqweights.rewrite.records import TensorRecord, mean_error
+from pqweights.rewrite.records import TensorRecord, is_rescued, mean_error
 from pqweights.rewrite.results.inspect import Inspection
-from pqweights.rewrite.tensor_report import is_rescued
 
 Pair = tuple[TensorPlan, TensorRecord]
 ACTIONS = {KEEP: "kept", DECODE: "decoded"}

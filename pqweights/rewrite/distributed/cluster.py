@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pqweights.common.installing import pip_install
 from pqweights.common.notices import slow_step
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError
-from pqweights.rewrite.distributed.calls import greeting, remote_call
-from pqweights.rewrite.distributed.worker import NodeNeeds
+from pqweights.rewrite.distributed.worker import LOOK, VERSIONS, remote_call
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,9 +30,8 @@ CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 8.0
 # How long nodes may take to start a process and look around.
 LOOK_SECONDS = 60.0
-# How often a node is asked whose process ends before it answers.
-LOOKS = 3
-NOTHING = pickle.dumps(None)
+# How often a task is given again whose process, node or memory is gone.
+MOST_RETRIES = 4
 # What Ray says to a process without the token of the cluster, and where it looks for one by default.
 NO_TOKEN = b"InvalidAuthToken"
 TOKEN_FILE = Path("~/.ray/auth_token")
@@ -57,10 +54,6 @@ class Node:
     cores: int
     memory_bytes: int
 
-    def tasks_at_once(self, *, threads: int, memory_bytes: int) -> int:
-        """Return how many tasks have room there at once, each of which needs so much."""
-        return max(0, min(self.cores // threads, self.memory_bytes // memory_bytes))
-
 
 def import_ray() -> ModuleType:
     """Return Ray, told to be quiet.
@@ -69,6 +62,7 @@ def import_ray() -> ModuleType:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_task_oom_retries", str(MOST_RETRIES))  # else a task that is too large comes for ever
     # Ray prints what it sees of lost workers to the standard output, where results of --json go. Repeated lines are
     # held back, and with them all that match this expression.
     os.environ |= {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
@@ -92,24 +86,17 @@ def connected(address: str, *, cores: int) -> Iterator[ModuleType]:
     ray = import_ray()
     if ray.is_initialized():
         raise ClusterError(f"`ray` {address}: this process is connected to Ray already; call ray.shutdown() first")
-    with _signals_as_before():
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
         with slow_step("connecting to Ray"):
             _connect(ray, address, cores)
         try:
             yield ray
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _signals_as_before() -> Iterator[None]:
-    """Undo afterwards what connecting does to the signals of this process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
+    finally:  # what connecting did to the signals of this process; None: a handler that was not set by Python
         if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # None: one that was not set by Python
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(ray: ModuleType, address: str, cores: int) -> None:
@@ -119,7 +106,7 @@ def _connect(ray: ModuleType, address: str, cores: int) -> None:
         try:
             ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ClusterError(f"`ray` {LOCAL}: Ray cannot start here: {first_line(error)}") from None
+            raise ClusterError(f"`ray` {LOCAL}: Ray cannot start here: {last_line(error)}") from None
         return
     _check_answer(address)
     try:
@@ -204,48 +191,33 @@ def _refused(address: str, said: str) -> ClusterError:
             f"`ray` {address}: this machine is not a node of that cluster; run ray start --address {address} "
             "--num-cpus 0 here first"
         )
-    return _no_ray(address)
-
-
-def _no_ray(address: str) -> ClusterError:
     what = "the cluster that this machine belongs to" if address == AUTO else "what answers there"
     return ClusterError(f"`ray` {address}: {what} is not a Ray cluster that works; check its head node with ray status")
 
 
 def nodes_of(ray: ModuleType) -> list[Node]:
     """Return the nodes that are alive and compute."""
-    alive = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU", 0) >= 1]
     return [
         Node(
-            id=each["NodeID"],
-            name=f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']}, {each['NodeID'][:8]})",
-            cores=int(each["Resources"]["CPU"]),
-            memory_bytes=int(each["Resources"].get("memory", 0)),
+            id=node["NodeID"],
+            name=f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:8]})",
+            cores=int(node["Resources"]["CPU"]),
+            memory_bytes=int(node["Resources"].get("memory", 0)),
         )
-        for each in alive
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
     ]
 
 
-def check_nodes(ray: ModuleType, asked: Mapping[Node, NodeNeeds]) -> None:
+def check_nodes(ray: ModuleType, pickled: bytes, tasks_at_once: Mapping[Node, int]) -> None:
     """Have nodes look around; those that are lost meanwhile are left out.
 
-    asked: what each is asked for
+    pickled: the ShardWork
+    tasks_at_once: how many tasks each may have
 
     Raises ClusterError for the first node that cannot do its part.
     """
-    crashed: dict[Node, BaseException] = {}
-    for _ in range(LOOKS):
-        crashed = _looked(ray, {node: asked[node] for node in crashed or asked})
-        if not crashed:
-            return
-    for node, error in crashed.items():
-        raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}")
-
-
-def _looked(ray: ModuleType, asked: Mapping[Node, NodeNeeds]) -> dict[Node, BaseException]:
-    """Have nodes look around once, and return those whose process ended before it answered. See check_nodes."""
-    errors, crashed = ray.exceptions, {}
-    called = {_call(ray, node, needs): node for node, needs in asked.items()}
+    errors, called = ray.exceptions, call_nodes(ray, LOOK, pickled, tasks_at_once)
     done, late = ray.wait(list(called), num_returns=len(called), timeout=LOOK_SECONDS)
     for reference in late:
         raise ClusterError(
@@ -253,35 +225,33 @@ def _looked(ray: ModuleType, asked: Mapping[Node, NodeNeeds]) -> dict[Node, Base
             "ray status, or take it out of the cluster"
         )
     for reference in done:
-        node = called[reference]
+        node = called[reference].name
         try:
             _, problem = ray.get(reference)
         except (errors.NodeDiedError, errors.TaskUnschedulableError):
             continue
-        except errors.RayTaskError as error:
-            raise ClusterError(f"node {node.name}: cannot run a task: {first_line(error)}") from None
         except errors.RayError as error:
-            crashed[node] = error
-            continue
+            raise ClusterError(f"node {node}: cannot run a task: {last_line(error)}") from None
         if problem is not None:
-            raise ClusterError(f"node {node.name}: {problem}")
-    return crashed
+            raise ClusterError(f"node {node}: {problem}")
 
 
-def tidy_nodes(ray: ModuleType, pickled_place: bytes) -> None:
-    """Have every node remove what processes that are gone left in its scratch folder, as far as it can be reached."""
-    called = [_call(ray, node, NodeNeeds(files=()), "tidy_scratch", pickled_place) for node in nodes_of(ray)]
-    ray.wait(called, num_returns=len(called), timeout=LOOK_SECONDS)
+def call_nodes(ray: ModuleType, asked: str, pickled: bytes, numbers: Mapping[Node, int]) -> dict[Any, Node]:
+    """Ask nodes something beside their tasks, and return the node of each of Ray's references to the answers.
+
+    asked, pickled, numbers: what worker.answer takes on each node
+    """
+    call, common = ray.remote(num_cpus=0, max_retries=MOST_RETRIES)(remote_call()), ray.put(pickled)
+    on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return {
+        call.options(scheduling_strategy=on_node(node_id=node.id, soft=False)).remote(
+            VERSIONS, asked, common, number
+        ): node
+        for node, number in numbers.items()
+    }
 
 
-def _call(ray: ModuleType, node: Node, asked: NodeNeeds, function: str | None = None, common: bytes = b"") -> Any:
-    """Call a node beside its tasks, and return Ray's reference to what it returns."""
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-    call = ray.remote(num_cpus=0, max_retries=0)(remote_call())
-    return call.options(scheduling_strategy=strategy).remote(greeting(asked), function, common, NOTHING, 0, None)
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error of Ray says first, on one line."""
+def last_line(error: BaseException) -> str:
+    """Return what an error of Ray says last, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

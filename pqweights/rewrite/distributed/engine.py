@@ -1,57 +1,53 @@
-"""The engine that has the nodes of a Ray cluster make or check the shards of a result, one task for each."""
+"""The engine that has the nodes of a Ray cluster make the shards of a result, one task for each.
+
+Ray gives a task again whose worker or node is lost. The driver waits, takes what is made, and says what goes wrong.
+"""
 
 from __future__ import annotations
 
 import pickle
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import check_room, disk_errors
-from pqweights.errors import ClusterError
+from pqweights.errors import ClusterError, MasterError, PqweightsError, SourceError
 from pqweights.planning.plan import ShardPlan
-from pqweights.rewrite.distributed.cluster import Node, check_nodes, connected, nodes_of, tidy_nodes
-from pqweights.rewrite.distributed.running import ClusterTask, ClusterTasks, TaskKind
-from pqweights.rewrite.distributed.worker import NodeNeeds, ShardResult, ShardWork
-from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.needs import (
-    MEMORY_FLOOR_BYTES,
-    MEMORY_PER_THREAD_BYTES,
-    fetched_bytes_of,
-    resource_needs,
-    result_need,
-    room_for_shards,
+from pqweights.rewrite.distributed.cluster import (
+    MOST_RETRIES,
+    Node,
+    call_nodes,
+    check_nodes,
+    connected,
+    last_line,
+    nodes_of,
 )
-from pqweights.rewrite.results.verify import Progress as ShardProgress
-from pqweights.rewrite.results.verify import ShardChecks, ShardFindings, joined
+from pqweights.rewrite.distributed.worker import MAKE, TIDY, VERSIONS, ShardResult, ShardWork, remote_call
+from pqweights.rewrite.finished_shards import ShardMark
+from pqweights.rewrite.needs import fetched_bytes_of, resource_needs, result_need, room_for_shards
 from pqweights.rewrite.run import Run
 from pqweights.rewrite.task import Engine, RewriteTask, RunOptions, usable_cores
 
 # More threads than this wait for each other; several tasks then share a node.
 MOST_THREADS = 8
+POLL_SECONDS = 1.0
+# How long the cluster may have no node that can take a task.
+NODELESS_SECONDS = 60.0
+# How long workers may take to end when the run is given up, or to tidy up behind one.
+END_SECONDS = 10.0
 
 
 @contextmanager
 def engine_of(
-    address: str | None, threads: int | None, tell: Callable[[str], None] = lambda line: None
+    address: str | None, threads: int | None = None, tell: Callable[[str], None] = lambda line: None
 ) -> Iterator[RayEngine | None]:
-    """Yield the engine for an option --ray, see on_ray; None without one."""
-    if address is None:
-        yield None
-        return
-    with on_ray(address, threads=threads, tell=tell) as engine:
-        yield engine
-
-
-@contextmanager
-def on_ray(
-    address: str, *, threads: int | None = None, tell: Callable[[str], None] = lambda line: None
-) -> Iterator[RayEngine]:
-    """Connect to a cluster, and yield the engine that uses it.
+    """Connect to a cluster, and yield the engine that uses it; None without an address.
 
     address: see cluster.connected
     threads: how many threads a task has; by default as many as the smallest node has cores, at most MOST_THREADS
@@ -59,17 +55,18 @@ def on_ray(
 
     Raises ClusterError if the cluster cannot be reached, or has no node that computes.
     """
+    if address is None:
+        yield None
+        return
     with connected(address, cores=max(usable_cores(), threads or 1)) as ray:
-        nodes = nodes_of(ray)
-        if not nodes:
+        cores = [node.cores for node in nodes_of(ray)]
+        if not cores:
             raise ClusterError(f"`ray` {address}: the cluster has no node that computes; start one with ray start")
-        least = min(node.cores for node in nodes)
-        if threads is not None and threads > max(node.cores for node in nodes):
+        if threads is not None and threads > max(cores):
             raise ClusterError(
-                f"`threads` {threads}: no node of the cluster has that many cores; the largest has "
-                f"{max(node.cores for node in nodes)}"
+                f"`threads` {threads}: no node of the cluster has that many cores; the largest has {max(cores)}"
             )
-        yield RayEngine(ray=ray, threads=threads or min(least, MOST_THREADS), tell=tell)
+        yield RayEngine(ray=ray, threads=threads or min(*cores, MOST_THREADS), tell=tell)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,60 +84,74 @@ class RayEngine(Engine):
 
     def check(self, task: RewriteTask, run: Run) -> None:
         """Find out whether all nodes can do their part, see Engine."""
-        kind, nodes = self._kind(task, run), nodes_of(self.ray)
-        small = [node for node in nodes if not kind.room_on(node)]
-        needs = f"{kind.threads} cores and {kind.memory_bytes} bytes of memory"
-        for node in small:
+        pickled, memory_bytes = self._work(task, run)
+        rooms = {node: self._room_on(node, memory_bytes) for node in nodes_of(self.ray)}
+        needs = f"{self.threads} cores and {memory_bytes} bytes of memory"
+        for node in (node for node, room in rooms.items() if not room):
             self.tell(
                 f"node {node.name}: is not used: a task needs {needs}; it has {node.cores} cores "
                 f"and {node.memory_bytes} bytes; pass fewer `threads`"
             )
-        if len(small) == len(nodes):
+        used = {node: room for node, room in rooms.items() if room}
+        if not used:
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer `threads`")
-        used = [node for node in nodes if node not in small]
-        fetched = fetched_bytes_of(task)
         disk_needs = task.fetch_needs
         if not task.out.is_elsewhere:
-            tasks_at_once = sum(map(kind.room_on, used))
-            disk_needs.append(result_need(task, run, fetched_bytes=fetched * tasks_at_once))
+            fetched = fetched_bytes_of(task) * sum(used.values())
+            disk_needs.append(result_need(task, run, fetched_bytes=fetched))
         check_room(disk_needs)
-        check_nodes(self.ray, {node: self._asked_of(node, task, kind, fetched) for node in used})
-
-    def _asked_of(self, node: Node, task: RewriteTask, kind: TaskKind, fetched_bytes: int) -> NodeNeeds:
-        room = fetched_bytes + (room_for_shards(task.plan) if task.out.is_elsewhere else 0)
-        return replace(kind.asked, room=room * kind.room_on(node))
+        check_nodes(self.ray, pickled, used)
 
     def make(
         self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
     ) -> dict[str, ShardMark]:
-        """Make shards, see Engine."""
-        marks: dict[str, ShardMark] = {}
-        checkpoint = task.checkpoint
-
-        def take(given: ClusterTask, result: ShardResult) -> None:
-            run.check_lock()
-            marks[task.plan.shards[given.number].file] = result.mark
-            checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
-            checkpoint.storage.bytes_read += result.bytes_read
-
-        sizes = {shard.file: sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards}
-        left = {shard.file for shard in shards}
-        tasks = [
-            ClusterTask(number, sizes[shard.file], number)
-            for number, shard in enumerate(task.plan.shards)
-            if shard.file in left
-        ]
-        before = sum(size for file, size in sizes.items() if file not in left)
-        if tasks:
-            ClusterTasks(self.ray, self._kind(task, run), options.progress, done_before=before).run(tasks, take)
+        """Make shards, the largest first, see Engine."""
+        if not shards:
+            return {}
+        pickled, memory_bytes = self._work(task, run)
+        common = self.ray.put(pickled)
+        make = self.ray.remote(remote_call()).options(
+            num_cpus=self.threads, memory=memory_bytes, max_retries=MOST_RETRIES, scheduling_strategy="SPREAD"
+        )
+        sizes = [sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards]
+        asked = {shard.file for shard in shards}
+        numbers = [number for number, shard in enumerate(task.plan.shards) if shard.file in asked]
+        numbers.sort(key=lambda number: -sizes[number])
+        under_way = {make.remote(VERSIONS, MAKE, common, number): number for number in numbers}
+        total, left, marks = sum(sizes), sum(sizes[number] for number in numbers), dict[str, ShardMark]()
+        options.progress(total - left, total, f"0 of {len(shards)} files")
+        try:
+            for reference in self._finished(list(under_way), memory_bytes):
+                result, number = self._result(reference), under_way[reference]
+                run.check_lock()
+                marks[task.plan.shards[number].file] = result.mark
+                task.checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
+                task.checkpoint.storage.bytes_read += result.bytes_read
+                left -= sizes[number]
+                options.progress(total - left, total, f"{len(marks)} of {len(shards)} files")
+        finally:
+            for reference in under_way:  # those that have ended do not mind
+                self.ray.cancel(reference, force=True)
+            self.ray.wait(list(under_way), num_returns=len(under_way), timeout=END_SECONDS)
         if task.out.is_elsewhere:
-            tidy_nodes(self.ray, pickle.dumps(task.out))
+            called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
+            self.ray.wait(list(called), num_returns=len(called), timeout=END_SECONDS)
         return marks
 
-    def _kind(self, task: RewriteTask, run: Run) -> TaskKind:
-        """Return what the tasks that make shards have in common."""
-        pickled = pickle.dumps(ShardWork(task=task, shards=run.shards, threads=self.threads))
+    def _work(self, task: RewriteTask, run: Run) -> tuple[bytes, int]:
+        """Return what all tasks have in common, pickled, and the most memory that one of them needs, in bytes."""
         storages = [checkpoint.storage for checkpoint in task.checkpoints]
+        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in task.checkpoints]
+        pickled = pickle.dumps(
+            ShardWork(
+                task=task,
+                shards=run.shards,
+                threads=self.threads,
+                files=tuple(file for storage, names in read for file in _local_files(storage, names)),
+                shared=None if task.out.is_elsewhere else _witness(run),
+                room=fetched_bytes_of(task) + room_for_shards(task.plan) if task.out.is_elsewhere else 0,
+            )
+        )
         needs = resource_needs(
             task.plan,
             self.threads,
@@ -148,40 +159,50 @@ class RayEngine(Engine):
             storages=storages,
             is_elsewhere=task.out.is_elsewhere,
         )
-        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in task.checkpoints]
-        return TaskKind(
-            function="run_shard",
-            common=pickled,
-            asked=NodeNeeds(
-                files=[file for storage, names in read for file in _local_files(storage, names)],
-                shared=None if task.out.is_elsewhere else _witness(run),
-                scratch=task.out.work.parent if task.out.is_elsewhere else None,
-            ),
-            threads=self.threads,
-            # A worker has the pickled task twice, and the task itself.
-            memory_bytes=needs.peak_memory_bytes + task.transform.inputs.memory_bytes + 3 * len(pickled),
-        )
+        # A worker has the pickled task twice, and the task itself.
+        return pickled, needs.peak_memory_bytes + task.transform.inputs.memory_bytes + 3 * len(pickled)
 
-    def run_checks(self, checks: ShardChecks, threads: int, progress: ShardProgress) -> ShardFindings:
-        """Check the files of a result, see RunChecks. How many threads a task has, this engine knows.
+    def _room_on(self, node: Node, memory_bytes: int) -> int:
+        """Return how many tasks have room on a node at once."""
+        return max(0, min(node.cores // self.threads, node.memory_bytes // memory_bytes))
 
-        Raises ClusterError if the cluster cannot do it, StorageError if the files cannot be read.
-        """
-        storage, pickled = checks.storage, pickle.dumps((checks, self.threads))
-        there = [shard.file for shard in checks.shards if shard.file in storage.files()]
-        per_task = MEMORY_FLOOR_BYTES + self.threads * MEMORY_PER_THREAD_BYTES + storage.memory_bytes
-        kind = TaskKind(
-            function="run_checks",
-            common=pickled,
-            asked=NodeNeeds(files=_local_files(storage, there)),
-            threads=self.threads,
-            memory_bytes=per_task + 3 * len(pickled),
-        )
-        check_nodes(self.ray, dict.fromkeys(nodes_of(self.ray), kind.asked))
-        findings: dict[int, ShardFindings] = {}
-        tasks = [ClusterTask(n, shard.file_bytes, shard.file) for n, shard in enumerate(checks.shards)]
-        ClusterTasks(self.ray, kind, progress).run(tasks, lambda task, result: findings.update({task.number: result}))
-        return joined([findings[number] for number in sorted(findings)])
+    def _finished(self, under_way: list[Any], memory_bytes: int) -> Iterator[Any]:
+        """Yield the references of tasks as they end. Raises ClusterError if no node is left that can take one."""
+        had_node = time.monotonic()
+        while under_way:
+            ended, under_way = self.ray.wait(under_way, num_returns=1, timeout=POLL_SECONDS)
+            yield from ended
+            if any(self._room_on(node, memory_bytes) for node in nodes_of(self.ray)):
+                had_node = time.monotonic()
+            elif time.monotonic() - had_node > NODELESS_SECONDS:
+                raise ClusterError(
+                    f"no node was left for {NODELESS_SECONDS:.0f} s that can take a task of {self.threads} threads "
+                    f"and {memory_bytes} bytes of memory; start nodes and run the same command again, which continues"
+                )
+
+    def _result(self, reference: Any) -> ShardResult:
+        """Return what a task has made. Raises what it could not do, ClusterError if it ended all of its workers."""
+        errors = self.ray.exceptions
+        try:
+            node, outcome = self.ray.get(reference)
+        except errors.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except errors.OutOfMemoryError:
+            raise ClusterError(
+                f"the memory of a node was used up {1 + MOST_RETRIES} times while it made a file of the result; pass "
+                "fewer `threads`, or free memory there"
+            ) from None
+        except errors.RayError as error:
+            raise ClusterError(
+                f"the processes that made a file of the result ended {1 + MOST_RETRIES} times ({last_line(error)}); "
+                "look into the logs of Ray, and run the same command again"
+            ) from None
+        if isinstance(outcome, ShardResult):
+            return outcome
+        if isinstance(outcome, SourceError | MasterError):  # so it is on every node
+            raise outcome
+        name = next((known.name for known in nodes_of(self.ray) if known.id == node), node[:8])
+        raise (type(outcome) if isinstance(outcome, PqweightsError) else ClusterError)(f"node {name}: {outcome}")
 
 
 def _witness(run: Run) -> Path:

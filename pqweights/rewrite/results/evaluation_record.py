@@ -18,9 +18,6 @@ from pqweights.common.documents import ClosedDocument, Count, Document, Number, 
 from pqweights.common.strict_json import json_bytes
 from pqweights.errors import MasterError, OutputError
 
-# A file in which a record says `bos` has the second version, which earlier ones of pqweights do not read.
-EVALUATION_VERSION: Literal[1] = 1
-VERSION_WITH_BOS: Literal[2] = 2
 MAX_BYTES = 50_000_000
 # An evaluation that scores fewer tokens is recorded, but the model card does not show it: a quick look at a model is
 # not a figure to publish.
@@ -102,7 +99,10 @@ class EvaluationRecord(ClosedDocument, frozen=True, kw_only=True, omit_defaults=
 
 
 class _EvaluationFile(Document, frozen=True, kw_only=True):
-    """What the file holds. evaluation_version: EVALUATION_VERSION or VERSION_WITH_BOS"""
+    """What the file holds.
+
+    evaluation_version: 2 if a record says `bos`, which earlier versions of pqweights do not read, else 1
+    """
 
     evaluation_version: Literal[1, 2]
     manifest_sha256: str
@@ -139,7 +139,7 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
     records = {known.protocol: known for known in read_records(*place)}
     records[record.protocol] = record
     file = _EvaluationFile(
-        evaluation_version=VERSION_WITH_BOS if any(kept.bos for kept in records.values()) else EVALUATION_VERSION,
+        evaluation_version=2 if any(kept.bos for kept in records.values()) else 1,
         manifest_sha256=place.manifest_sha256,
         evaluations=tuple(records.values()),
     )
@@ -155,10 +155,7 @@ def read_records(result: Path | Storage, manifest_sha256: str) -> tuple[Evaluati
     storage = _file_of(result) if isinstance(result, Path) else result
     if EVALUATION_FILE not in storage.files():
         return ()
-    size = storage.files()[EVALUATION_FILE].byte_count
-    if size > MAX_BYTES:
-        raise _damaged(f"expected at most {MAX_BYTES} bytes, found {size}")
-    file = read_document(read_file(storage, EVALUATION_FILE), _EvaluationFile, _damaged)
+    file = read_document(read_file(storage, EVALUATION_FILE), _EvaluationFile, _damaged, max_bytes=MAX_BYTES)
     return file.evaluations if file.manifest_sha256 == manifest_sha256 else ()
 
 

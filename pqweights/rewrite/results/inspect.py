@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs.protocol import largest_error
 from pqweights.gguf.contents import FILE_TYPES, FileTensor, GgufContents, MetadataList, MetadataValue
 from pqweights.gguf.file import open_gguf
-from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.totals import Totals, total
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
-from pqweights.rewrite.records import total_relative_mse
-from pqweights.rewrite.tensor_report import TensorReport, tensor_reports
+from pqweights.rewrite.records import TensorReport, tensor_reports, total_relative_mse
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,11 +83,6 @@ def inspect(result: Path | Storage) -> Inspection:
     output_bytes = sum(shard.file_bytes for shard in shards_of(manifest))
     source_bytes = manifest.identity.source_bytes
     return Inspection(manifest, total(manifest.tensors, source_bytes=source_bytes, output_bytes=output_bytes))
-
-
-def promise(tensor: TensorPlan) -> float | None:
-    """Return the largest relative error that needs no rescue; None for a tensor that is not quantized."""
-    return largest_error(coder_of(tensor)) if tensor.action == QUANTIZE else None
 
 
 class TypeTotal(NamedTuple):

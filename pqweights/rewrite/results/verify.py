@@ -1,19 +1,16 @@
-"""Verify: every stored byte of a finished folder against its manifest, index, headers, configuration and plan.
-
-The checks of files with tensors can be sent to other processes, part by part; `joined` puts together what they found.
-"""
+"""Verify: every stored byte of a finished folder against its manifest, index, headers, configuration and plan."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pqweights.checkpoint.companions import outside
-from pqweights.checkpoint.digests import SHA256, TensorHash, pieces_of
+from pqweights.checkpoint.digests import SHA256, pieces_of
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import (
@@ -37,111 +34,6 @@ from pqweights.rewrite.manifest import MOST_BYTES, Manifest, read_manifest, shar
 from pqweights.rewrite.results.evaluation_record import read_records
 
 Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name of the tensor
-
-
-class ShardFindings(NamedTuple):
-    """What checks found.
-
-    good: the files whose size and header are right
-    damaged: the others, a line each, in order
-    wrong: tensors with another hash, in files that are good, a line each, in order
-    """
-
-    good: tuple[str, ...]
-    damaged: tuple[str, ...]
-    wrong: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardChecks:
-    """Files that are to be checked.
-
-    storage: where they lie
-    shards: the files
-    tensor_hash: the hash of tensors in the manifest
-    digests: the hash that each stored tensor must have, by name
-    """
-
-    storage: Storage
-    shards: tuple[ShardPlan, ...]
-    tensor_hash: TensorHash
-    digests: dict[str, str]
-
-    def part(self, files: Collection[str]) -> ShardChecks:
-        """Return the checks of some of the files, which are in the same order whatever that of `files`."""
-        shards = tuple(shard for shard in self.shards if shard.file in files)
-        names = {stored.name for shard in shards for stored in shard.stored}
-        return replace(
-            self, shards=shards, digests={name: self.digests[name] for name in self.digests if name in names}
-        )
-
-    def run(self, threads: int, progress: Progress = lambda done, total, name: None) -> ShardFindings:
-        """Check the files.
-
-        threads: how many threads compute hashes
-        progress: called with the bytes hashed, the bytes in all, and the name of a tensor
-
-        Raises StorageError if they cannot be read.
-        """
-        damaged = {shard.file: problem for shard in self.shards if (problem := self._problem(shard)) is not None}
-        good = tuple(shard for shard in self.shards if shard.file not in damaged)
-        wrong = self._wrong_hashes(good, threads, progress)
-        return ShardFindings(tuple(shard.file for shard in good), tuple(damaged.values()), tuple(wrong))
-
-    def _problem(self, shard: ShardPlan) -> str | None:
-        """Check the size and the header of a file, whose bytes follow from the manifest."""
-        state = self.storage.files().get(shard.file)
-        if state is None:
-            return f"{shard.file}: missing"
-        if state.byte_count != shard.file_bytes:
-            return f"{shard.file}: expected {shard.file_bytes} bytes, found {state.byte_count}"
-        header = read_bytes(self.storage, shard.file, 0, shard.header.byte_count)
-        if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
-            return f"{shard.file}: the header is not the one that the manifest plans"
-        return None
-
-    def _wrong_hashes(self, shards: Sequence[ShardPlan], threads: int, progress: Progress) -> list[str]:
-        """Check the hash of every tensor in some files."""
-        tensor_hash, stored = self.tensor_hash, [tensor for shard in shards for tensor in shard.stored]
-        work = [(tensor, *part) for tensor in stored for part in tensor_hash.parts(tensor.byte_count)]
-
-        def of_part(part: tuple[StoredTensor, int, int]) -> bytes:
-            tensor, begin, end = part
-            return tensor_hash.of_part(pieces_of(self.storage, tensor.file, tensor.offset + begin, end - begin))
-
-        total, done = sum(tensor.byte_count for tensor in stored), 0
-        wrong: list[str] = []
-        digests: list[bytes] = []
-        with ThreadPoolExecutor(threads) as pool:
-            for (tensor, begin, end), digest in zip(work, pool.map(of_part, work), strict=True):
-                digests.append(digest)
-                done += end - begin
-                progress(done, total, tensor.name)
-                if end == tensor.byte_count:
-                    whole, digests = tensor_hash.combined(digests), []
-                    expected = self.digests[tensor.name]
-                    if whole != expected:
-                        differs = f"{tensor_hash.key}: expected {expected}, found {whole}"
-                        wrong.append(f"{tensor.file}: tensor {tensor.name!r}: {differs}")
-        return wrong
-
-
-def shard_checks(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> ShardChecks:
-    """Return the checks of all files with tensors of a result."""
-    digests = {name: digest for record in manifest.records for name, digest in record.digests.items()}
-    return ShardChecks(storage=storage, shards=shards, tensor_hash=manifest.tensor_hash, digests=digests)
-
-
-def joined(parts: Sequence[ShardFindings]) -> ShardFindings:
-    """Put together what the checks of all parts found, in the order of the files."""
-    return ShardFindings(
-        tuple(name for part in parts for name in part.good),
-        tuple(line for part in parts for line in part.damaged),
-        tuple(line for part in parts for line in part.wrong),
-    )
-
-
-RunChecks = Callable[[ShardChecks, int, Progress], ShardFindings]  # with so many threads
 
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
@@ -182,7 +74,6 @@ def verify(
     threads: int,
     beside: Sequence[str] = (),
     progress: Progress = lambda done, total, name: None,
-    run: RunChecks = ShardChecks.run,
 ) -> Verification:
     """Check a master or an export.
 
@@ -190,7 +81,6 @@ def verify(
     threads: how many threads compute hashes
     beside: files that are only in the repository from which the folder was fetched
     progress: called with the bytes checked, the bytes in all, and the name of a tensor
-    run: what checks the shards; by default this process
 
     Raises MasterError if the folder has no readable manifest, StorageError if a folder in object storage cannot be
     read; everything else is a problem in the result.
@@ -198,16 +88,17 @@ def verify(
     manifest = read_manifest(result)
     storage = LocalStorage(result) if isinstance(result, Path) else result
     shards = shards_of(manifest)
-    findings = run(shard_checks(storage, manifest, shards), threads, progress)
-    problems = [*_check_state(storage, manifest), *findings.damaged, *findings.wrong]
+    damaged = {shard.file: problem for shard in shards if (problem := _check_header(storage, shard)) is not None}
+    good = [shard for shard in shards if shard.file not in damaged]
+    wrong = _check_hashes(storage, manifest, good, threads, progress)
+    problems = [*_check_state(storage, manifest), *damaged.values(), *wrong]
     problems += _check_index(storage, manifest, shards)
     of_files = dict(_check_files(storage, manifest))
     problems += of_files.values()
     unlisted = tuple(_unlisted(storage, manifest, shards=shards, beside=beside))
     problems += [*(f"{name}: is not in the manifest" for name in unlisted), *_check_records(storage)]
-    if manifest.kind == "master" and not (findings.damaged or findings.wrong or CONFIG_FILE in of_files):
+    if manifest.kind == "master" and not (damaged or wrong or CONFIG_FILE in of_files):
         problems += _check_config(storage, manifest)
-    good = [shard for shard in shards if shard.file in findings.good]
     hashed = {stored.name for shard in good for stored in shard.stored}
     files = [record.bytes for name, record in manifest.files.items() if _size_of(storage, name) == record.bytes]
     return Verification(
@@ -217,6 +108,47 @@ def verify(
         problems=tuple(dict.fromkeys(problems)),  # opening the folder may find one again
         unlisted=unlisted,
     )
+
+
+def _check_header(storage: Storage, shard: ShardPlan) -> str | None:
+    """Say what is wrong with the size or the header of a file; None if nothing is."""
+    size = _size_of(storage, shard.file)
+    if size is None:
+        return f"{shard.file}: missing"
+    if size != shard.file_bytes:
+        return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
+    header = read_bytes(storage, shard.file, 0, shard.header.byte_count)
+    if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
+        return f"{shard.file}: the header is not the one that the manifest plans"
+    return None
+
+
+def _check_hashes(
+    storage: Storage, manifest: Manifest, shards: Sequence[ShardPlan], threads: int, progress: Progress
+) -> list[str]:
+    """Return the tensors in some files whose hash is another than the manifest states, a line each."""
+    tensor_hash, stored = manifest.tensor_hash, [tensor for shard in shards for tensor in shard.stored]
+    expected = {name: digest for record in manifest.records for name, digest in record.digests.items()}
+    work = [(tensor, *part) for tensor in stored for part in tensor_hash.parts(tensor.byte_count)]
+
+    def of_part(part: tuple[StoredTensor, int, int]) -> bytes:
+        tensor, begin, end = part
+        return tensor_hash.of_part(pieces_of(storage, tensor.file, tensor.offset + begin, end - begin))
+
+    total, done = sum(tensor.byte_count for tensor in stored), 0
+    wrong: list[str] = []
+    digests: list[bytes] = []
+    with ThreadPoolExecutor(threads) as pool:
+        for (tensor, begin, end), digest in zip(work, pool.map(of_part, work), strict=True):
+            digests.append(digest)
+            done += end - begin
+            progress(done, total, tensor.name)
+            if end == tensor.byte_count:
+                whole, digests = tensor_hash.combined(digests), []
+                if whole != expected[tensor.name]:
+                    differs = f"{tensor_hash.key}: expected {expected[tensor.name]}, found {whole}"
+                    wrong.append(f"{tensor.file}: tensor {tensor.name!r}: {differs}")
+    return wrong
 
 
 def _size_of(storage: Storage, name: str) -> int | None:
@@ -338,28 +270,17 @@ def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
 
 def _check_weight(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
     """Check what a configuration states about a weight. expected: by the manifest. configured: by the configuration."""
-    ours, theirs = _stated(expected), _stated(_encoding(configured))
-    for key in ours.keys() & theirs.keys():
-        if ours[key] != theirs[key]:
-            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours[key]!r}, found {theirs[key]!r}"
-    coder = expected.coder
-    if ours["codec"] == theirs["codec"] and configured.coder.tables() != coder.tables():
+    coder, other = expected.coder, configured.coder
+    stated: dict[str, tuple[Any, Any]] = {
+        "shape": (expected.shape, configured.shape),
+        "dtype": (expected.dtype, configured.dtype),
+        "codec": (coder.codec, other.codec),
+        "bits": (coder.bits, other.bits),
+    }
+    state = configured.state.to_json()
+    stated |= {key: (value, state[key]) for key, value in expected.state.items() if key in state}
+    for key, (ours, theirs) in stated.items():
+        if ours != theirs:
+            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours!r}, found {theirs!r}"
+    if coder.codec == other.codec and other.tables() != coder.tables():
         yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
-
-
-def _encoding(tensor: EncodedTensor) -> Encoding:
-    """Return how a configuration says that a weight is stored."""
-    return Encoding(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        coder=tensor.coder,
-        state=tensor.state.to_json(),
-    )
-
-
-def _stated(encoding: Encoding) -> dict[str, Any]:
-    """Return the statements in which two encodings may differ, by name."""
-    coder = encoding.coder
-    stated = {"shape": encoding.shape, "dtype": encoding.dtype, "codec": coder.codec, "bits": coder.bits}
-    return stated | dict(encoding.state)

@@ -1,0 +1,183 @@
+"""What nodes answer, and what the driver makes of it: other versions, missing files, lost workers, little memory."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import bf16, gaussian, write_checkpoint
+from tasks_here import RayError, RayHere, use_tasks_here
+
+import pqweights
+from pqweights import __version__
+from pqweights.errors import ClusterError, SourceError
+from pqweights.rewrite.distributed import cluster, engine, worker
+from pqweights.rewrite.distributed.worker import LOOK, MAKE, VERSIONS, ShardWork, remote_call
+
+NAME = r"^node host \(1\.2\.3\.4, abcdefgh\): "
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> RayHere:
+    monkeypatch.setattr(worker, "APPEAR_SECONDS", 0.2)
+    return use_tasks_here(monkeypatch)
+
+
+@pytest.fixture
+def run(ray: RayHere, tmp_path: Path) -> Callable[[], object]:
+    """A run in tasks."""
+    source = write_checkpoint(tmp_path / "model", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
+    return lambda: pqweights.quantize(source, tmp_path / "out", ray="here")
+
+
+def work(**needs: Any) -> bytes:
+    out = SimpleNamespace(work=Path("/out/.pqweights"))
+    defaults = {"task": SimpleNamespace(out=out), "shards": None, "threads": 1, "files": (), "shared": None, "room": 0}
+    return pickle.dumps(ShardWork(**(defaults | needs)))
+
+
+def problem(pickled: bytes, tasks_at_once: int = 1) -> Any:
+    return worker.answer(LOOK, pickled, tasks_at_once)
+
+
+def test_other_versions_name_the_remedy(ray: RayHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote_call()(VERSIONS, LOOK, work(), 1)[1] is None
+    remedy = "run pip install 'pqweights==0.0' there"
+    for versions in (("0.0", VERSIONS[1]), ("0.0", "another")):
+        assert remote_call()(versions, LOOK, b"", 1)[1] == f"has pqweights {__version__}, the driver has 0.0; {remedy}"
+    assert "; run pip" in str(remote_call()((VERSIONS[0], "another"), LOOK, b"", 1)[1])
+    monkeypatch.setitem(sys.modules, "pqweights", None)
+    said = str(remote_call()(VERSIONS, LOOK, b"", 1)[1])
+    assert said.startswith("has no pqweights (") and said.endswith(
+        f"; run pip install 'pqweights=={__version__}' there"
+    )
+
+
+def test_what_is_sent_before_versions_are_compared_needs_no_package() -> None:
+    """What is pickled by reference to a package cannot be read where the package is not."""
+    assert all(type(version) is str for version in VERSIONS)
+    assert remote_call().__closure__ is None
+
+
+def test_folders_and_files_that_a_node_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "APPEAR_SECONDS", 0.2)
+    assert "does not see what the driver writes into" in problem(work(shared=tmp_path / "out/.pqweights/seen-1"))
+    source = tmp_path / "model.safetensors"
+    assert problem(work(files=((source, 5),))).startswith(f"does not see {source} as the driver does; give")
+    source.write_bytes(b"12345")
+    assert problem(work(files=((source, 6),))).startswith(f"does not see {source} as the driver does; give")
+    scratch = SimpleNamespace(out=SimpleNamespace(work=tmp_path / "result"))
+    assert problem(work(files=((source, 5),), task=scratch, room=1)) is None
+    said = problem(work(task=scratch, room=1 << 59), 2)
+    assert f"bytes free in {tmp_path}, but its tasks may need {1 << 60}; free some space, set" in said
+
+
+def test_a_file_that_appears_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "seen-2"
+    monkeypatch.setattr(worker.time, "sleep", lambda seconds: path.touch())
+    assert problem(work(shared=path)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "refused", "message"),
+    [
+        (SourceError("tensor 'a': contains NaN"), SourceError, "^tensor 'a': contains NaN$"),
+        (OSError(116, "Stale file handle", "/shared/model"), ClusterError, f"{NAME}/shared/model: Stale file handle"),
+        (ModuleNotFoundError("No module named 'gguf'"), ClusterError, f"{NAME}lacks a Python module that the run"),
+        (ClusterError("has no room"), ClusterError, f"{NAME}has no room"),
+    ],
+)
+def test_errors_of_nodes_are_those_of_the_command(
+    error: Exception, refused: type[Exception], message: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "_made", fail)
+    with pytest.raises(refused, match=message):
+        run()
+
+
+@pytest.mark.parametrize("asked", [LOOK, MAKE])
+def test_problems_of_a_node_name_it(asked: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that joins when the others were asked is asked by its first task."""
+    answer = worker.answer
+    monkeypatch.setattr(worker, "answer", lambda *given: "lacks this" if given[0] == asked else answer(*given))
+    with pytest.raises(ClusterError, match=f"{NAME}lacks this"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        (RayError("the\n  worker died "), r"ended 5 times \(worker died\); look into the logs"),
+        (RayHere.exceptions.OutOfMemoryError("..."), "memory of a node was used up 5 times"),
+    ],
+)
+def test_a_task_whose_workers_are_all_lost_ends_the_run(
+    lost: RayError, message: str, ray: RayHere, run: Any, tmp_path: Path
+) -> None:
+    ray.lost = lost
+    with pytest.raises(ClusterError, match=message):
+        run()
+    ray.lost = None
+    run()
+    assert (tmp_path / "out/pqweights.json").exists()
+
+
+@pytest.mark.parametrize("resources", [{"CPU": 2, "memory": 1000}, {"CPU": 1.0}])
+def test_nodes_without_memory_take_no_task(
+    resources: dict[str, float], ray: RayHere, run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray.resources = resources
+    with pytest.raises(ClusterError, match=r"^no node has what a task needs: 1 cores and \d+ bytes of memory; pass"):
+        run()
+    assert "node host (1.2.3.4, abcdefgh): is not used" in capsys.readouterr().out
+
+
+def test_nodes_that_answer_late_or_are_lost(ray: RayHere, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "wait", lambda calls, **options: ([], calls))
+        with pytest.raises(ClusterError, match=f"{NAME}did not start a process within 60 s"):
+            run()
+    get = ray.get
+    for error, refused in ((RayError("crashed"), True), (ray.exceptions.NodeDiedError(), False)):
+
+        def fail_once(call: Any, error: Exception = error) -> Any:
+            monkeypatch.setattr(ray, "get", get)
+            raise error
+
+        monkeypatch.setattr(ray, "get", fail_once)
+        if refused:
+            with pytest.raises(ClusterError, match=f"{NAME}cannot run a task: crashed"):
+                run()
+        else:
+            run()
+
+
+def test_a_run_that_no_node_is_left_for_ends(ray: RayHere, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, wait = ray.nodes, ray.wait
+
+    def wait_in_vain(calls: list[Any], *, num_returns: int, timeout: float) -> Any:
+        if timeout != engine.POLL_SECONDS:
+            return wait(calls, num_returns=num_returns, timeout=timeout)
+        monkeypatch.setattr(ray, "nodes", list)
+        return [], calls
+
+    monkeypatch.setattr(engine, "NODELESS_SECONDS", 0.01)
+    monkeypatch.setattr(ray, "wait", wait_in_vain)
+    with pytest.raises(ClusterError, match=r"^no node was left for 0 s that can take a task of 1 threads and"):
+        run()
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "nodes", nodes)
+    run()
+
+
+def test_what_ray_says_is_one_line() -> None:
+    assert cluster.last_line(RayError("a\n b \n\n")) == "b"
+    assert cluster.last_line(RayError()) == "RayError"
