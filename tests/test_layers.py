@@ -55,7 +55,7 @@ LAYERS = (
     ("pqweights.quality.options",),
     ("pqweights.quality.evaluate", "pqweights.inference.generation", "pqweights.quality.measure"),
     ("pqweights.publish.options",),
-    ("pqweights.publish.card", "pqweights.quality.plots", "pqweights.publish.push", "pqweights.api"),
+    ("pqweights.publish", "pqweights.quality.plots", "pqweights.api"),
     ("pqweights_cli",),
 )
 # Modules that import no other module of the library.
@@ -100,7 +100,6 @@ OPTIONAL = {
     "yaml": {
         "pqweights.planning.recipe",
         "pqweights.checkpoint.model_card",
-        "pqweights.publish.card.front_matter",
         "pqweights.publish.card.old_card",
     },
     "fsspec": {"pqweights.storage.remote.opening", "pqweights.storage.remote.s3"},
@@ -342,7 +341,7 @@ def test_messages_name_extras_only_to_those_who_install_pqweights_as_well() -> N
         for extra in re.findall(r"pip install '?pqweights\[(\w+)\]|'pqweights\[(\w+)\]", ast.unparse(tree))
         if any(extra)
     }
-    assert named == {"pqweights.publish.card.loading", "pqweights.checkpoint.config", "pqweights.exports.loading"}
+    assert named == {"pqweights.publish.card.text", "pqweights.checkpoint.config", "pqweights.exports.loading"}
     asked = {
         call.args[1].value
         for tree in MODULES.values()

@@ -34,9 +34,6 @@ class PublishOptions(Options):
         default=None,
         metavar="ORG/MODEL",
     )
-    adopt: bool = option(
-        "Keep the text of a README.md that pqweights did not write, as notes in the card.", checks.flag, default=False
-    )
 
 
 @options
@@ -79,7 +76,7 @@ class CardArguments(CardOptions):
 
 @options
 class PushOptions(ThreadsOption, PublishOptions):
-    """What is asked of a push; the functions are called while the folder is verified, hashed for the Hub, and sent."""
+    """What is asked of a push; the functions are called while the folder is verified, compared and sent."""
 
     private: bool = option(
         "Create the repository as private; one that exists must be private.", checks.flag, default=False
@@ -92,7 +89,9 @@ class PushOptions(ThreadsOption, PublishOptions):
         default=False,
     )
     verifying: Progress = option("Called while the folder is verified.", checks.anything, default=_ignore, flags=())
-    hashing: Progress = option("Called while files are hashed.", checks.anything, default=_ignore, flags=())
+    comparing: Progress = option(
+        "Called while files are compared with those on the Hub.", checks.anything, default=_ignore, flags=()
+    )
     progress: Progress = option("Called while files are sent.", checks.anything, default=_ignore, flags=())
 
 

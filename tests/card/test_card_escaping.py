@@ -84,7 +84,7 @@ def test_markup_in_names_of_the_manifest_is_escaped(name: str, master: Path) -> 
         if line.startswith("|"):
             assert line.endswith("|") and len(re.findall(r"(?<!\\)\|", line)) in (3, 7, 10)
     assert "<script" not in text and "](java" not in text
-    assert make_card(master, None, None, text).text == text
+    assert make_card(master, old=text).text == text
 
 
 @pytest.mark.parametrize("text", HOSTILE)
