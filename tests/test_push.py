@@ -295,18 +295,11 @@ def test_commits_tags_and_invalid_branches_are_refused(
         assert "expected a branch, found a tag" in refused(hub, client, master, "--revision", revision)
 
 
-def test_pull_request_needs_an_existing_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
-    assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
-    hub.commit(TARGET, {"notes.txt": b"x"})
-    assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
-    hub.commit(TARGET, {"notes.txt": b"y"}, branch="dev")
-    client.well("push", master, TARGET, "--create-pr", "--revision", "dev")
-    assert hub.repositories[TARGET].read("notes.txt", "refs/pr/1") == b"y"
-    # A further commit to the pull request.
-    note_here(client, master, "More.\n")
+def test_push_to_a_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit(TARGET, {"notes.txt": b"x"}, branch="refs/pr/1")
     client.well("push", master, TARGET, "--revision", "refs/pr/1")
-    assert b"More." in hub.repositories[TARGET].read("README.md", "refs/pr/1")
-    assert b"revision" not in hub.repositories[TARGET].read("README.md", "refs/pr/1")
+    card = hub.repositories[TARGET].read("README.md", "refs/pr/1")
+    assert TARGET.encode() in card and b"revision" not in card
 
 
 def test_card_on_a_branch_names_that_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
@@ -353,25 +346,6 @@ def test_branch_is_created_and_main_stays_untouched(hub: LoopbackHub, client: Cl
     client.well("push", master, TARGET)
     assert_holds(hub, master)
     assert len(puts(hub)) == sent  # the first push to the branch sent them
-
-
-def test_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
-    hub.commit(TARGET, {"notes.txt": b"x"})
-    state = hub.repositories[TARGET].sha()
-    told = client.well("push", master, TARGET, "--create-pr", "--message", "Five bits").stdout
-    assert f"{hub.url}/{TARGET}/discussions/1" in told
-    assert hub.repositories[TARGET].sha() == state
-    pushed = hub.repositories[TARGET].sha("refs/pr/1")
-    assert hub.repositories[TARGET].commits[pushed].title == "Five bits"
-    assert set(hub.repositories[TARGET].files("refs/pr/1")) == {*files_of(master), "README.md", "notes.txt"}
-    assert f"commit {pushed}" in told
-
-
-def test_pull_request_to_a_repository_of_another_user(hub: LoopbackHub, client: Client, master: Path) -> None:
-    hub.commit("you/master", {"notes.txt": b"x"})
-    client.well("push", master, "you/master", "--create-pr")
-    assert SHARD in hub.repositories["you/master"].files("refs/pr/1")
-    assert list(hub.repositories["you/master"].files()) == ["notes.txt"]
 
 
 # --- What is there already --------------------------------------------------------------------------------------------
@@ -585,17 +559,11 @@ def test_failed_commit_is_repeated_without_sending_files_again(hub: LoopbackHub,
     assert_holds(hub, master)
 
 
-@pytest.mark.parametrize("create_pr", [False, True])
-def test_lost_reply_to_a_commit(create_pr: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
-    """A commit is recognised, and a pull request is not opened twice by one command."""
+def test_commit_whose_reply_is_lost_is_recognised(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.inject(Fault(Drop(applied=True), "POST", "/commit/"))
-    if create_pr:
-        client.line("push", master, TARGET, "--create-pr")
-        assert hub.repositories[TARGET].pull_requests == 1
-    else:
-        told = client.well("push", master, TARGET).stdout
-        assert f"commit {hub.repositories[TARGET].sha()}" in told
-        assert len(hub.repositories[TARGET].commits) == 2
+    told = client.well("push", master, TARGET).stdout
+    assert f"commit {hub.repositories[TARGET].sha()}" in told
+    assert len(hub.repositories[TARGET].commits) == 2
 
 
 def test_card_names_the_repository_that_was_quantized(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:

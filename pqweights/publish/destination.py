@@ -27,7 +27,7 @@ _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 class Destination:
     """The repository and branch of a push.
 
-    branch: the branch that the commit is added to, or that the pull request is opened against
+    branch: the branch that the commit is added to
     remote: what the branch holds; main if the branch will be created, empty if the repository will be
     exists, has_branch: whether the repository and the branch exist; None if that was not checked
     """
@@ -57,15 +57,10 @@ def checked_branch(repository: str, revision: str | None) -> str:
     return branch
 
 
-def find_destination(hub: Hub, repository: str, branch: str, *, create_pr: bool, private: bool) -> Destination:
+def find_destination(hub: Hub, repository: str, branch: str, *, private: bool) -> Destination:
     """Look at the repository and the branch. Raises HubError if they cannot take this push."""
     exists = hub.exists(repository)
     has_branch = branch == MAIN or (exists and _has_branch(hub, repository, branch))
-    if create_pr and not has_branch:
-        raise HubError(
-            f"{repository}: has no branch {branch!a} to open a pull request against: create the branch, or leave out "
-            "`revision` or `create_pr`"
-        )
     remote = empty_repository(repository)
     if exists:
         remote = hub.repository(repository, branch if has_branch else MAIN)

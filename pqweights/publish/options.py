@@ -73,7 +73,6 @@ class PushOptions(ThreadsOption, PublishOptions):
     """What is asked of a push; the functions are called while the folder is verified, compared and sent."""
 
     private: bool = option("Create the repository as private; one that exists must be private.", default=False)
-    create_pr: bool = option("Open a pull request against the branch, which must exist.", default=False)
     message: str | None = option("Title of the commit.", checks.text, default=None, flags=("--message", "-m"))
     dry_run: bool = option(
         "Say what would be pushed, and change nothing. The folder is checked without a network or a token, too.",

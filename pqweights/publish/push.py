@@ -63,7 +63,7 @@ class PushReport:
     """What a push did, or would do.
 
     destination: where it went
-    url: the address of the repository or of the pull request
+    url: the address of the repository
     changes: what happened to each file
     card: README.md as it was pushed
     commit: the commit; None if nothing was pushed
@@ -122,7 +122,7 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     hub, not_checked = access.hub(), None
     try:
         hub.log_in()
-        to = find_destination(hub, repository, branch, create_pr=options.create_pr, private=options.private)
+        to = find_destination(hub, repository, branch, private=options.private)
     except HubUnavailableError as error:
         if not options.dry_run:
             raise
@@ -288,7 +288,6 @@ def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> 
                 commit_message=title,
                 revision=to.branch,
                 parent_commit=remote.commit or None,
-                create_pr=options.create_pr,
             )
         except ValueError as error:
             if type(error) is not ValueError:
@@ -296,14 +295,12 @@ def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> 
             raise HubError(f"{repository}: the commit is refused: {hub.clean(str(error))[:300]}") from None
 
     try:
-        info = hub.call(repository, commit, attempts=1 if options.create_pr else None)
+        return replace(report, commit=str(hub.call(repository, commit).oid))
     except HubError:
-        # The reply to the commit may be lost; a pull request cannot be recognised.
-        after = None if options.create_pr else hub.repository(repository, to.branch)
-        if after is None or any(c.change != SAME for c in _find_changes(local, after, frozenset(), options)):
+        after = hub.repository(repository, to.branch)
+        if any(change.change != SAME for change in _find_changes(local, after, frozenset(), options)):
             raise
-        return replace(report, commit=after.commit)
-    return replace(report, commit=str(info.oid), url=str(info.pr_url) if options.create_pr else report.url)
+        return replace(report, commit=after.commit)  # only the reply to the commit was lost
 
 
 def _operations(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> list[Any]:
@@ -320,7 +317,7 @@ def _operations(hub: Hub, local: _Local, report: PushReport, options: PushOption
             options.progress(done, report.sent_bytes, change.name)
             content = local.card.text.encode() if change.name == CARD_FILE else str(local.folder / change.name)
             file = Upload(change.name, content)
-            operations.append(upload(hub, to.remote, file, branch=to.branch, create_pr=options.create_pr))
+            operations.append(upload(hub, to.remote, file, branch=to.branch))
             done += change.byte_count
             options.progress(done, report.sent_bytes, change.name)
     return operations

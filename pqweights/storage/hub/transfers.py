@@ -153,7 +153,7 @@ class Upload(NamedTuple):
     content: str | bytes
 
 
-def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str, create_pr: bool) -> Any:
+def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str) -> Any:
     """Return the operation that adds a file to a commit. A large file is sent here, before the commit.
 
     Raises HubError.
@@ -163,7 +163,7 @@ def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str, creat
     def send() -> Any:
         addition = official.library.CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file.content)
         try:
-            hub.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch, create_pr=create_pr)
+            hub.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch)
         except RuntimeError as error:  # the client raises it around the real error; xet raises nothing else
             if isinstance(error.__cause__, official.http.HTTPError | OSError):
                 raise error.__cause__ from None
