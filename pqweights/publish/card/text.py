@@ -13,7 +13,7 @@ from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS
 from pqweights.common.markdown import code, fenced, table, words
-from pqweights.common.units import size_text
+from pqweights.common.units import counted, size_text
 from pqweights.exports import EXPORTS, target_name
 from pqweights.exports.loading import LoadableModel, by_pqweights, from_pretrained, shell
 from pqweights.exports.target import ExportTarget
@@ -31,20 +31,6 @@ HUB, PAPERS = "https://huggingface.co", "https://arxiv.org/abs"
 ROUNDING = {
     "best": ", with the parameters of least squared error for each group",
     "minmax": ", by the rule of the runtime's own converter",
-}
-# What widths were chosen by for a target, by the kind of the sensitivities.
-SENSITIVITIES = {
-    "heuristic": "a rule of thumb for sensitivities",
-    "random tokens": "sensitivities measured on random tokens",
-    "text": "sensitivities measured on a text",
-}
-# How the conditions of a rule are named.
-CONDITIONS = {
-    "name": "name",
-    "role": "role",
-    "min_weights": "weights at least",
-    "max_weights": "weights at most",
-    "dims": "dimensions",
 }
 
 
@@ -151,23 +137,21 @@ def _load_master(model: LoadableModel) -> list[str]:
 
 
 def recipe(manifest: Manifest) -> list[str]:
-    """Return the recipe of the master, its rules in order, and the calibration; nothing if the manifest holds none."""
+    """Return the recipe of the master, and the calibration; nothing if the manifest holds none."""
     is_master, source = manifest.kind == "master", _about_master(manifest)
     stated, fit, fold = source.get("recipe"), source.get("fit"), source.get("fold") or manifest.made_by.get("fold")
     if not isinstance(stated, dict):
         return []
     width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(stated.get('bits')))} bits"
     effort = f", effort {words(as_text(stated['effort']))}" if "effort" in stated else ""
-    rules = (
-        [rule for rule in stated["rules"] if isinstance(rule, dict)] if isinstance(stated.get("rules"), list) else []
+    rules = len(stated["rules"]) if isinstance(stated.get("rules"), list) else 0
+    listed = (
+        f"{code(MANIFEST_FILE)} lists its {counted(rules, 'rule')} for other weights." if rules else "It has no rules."
     )
-    follows = "The first rule that matches a tensor applies:" if rules else "There are no rules."
     lines = [
         f"{'' if is_master else 'The recipe of the master is '}{_recipe_line(stated, fitted='fit' in source)}",
-        f"Default: {code(as_text(stated.get('codec')))}, {width}{effort}. {follows}",
+        f"Default: {code(as_text(stated.get('codec')))}, {width}{effort}. {listed}",
     ]
-    if rules:
-        lines.append("\n".join(f"{place}. {_rule(rule)}" for place, rule in enumerate(rules, start=1)))
     if isinstance(fit, dict):
         lines.append(_fit(fit, stated))
     if isinstance(fold, dict):
@@ -192,20 +176,6 @@ def _recipe_line(stated: Mapping[str, Any], *, fitted: bool) -> str:
     return f"{code(as_text(name))}: {words(as_text(stated.get('description')))}".rstrip(": ")
 
 
-def _rule(rule: Mapping[str, Any]) -> str:
-    conditions = []
-    for key, name in CONDITIONS.items():
-        value = rule.get(key)
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            conditions.append(f"{name} {' or '.join(code(as_text(item)) for item in values)}")
-    effects = ["kept"] if rule.get("keep") is True else []
-    effects += [code(as_text(rule["codec"]))] if "codec" in rule else []
-    effects += [f"{words(as_text(rule['bits']))} bits"] if "bits" in rule else []
-    reason = f" ({words(as_text(rule['reason']))})" if "reason" in rule else ""
-    return f"{', '.join(conditions)}: {', '.join(effects)}{reason}"
-
-
 def _fit(fit: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
     """Return how widths were chosen for a target."""
     output_bytes, per_weight = as_number(stated.get("target_size")), as_number(stated.get("target_bpw"))
@@ -215,12 +185,10 @@ def _fit(fit: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
     elif per_weight is not None:
         target = f"the target of {SizeTarget(bits_per_weight=per_weight, bpw_of=as_text(stated.get('bpw_of')))}"
     measured = fit.get("sensitivity")
-    by = SENSITIVITIES["heuristic"]
-    if isinstance(measured, dict):
-        kind = as_text(measured.get("kind"))
-        by = SENSITIVITIES.get(kind, f"sensitivities of the kind {code(kind)}")
-        by += f" (file with sha256 {code(as_text(measured['sha256']))})" if "sha256" in measured else ""
-    return f"Widths that no rule sets were chosen by {by}, to meet {target} with the smallest rise of the loss."
+    by = ""
+    if isinstance(measured, dict) and "sha256" in measured:
+        by = f" by sensitivities that were measured (file with sha256 {code(as_text(measured['sha256']))})"
+    return f"Widths that no rule sets were chosen{by} to meet {target} with the smallest rise of the loss."
 
 
 def _fold(fold: Mapping[str, Any]) -> str:
