@@ -122,11 +122,12 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
         return evaluating(f"{prefix}-{name}", *fragments, command=command, **({"text": LONG_TEXT} | changed))
 
     no_tokenizer = ("model/tokenizer.json", "model/tokenizer_config.json")
+    encoder = ("not a causal language model",) if prefix == "eval" else ("lacks",)
     small, nan = stored(language_model(8)), stored(language_model(value=float("nan")))
     return [
         broken("config-damaged", "config.json", "JSON", config=b"{"),
-        broken("model-unknown", "transformers cannot run", "no_such_model", config=UNKNOWN),
-        broken("model-an-encoder", "BertModel", "not a causal language model", config=BERT),
+        broken("model-unknown", "transformers cannot", "no_such_model", config=UNKNOWN),
+        broken("model-an-encoder", "BertModel", *encoder, config=BERT),
         broken("tokenizer-missing", "model", "--tokenizer", without=no_tokenizer),
         broken("tokens-unknown-to-the-model", "token 15", "has only 8", config=language_model_config(8), weights=small),
         broken("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
