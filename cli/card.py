@@ -24,7 +24,7 @@ def command(asked: CardArguments, *, shown: PrintOption = False, json: options.J
     """Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.
 
     Your text between the two comments at the end of the card is kept, and so are keys of the front matter that
-    pqweights does not write. A README.md that pqweights did not write is refused unless --adopt is given.
+    pqweights does not write. A README.md that pqweights did not write is refused.
     """
     from pqweights.publish.card import make_card, read_card, write_card
     from pqweights.rewrite.manifest import read_manifest

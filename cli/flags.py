@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -44,7 +43,7 @@ def taking(
         there is nothing to continue
     """
     known = parameters(options)
-    named = {name: known[name] for name in in_order(options) if known[name].flags != ()}
+    named = [name for name in in_order(options) if known[name].flags != ()]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         also = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -55,7 +54,7 @@ def taking(
             asked: list[Asked] = []
             kept = None if continues is None else lambda: continues(asked[0]) if asked else False
             with output.errors(kept=kept, quiet=given.pop("quiet")):
-                taken = {name: _value(parameter, given[name]) for name, parameter in named.items()}
+                taken = {name: given[name] for name in named if given[name] not in (None, [])}
                 asked.append(options(**taken, **({"tell": output.note} if "token" in named else {})))
                 command(asked[0], **rest)
 
@@ -102,30 +101,3 @@ def _parameter(options: Any, name: str) -> inspect.Parameter:
     default = None if made.default == () else made.default
     annotation: Any = Annotated[optional, option(options, name)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _value(parameter: Parameter, given: Any) -> Any:
-    """Return what the library takes for what Typer parsed."""
-    if parameter.check is checks.bits_by_pattern and given:
-        return tuple(map(_bits, given))
-    if parameter.check is checks.types_by_pattern and given:
-        return tuple(map(_type, given))
-    return given or () if parameter.check is checks.patterns else given
-
-
-def _bits(text: str) -> tuple[str, float]:
-    pattern, equals, width = text.rpartition("=")
-    try:
-        bits = float(width)
-    except ValueError:
-        bits = math.nan
-    if not pattern or not equals or not math.isfinite(bits):
-        raise typer.BadParameter(f"--set: expected PATTERN=BITS, such as *.down_proj.weight=6, found {text!r}")
-    return pattern, bits
-
-
-def _type(text: str) -> tuple[str, str]:
-    pattern, equals, type_name = text.rpartition("=")
-    if not (pattern and equals and type_name):
-        raise typer.BadParameter(f"--set-type {text}: expected PATTERN=TYPE, such as '*.attn_v.weight=q6_k'")
-    return pattern, type_name

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
@@ -27,6 +27,9 @@ from . import interrupts
 from .printable import printable, printable_json, printable_prose
 from .tables import table as table
 from .tables import wrapped
+
+if TYPE_CHECKING:
+    from .bar import Bar
 
 # What progress counts by default; other units are named in the plural as well.
 BYTES = "bytes"
@@ -205,24 +208,8 @@ def leave(code: str | int | None, error: OSError | None = None) -> NoReturn:
     sys.exit(code)
 
 
-class Display(Protocol):
-    """Something that shows how far a job is."""
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        """Show how far the job is, and the name of what is done now."""
-        ...
-
-    def status(self, text: str) -> None:
-        """Show a step that cannot say how far it is, until an empty text or the first call of the display ends it."""
-        ...
-
-    def close(self) -> None:
-        """Show nothing from now on."""
-        ...
-
-
 @contextlib.contextmanager
-def progress(verb: str, unit: str | None = BYTES) -> Iterator[Display]:
+def progress(verb: str, unit: str | None = BYTES) -> Iterator[Bar | _Lines]:
     """Yield a callback that shows progress, rate and time left: as a bar on a terminal, else as lines on stderr."""
     from pqweights.common.notices import listening
 
@@ -248,7 +235,7 @@ def status(text: str) -> Iterator[None]:
         display.close()
 
 
-def _display(verb: str, unit: str | None) -> Display:
+def _display(verb: str, unit: str | None) -> Bar | _Lines:
     if sys.stderr.isatty() and not _quiet:
         from .bar import Bar
 
@@ -270,7 +257,7 @@ class _Lines:
         self._told: set[str] = set()
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """See Display."""
+        """Show how far the job is, and the name of what is done now."""
         now = time.monotonic()
         if done < self._done or total != self._total:  # the first call, or the first of another count
             self._first_time, self._first_done = now, done
@@ -284,10 +271,11 @@ class _Lines:
         rate = (done - self._first_done) / elapsed
         speed = f"{size_text(rate)}/s, " if self._unit == BYTES else ""
         left = f"{speed}{(total - done) / rate:.0f} s left"
-        note(f"{self._verb} {done / total:.0%} of {amount(total, self._unit)}, {left}{f': {name}' if name else ''}")
+        amount = size_text(total) if self._unit == BYTES else f"{total:.0f} {self._unit or ''}".rstrip()
+        note(f"{self._verb} {done / total:.0%} of {amount}, {left}{f': {name}' if name else ''}")
 
     def status(self, text: str) -> None:
-        """See Display; a step that ends soon is not shown."""
+        """Show a step that cannot say how far it is, if it lasts, until an empty text or the first call ends it."""
         self.close()
         if text and text not in self._told:
             self._timer = threading.Timer(STATUS_SECONDS, self._tell, [text])
@@ -295,7 +283,7 @@ class _Lines:
             self._timer.start()
 
     def close(self) -> None:
-        """See Display."""
+        """Show nothing from now on."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -313,8 +301,3 @@ def estimate(value: tuple[float, float | None] | None, form: str) -> str:
         return ""
     measure, error = value
     return f"{measure:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")
-
-
-def amount(count: float, unit: str | None) -> str:
-    """Return a count with its unit; None for a count without one."""
-    return size_text(count) if unit == BYTES else f"{count:.0f} {unit or ''}".rstrip()

@@ -25,34 +25,35 @@ def command(asked: PushArguments, *, json: options.JsonOption = False) -> None:
 
     with (
         output.progress("verifying") as verifying,
-        output.progress("hashing") as hashing,
+        output.progress("comparing") as comparing,
         output.progress("pushing") as pushing,
     ):
-        told = replace(asked, verifying=verifying, hashing=hashing, progress=pushing)
+        told = replace(asked, verifying=verifying, comparing=comparing, progress=pushing)
         done = push(asked.folder, asked.repository, asked.access, options=told)
     if json:
         output.print_json(done.to_json() | {"dry_run": asked.dry_run})
     else:
         show = output.show if asked.dry_run else output.summary  # a dry run has nothing else to show
         show(*_lines(done, asked.dry_run))
-    for part in done.card.replaced:
+    if done.card.replaces_edits:
         were = "would be" if asked.dry_run else "were"
         output.note(
-            f"the {part} of README.md on the Hub {were} replaced by that of the folder; commit {done.before} has it"
+            f"your notes and keys in README.md on the Hub {were} replaced by those of the folder; commit "
+            f"{done.destination.remote.commit} has them"
         )
 
 
 def _lines(done: PushReport, dry_run: bool) -> list[str]:
-    shown = [change for change in done.changes if change.kind != "same"]
+    shown = [change for change in done.changes if change.change != "same"]
     compared = done.not_checked is None
     lines = [
-        f"{f'{change.kind:8} ' if compared else ''}{size_text(change.byte_count):>10}  {change.name}"
+        f"{f'{change.change:8} ' if compared else ''}{size_text(change.byte_count):>10}  {change.name}"
         for change in shown
     ]
     same = len(done.changes) - len(shown)
     if same:
         lines.append(f"same: {counted(same, 'file')}")
-    where = f"{done.repository}, branch {done.branch}"
+    where = f"{done.repository}, branch {done.destination.branch}"
     created = ""
     if done.created:
         created = " (would be created)" if dry_run else " (created)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, size_text
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 HINT = "Ctrl-C ends a reply; Ctrl-D, or Ctrl-C at the prompt, leaves"
-WAITING_SECONDS = 1.0
 STOPS = {
     "end": "ended by the model",
     "length": "ended at --max-tokens",
@@ -41,60 +39,22 @@ def reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
 
 def replied(generator: Generator, prompt: str, *, quietly: bool = False) -> Generation:
     """Generate a reply. quietly: whether to write no text on stdout"""
-    screen, waiting = _Screen(), _Waiting("reading the prompt")
+    last = "\n"
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(output.status("reading the prompt"))
 
-    def show(piece: str) -> None:
-        waiting.close()
-        if not quietly:
-            screen.write(piece)
+        def show(piece: str) -> None:
+            nonlocal last
+            waiting.close()
+            if not quietly:
+                output.write_text(piece)
+                last = piece
 
-    try:
-        return generator.reply(prompt, show)
-    finally:
-        waiting.close()
-        screen.end_line()
-
-
-class _Waiting:
-    """A line about a step, shown if it takes long: on a terminal, beginning and ending it takes as long as a token."""
-
-    def __init__(self, text: str) -> None:
-        self._text, self._shown = text, contextlib.ExitStack()
-        self._lock, self._ended = threading.Lock(), False
-        self._timer = threading.Timer(WAITING_SECONDS, self._show)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def close(self) -> None:
-        """Show the line no longer."""
-        if self._ended:
-            return
-        with self._lock:
-            self._ended = True
-            self._timer.cancel()
-            self._shown.close()
-
-    def _show(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._shown.enter_context(output.status(self._text))
-
-
-class _Screen:
-    """stdout, to which a text is written in pieces."""
-
-    def __init__(self) -> None:
-        self._last = "\n"
-
-    def write(self, piece: str) -> None:
-        """Write a piece of a text at once."""
-        output.write_text(piece)
-        self._last = piece
-
-    def end_line(self) -> None:
-        """End the line, unless the text did."""
-        if not self._last.endswith("\n"):
-            output.write_text("\n")
+        try:
+            return generator.reply(prompt, show)
+        finally:
+            if not last.endswith("\n"):
+                output.write_text("\n")
 
 
 def speed_line(done: Generation) -> str:

@@ -41,9 +41,8 @@ def _columns_of(stream: TextIO) -> int | None:
 def table(titles: Titles, rows: Rows, drop: Sequence[str] = ()) -> list[str]:
     """Return lines of aligned text, in which unseen characters of cells are escaped.
 
-    On a terminal that is too narrow, columns are left out if they may be (a line below names them), text is folded in
-    the last column and shortened in others, and if that is not enough, the table is printed in parts that repeat the
-    first column.
+    On a terminal that is too narrow, columns are left out if they may be (a line below names them), text is folded, and
+    if that is not enough, the table is printed in parts that repeat the first column. Numbers stay whole.
 
     rows: the cells, in the order of the titles
     drop: titles of columns that may be left out, in this order
@@ -52,13 +51,13 @@ def table(titles: Titles, rows: Rows, drop: Sequence[str] = ()) -> list[str]:
     width = terminal_width()
     if width is None:
         return aligned(titles, rows)
-    lines: list[str] = []
     least = _least(titles, rows)
     shown, left_out = list(range(len(titles))), []
     for title in drop:
         if _total([least[number] for number in shown]) > width:
             shown.remove(titles.index(title))
             left_out.append(title)
+    lines: list[str] = []
     for numbers in _parts(shown, least, width):
         part = [titles[number] for number in numbers], [[row[number] for number in numbers] for row in rows]
         lines += [*([""] if lines else []), *_folded_table(*part, width)]
@@ -84,25 +83,6 @@ def aligned(titles: Titles, rows: Rows, widths: Sequence[int] | None = None) -> 
     return [line([title.removeprefix("#") for title in titles]), *(line(row) for row in rows)]
 
 
-def shortened(text: str, width: int) -> str:
-    """Return a text of at most `width` characters.
-
-    Names of tensors lose components from the left, but not the numbers of layers and experts, as in
-    "...3.self_attn.q_proj.weight"; any other text loses its middle.
-    """
-    if len(text) <= width:
-        return text
-    components = text.split(".") if not any(character in text for character in " /") else [text]
-    kept = [True] * len(components)
-    for number, component in enumerate(components[:-2]):
-        kept[number] = component.isdigit()
-        text = _without(components, kept)
-        if len(text) <= width:
-            return text
-    head = (width - 3) // 2
-    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
-
-
 def folded(label: str, words: Sequence[str]) -> list[str]:
     """Return a label and words after it; on a terminal in lines that fit, with the words in columns."""
     width = terminal_width()
@@ -126,17 +106,6 @@ def wrapped(line: str, stream: TextIO | None = None) -> str:
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _without(components: Sequence[str], kept: Sequence[bool]) -> str:
-    """Return a dotted name with "..." for each run of components that are not kept."""
-    text = ""
-    for component, is_kept in zip(components, kept, strict=True):
-        if is_kept:
-            text += f"{component}."
-        elif not text.endswith("..."):
-            text = f"{text.removesuffix('.')}..."
-    return text.removesuffix(".")
 
 
 def _natural(titles: Titles, rows: Rows) -> list[int]:
@@ -171,15 +140,11 @@ def _parts(shown: Sequence[int], least: Sequence[int], width: int) -> list[list[
 def _folded_table(titles: Titles, rows: Rows, width: int) -> list[str]:
     """Return lines of aligned text that is at most `width` wide, if the least widths of the columns allow that."""
     widths, least = _natural(titles, rows), _least(titles, rows)
-    while _total(widths) > width:
-        excess = [(widths[number], number) for number in range(len(widths)) if widths[number] > least[number]]
-        if not excess:
-            break
-        widths[max(excess)[1]] -= 1
+    for number in reversed(range(len(titles))):
+        excess = max(0, _total(widths) - width)
+        widths[number] -= min(excess, widths[number] - least[number])
     lines: list[Sequence[str]] = []
     for row in rows:
-        *first, last = zip(row, widths, strict=True)
-        cells = [[shortened(*cell)] for cell in first]
-        cells.append(textwrap.wrap(*last, break_on_hyphens=False) or [""])
-        lines += zip_longest(*cells, fillvalue="")
+        cells = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)]
+        lines += zip_longest(*cells, fillvalue="") if any(cells) else [row]
     return aligned(titles, lines, widths)

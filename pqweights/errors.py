@@ -1,24 +1,5 @@
 """The exceptions that pqweights raises on purpose. Any other exception that escapes is a bug.
 
-    PqweightsError
-    |-- SourceError            a source checkpoint is damaged, inconsistent or unsupported
-    |   |-- SourceChangedError the source is not the one that this run, or an interrupted one, was reading
-    |   |-- SourceReadError    a file of the source gives fewer bytes than it has; another attempt may succeed
-    |   `-- StrictError        a weight has a larger error than its codec promises, and the user asked to be strict
-    |-- MasterError            a folder that pqweights wrote is incomplete or contradicts itself
-    |-- OutputError            the output folder or its disk cannot take the result
-    |-- HubError               the Hub refuses a request, or cannot be reached
-    |   `-- HubUnavailableError it cannot be reached, is switched off or failing, or there is no token
-    |-- StorageError           an object storage refuses a request, or cannot be reached
-    |-- ClusterError           a Ray cluster cannot be reached, or one of its nodes cannot do its part
-    |-- RecipeError            a recipe, codec, bit width or pattern is not valid
-    |-- ExportError            an export target cannot store this model, or not with these options
-    |-- OptionError            an option has a value that is wrong for every input; commands exit with 2
-    |-- EvaluationError        nothing can be measured with this text, these models or these options
-    |-- GenerationError        a model cannot generate from this prompt, or not in the memory there is
-    |-- DeviceError            the device that was asked for cannot be used
-    `-- MissingDependencyError an optional package is needed and not installed
-
 Every message is one line: what is wrong, in which file or tensor, what was expected, what was found, and what to do.
 """
 

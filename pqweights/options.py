@@ -72,15 +72,10 @@ class HubOptions(Options):
     """How the Hub is used."""
 
     revision: str | None = option(
-        "Branch, tag or commit of the repository on the Hub.",
-        checks.text,
-        default=None,
-        metavar="REV",
-        default_text=MAIN_BRANCH,
+        "Branch, tag or commit of the repository on the Hub.", default=None, metavar="REV", default_text=MAIN_BRANCH
     )
     token: str | None = option(
         "Access token for the Hub.",
-        checks.text,
         default=None,
         repr=False,
         metavar="TOKEN",
@@ -123,12 +118,7 @@ class ThreadsOption(Options):
     """How many threads compute."""
 
     threads: int | None = option(
-        "Number of worker threads.",
-        checks.whole,
-        default=None,
-        least=1,
-        most=MOST_THREADS,
-        default_text="the number of cores",
+        "Number of worker threads.", default=None, least=1, most=MOST_THREADS, default_text="the number of cores"
     )
 
 
@@ -140,7 +130,6 @@ class RunArguments(ProgressOption, ThreadsOption):
         "Have the nodes of a Ray cluster do the work, output file by output file: HOST:PORT of its head node, "
         "auto for the cluster of this machine, local for a new one on it. `threads` is then that of a task. The "
         "output bytes are the same.",
-        checks.text,
         default=None,
         metavar="ADDRESS|auto|local",
     )
@@ -151,7 +140,7 @@ class OverwriteOption(Options):
     """What becomes of an earlier result."""
 
     overwrite: bool = option(
-        "Replace an earlier result in OUT. Only files listed in its manifest are deleted.", checks.flag, default=False
+        "Replace an earlier result in OUT. Only files listed in its manifest are deleted.", default=False
     )
 
 
@@ -175,14 +164,12 @@ class CodecOptions(Options):
 
     codec: str | None = option(
         "Default codec, where no rule of the recipe gives another.",
-        checks.text,
         default=None,
         metavar="NAME",
         default_text="the recipe's",
     )
     bits: float | None = option(
         "Default bit width, where no rule of the recipe gives another; a fraction for codecs that have such rates.",
-        checks.number,
         default=None,
         flags=("--bits", "-b"),
         metavar="BITS",
@@ -218,7 +205,6 @@ class RecipeOptions(CodecOptions, RuleOptions):
     effort: int | None = option(
         "How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in "
         "the same bytes.",
-        checks.whole,
         default=None,
         default_text="the recipe's, else the codec's least",
     )
@@ -231,21 +217,18 @@ class RecipeOptions(CodecOptions, RuleOptions):
     target_bpw: float | None = option(
         "Choose the bit width of each weight so that the mean is at most BITS, all overhead counted: per "
         "weight that the recipe quantizes, or per parameter of the checkpoint (`bpw_of`).",
-        checks.number,
         default=None,
         metavar="BITS",
     )
     bpw_of: str | None = option(
         "Mean that `target_bpw` limits: over the weights that the recipe quantizes, or over all parameters of "
         "the checkpoint, with every byte of the safetensors files.",
-        checks.text,
         default=None,
         choices=BPW_OF,
         default_text="quantized",
     )
     sensitivity: StrPath | None = option(
         "Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights sensitivity.",
-        checks.path,
         default=None,
         metavar="heuristic|FILE",
         default_text="heuristic",
@@ -259,7 +242,6 @@ class FoldOptions(Options):
     fold: str | None = option(
         "Move factors between neighbouring layers first, where channels differ much, so that weights are "
         "easier to quantize; the model computes the same.",
-        checks.text,
         default=None,
         metavar="equalize",
     )
@@ -270,31 +252,26 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
     """How a source is opened and quantized."""
 
     strict: bool = option(
-        "Fail if the error of a tensor is above the limit of its codec, even after it is rescued.",
-        checks.flag,
-        default=False,
+        "Fail if the error of a tensor is above the limit of its codec, even after it is rescued.", default=False
     )
     awq: StrPath | None = option(
         "Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
-        checks.path,
         default=None,
         metavar="FILE",
         excludes=("fold", "its scales were searched for weights that are not folded"),
     )
     awq_any_codec: bool = option(
         "Accept scales that were searched for another codec or bit width.",
-        checks.flag,
         default=False,
         needs=(("awq",), "whose scales it is about"),
     )
     calibration: StrPath | None = option(
         "Moments that pqweights calibrate --moments wrote, from which `fold` learns the sizes of channels.",
-        checks.path,
         default=None,
         metavar="FILE",
         needs=(("fold",), "which alone uses it"),
     )
-    allow_pickle: bool = option(ALLOW_PICKLE, checks.flag, default=False)
+    allow_pickle: bool = option(ALLOW_PICKLE, default=False)
     include_files: str | Sequence[str] = option(
         "Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only "
         "what loading the model needs is copied.",
@@ -304,7 +281,6 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
     )
     low_disk: bool = option(
         "For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
-        checks.flag,
         default=False,
     )
 
@@ -317,7 +293,7 @@ class PlanArguments(RecipeOptions, QuantizeOptions, ThreadsOption):
     recipe: StrPath | Recipe = option(
         RECIPE, take_recipe, default="q5", kw_only=False, flags=("--recipe", "-r"), metavar="NAME|FILE"
     )
-    strict: bool = option("", checks.flag, default=False, init=False, flags=())
+    strict: bool = option("", default=False, init=False, flags=())
     low_disk: bool = option("", checks.flag, default=False, init=False, flags=())
 
 
@@ -337,11 +313,10 @@ class ExportOptions(FoldOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
 
     bits: int | None = option(
-        "Bits per code of an integer target.", checks.whole, default=None, flags=("--bits", "-b"), default_text="4"
+        "Bits per code of an integer target.", default=None, flags=("--bits", "-b"), default_text="4"
     )
     group_size: int | None = option(
         "Weights per scale of an integer target.",
-        checks.whole,
         default=None,
         flags=("--group-size", "-g"),
         default_text="128, for mlx 64",
@@ -349,7 +324,6 @@ class ExportOptions(FoldOptions):
     qparams: str | None = option(
         "How to choose scales and offsets: best minimizes the squared error, minmax works like the converter "
         "of the runtime.",
-        checks.text,
         default=None,
         metavar="best|minmax",
         default_text="best",
@@ -357,55 +331,44 @@ class ExportOptions(FoldOptions):
     rounding: str | None = option(
         "How to choose codes: the nearest ones (plain), or, with `calibration`, such that errors within a row "
         "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
-        checks.text,
         default=None,
         metavar="plain|gptq|importance",
         default_text="not plain with `calibration`",
     )
     calibration: StrPath | None = option(
-        "For `rounding` and for `fold`: moments that pqweights calibrate --moments wrote.",
-        checks.path,
-        default=None,
-        metavar="FILE",
+        "For `rounding` and for `fold`: moments that pqweights calibrate --moments wrote.", default=None, metavar="FILE"
     )
     packing: str | None = option(
         "For torchao-int4: the layout of the packed codes.",
-        checks.text,
         default=None,
         metavar="PACKING",
         default_text="tile_packed_to_4d",
     )
     mode: str | None = option(
         "For mlx: affine integers, or one of the float formats of MLX.",
-        checks.text,
         default=None,
         metavar="MODE",
         default_text="affine",
     )
     format: str | None = option(
         "For vllm: the format of weights, and whether activations are rounded as well (without a16).",
-        checks.text,
         default=None,
         metavar="w4a16|w8a16|int8|fp8|mxfp4|mxfp4a16|mxfp8|mxfp8a16",
         default_text="w4a16",
     )
     dtype: str | None = option(
         "For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
-        checks.text,
         default=None,
         metavar="bf16|source",
         default_text="bf16",
     )
     type: str | None = option(
         "For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16.",
-        checks.text,
         default=None,
         metavar="TYPE",
         default_text="q4_k_m",
     )
-    pure: bool = option(
-        "For gguf: all matrices in the type of the mix, none of them wider.", checks.flag, default=False
-    )
+    pure: bool = option("For gguf: all matrices in the type of the mix, none of them wider.", default=False)
     set_type: Mapping[str, str] | tuple[tuple[str, str], ...] | None = option(
         "For gguf: the type of tensors whose name matches; may be repeated, the first that matches counts.",
         checks.types_by_pattern,
@@ -417,7 +380,6 @@ class ExportOptions(FoldOptions):
     )
     sensitivity: StrPath | None = option(
         "For `target_size`: how types are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
-        checks.path,
         default=None,
         metavar="heuristic|FILE",
         default_text="heuristic",
@@ -470,7 +432,7 @@ class TokenizerOption(Options):
     """Which tokenizer reads a text."""
 
     tokenizer: StrPath | None = option(
-        "Folder of the tokenizer.", checks.path, default=None, metavar="DIR", default_text="the model's own"
+        "Folder of the tokenizer.", default=None, metavar="DIR", default_text="the model's own"
     )
 
 
@@ -478,18 +440,14 @@ class TokenizerOption(Options):
 class DtypeOption(Options):
     """What a model computes in."""
 
-    dtype: str = option(
-        "Dtype to run the model in; auto is the model's own.", checks.text, default="auto", choices=MODEL_DTYPES
-    )
+    dtype: str = option("Dtype to run the model in; auto is the model's own.", default="auto", choices=MODEL_DTYPES)
 
 
 @options
 class DeviceOption(Options):
     """What computes."""
 
-    device: str = option(
-        "Device to compute on; auto uses a GPU if there is one.", checks.text, default="cpu", choices=DEVICES
-    )
+    device: str = option("Device to compute on; auto uses a GPU if there is one.", default="cpu", choices=DEVICES)
 
 
 @options
@@ -498,17 +456,12 @@ class GenerationOptions(DeviceOption, DtypeOption, TokenizerOption):
 
     system: str | None = option(
         "System message, for models with a chat template that takes one.",
-        checks.text,
         default=None,
         metavar="TEXT",
         excludes=("no_chat", "it is for conversations"),
     )
-    no_chat: bool = option(
-        "Continue the prompt as it is, even if the model has a chat template.", checks.flag, default=False
-    )
-    max_tokens: int = option(
-        "Maximum number of tokens of a reply.", checks.whole, default=DEFAULT_MAX_TOKENS, metavar="N", least=1
-    )
+    no_chat: bool = option("Continue the prompt as it is, even if the model has a chat template.", default=False)
+    max_tokens: int = option("Maximum number of tokens of a reply.", default=DEFAULT_MAX_TOKENS, metavar="N", least=1)
     temperature: float | None = option(
         "Choose tokens at random, with logits divided by T; 0 always takes the likeliest.",
         _temperature,
@@ -525,23 +478,16 @@ class GenerationOptions(DeviceOption, DtypeOption, TokenizerOption):
         default_text="the model's generation_config.json, else 1",
     )
     seed: int | None = option(
-        "Seed of the random choices.",
-        checks.whole,
-        default=None,
-        metavar="N",
-        least=0,
-        default_text="a random one, printed",
+        "Seed of the random choices.", default=None, metavar="N", least=0, default_text="a random one, printed"
     )
     packed: bool | None = option(
         "Keep the weights of a master packed in memory.",
-        checks.flag,
         default=None,
         flags=("--packed/--no-packed",),
         default_text="packed for scalar codecs; for others only if the decoded model does not fit into memory",
     )
     kv_cache: str | None = option(
         "Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in klt:3.",
-        checks.text,
         default=None,
         metavar="SPEC",
         default_text="as the model computes them",
@@ -567,7 +513,6 @@ class GenerateArguments(ModelArguments):
 
     prompt: str = option(
         "Text to answer or continue.",
-        checks.text,
         kw_only=False,
         flags=("--prompt", "-p"),
         metavar="TEXT",

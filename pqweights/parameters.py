@@ -35,7 +35,7 @@ class Parameter:
     """What a parameter is for, and which values it takes.
 
     help: for the docstring and for --help
-    check: checks the type of a value and converts it; a function of this module
+    check: checks the type of a value and converts it; by default that of the annotation in CHECKS
     flags: how the command line spells it, if not as --its-name; () for what Python alone takes
     argument: whether it stands on the command line without a flag
     metavar: what help calls its value
@@ -77,7 +77,7 @@ class Parameter:
 
 def option(
     help: str,
-    check: Check,
+    check: Check | None = None,
     *,
     default: Any = dataclasses.MISSING,
     kw_only: bool = True,
@@ -86,8 +86,8 @@ def option(
     **facts: Any,
 ) -> Any:
     """Return a field of a class of options. facts: further fields of its Parameter"""
-    parameter = Parameter(help=help, check=check, **facts)
-    return dataclasses.field(default=default, kw_only=kw_only, init=init, repr=repr, metadata={"parameter": parameter})
+    facts |= {"help": help} | ({} if check is None else {"check": check})
+    return dataclasses.field(default=default, kw_only=kw_only, init=init, repr=repr, metadata=facts)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
@@ -128,7 +128,11 @@ class Options:
 
 def parameters(options: Any) -> dict[str, Parameter]:
     """Return the parameters of a class of options in the order of its fields."""
-    return {field.name: field.metadata["parameter"] for field in fields(options)}
+    known = {}
+    for field in fields(options):
+        facts: dict[str, Any] = {"check": CHECKS.get(str(field.type).removesuffix(" | None")), **field.metadata}
+        known[field.name] = Parameter(**facts)
+    return known
 
 
 def in_order(options: Any) -> list[str]:
@@ -235,17 +239,21 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
 
 def bits_by_pattern(name: str, value: Any) -> tuple[tuple[str, float], ...]:
     """Bit widths by name pattern."""
-    pairs = _pairs(name, value, "bit widths by pattern, such as {'*.down_proj.weight': 6}")
-    return tuple((patterns(name, [pattern])[0], number(name, bits)) for pattern, bits in pairs)
+    pairs = _pairs(name, value, "PATTERN=BITS, such as *.down_proj.weight=6", _finite)
+    return tuple((pattern, number(name, bits)) for pattern, bits in pairs)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def types_by_pattern(name: str, value: Any) -> tuple[tuple[str, str], ...]:
     """Types by name pattern."""
-    expected = "types by pattern, such as {'*.attn_v.weight': 'q6_k'}"
-    pairs = _pairs(name, value, expected)
-    if not all(isinstance(type_name, str) for _, type_name in pairs):
-        raise wrong(name, expected, value)
-    return tuple((patterns(name, [pattern])[0], type_name) for pattern, type_name in pairs)
+    pairs = _pairs(name, value, "PATTERN=TYPE, such as *.attn_v.weight=q6_k", str)
+    return tuple((pattern, text(name, type_name)) for pattern, type_name in pairs)
 
 
 def anything(name: str, value: Any) -> Any:
@@ -253,14 +261,34 @@ def anything(name: str, value: Any) -> Any:
     return value
 
 
-def _pairs(name: str, value: Any, expected: str) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if not isinstance(value, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        raise wrong(name, expected, value)
-    return list(value)
+def _pairs(name: str, value: Any, expected: str, parse: Callable[[str], Any]) -> list[tuple[str, Any]]:
+    """Take a mapping, pairs, or texts with an equals sign.
+
+    expected: what a text should be
+    parse: returns the value of what stands behind the equals sign, or raises ValueError
+    """
+    pairs: list[tuple[str, Any]] = []
+    for item in value.items() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value:
+        if isinstance(item, str):
+            pattern, _, of_pattern = item.rpartition("=")
+            try:
+                parsed = parse(of_pattern) if pattern and of_pattern else None
+            except ValueError:
+                parsed = None
+            if parsed is None:
+                raise OptionError(f"`{name}`: expected {expected}, found {item!r}")
+            pairs.append((pattern, parsed))
+        elif isinstance(item, tuple) and len(item) == 2:
+            pairs.append((text(name, item[0]), item[1]))
+        else:
+            raise wrong(name, f"a mapping, or texts such as {expected}", value)
+    return pairs
 
 
 def wrong(name: str, expected: str, given: object) -> TypeError:
     """Return the error of a value of a wrong type."""
     return TypeError(f"{name}: expected {expected}, found {given!r}")
+
+
+# By the annotation of an option, without "| None"; any other type has to name its check.
+CHECKS: dict[str, Check] = {"str": text, "bool": flag, "int": whole, "float": number, "Path": path, "StrPath": path}

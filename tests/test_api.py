@@ -183,7 +183,7 @@ def test_the_recipe_of_a_report_keeps_what_options_added(source):
         ({"bits": "4"}, "bits: expected a number, found '4'"),
         ({"bits": True}, "bits: expected a number"),
         ({"keep": [4]}, "keep: expected a pattern"),
-        ({"set_bits": ["*.down_proj.weight=6"]}, "set_bits: expected bit widths by pattern"),
+        ({"set_bits": [5]}, "set_bits: expected a mapping, or texts such as PATTERN=BITS"),
         ({"set_bits": {"*": "6"}}, "set_bits: expected a number"),
         ({"target_size": [1]}, "target_size: expected a number"),
         ({"threads": "2"}, "threads: expected a whole number"),

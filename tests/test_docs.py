@@ -75,11 +75,6 @@ def test_relative_links_and_anchors_exist(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_links_and_anchors_are_found():
-    assert len(links(ROOT / "README.md")) > 15
-    assert {"4-decoding-a-block", "6-pqweightsjson"} <= anchors(DOCS / "format.md")
-
-
 def test_every_page_is_in_the_navigation_and_the_overview():
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     outside = tool("site_hooks").OUTSIDE

@@ -35,20 +35,8 @@ def samples(dtype):
     ordinary = rng.standard_normal(30000) * 10.0 ** rng.uniform(-50, 50, 30000)
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)  # finite, not negative
     brains = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)
-    edges = [
-        0.0,
-        -0.0,
-        np.inf,
-        -np.inf,
-        np.nan,
-        65504,
-        65519.99,
-        65520,
-        3.4028234663852886e38,
-        2.0**-149,
-        2.0**-150,
-        2.0**128,
-    ]
+    edges = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.99, 65520, 3.4028234663852886e38]
+    edges += [2.0**-149, 2.0**-150, 2.0**128]
     ties = [(v[:-1] + v[1:]) / 2 for v in (halves, brains)]  # half-way between neighbours
     beside = [t * (1 + e) for t in ties for e in (2.0**-22, -(2.0**-22))]
     positive = np.concatenate([halves, brains, *ties, *beside])
@@ -79,19 +67,6 @@ def assert_same_values(ours, theirs, dtype):
     assert torch.isnan(as_torch(ours, dtype).to(torch.float64)).numpy()[nan].all()
 
 
-@pytest.mark.parametrize("source", FLOAT_DTYPES)
-def test_to_float32_matches_torch(source):
-    raw = samples(source)
-    assert_same_values(to_float32(raw, source).view(np.uint8), as_torch(raw, source).to(torch.float32), "F32")
-
-
-@pytest.mark.parametrize("target", WRITABLE)
-def test_from_float32_matches_torch(target):
-    raw = samples("F32")
-    expected = as_torch(raw, "F32").to(TORCH[target])
-    assert_same_values(from_float32(raw.view(np.float32), target), expected, target)
-
-
 @pytest.mark.parametrize("target", WRITABLE)
 @pytest.mark.parametrize("source", FLOAT_DTYPES)
 def test_convert_matches_torch(source, target):
@@ -105,16 +80,6 @@ def test_convert_matches_torch(source, target):
 def test_converting_to_the_same_dtype_keeps_every_bit(dtype):
     raw = samples(dtype)
     assert np.array_equal(convert(raw, dtype, dtype), raw)
-
-
-def test_16_bit_patterns_survive_a_round_trip_through_float32():
-    for dtype in ("BF16", "F16"):
-        raw = samples(dtype)
-        wide = to_float32(raw, dtype)
-        back = from_float32(wide, dtype).view(np.uint16)
-        number = ~np.isnan(wide)
-        assert np.array_equal(back[number], raw.view(np.uint16)[number])
-        assert 65536 - np.count_nonzero(number) == 2 * ({"BF16": 2**7, "F16": 2**10}[dtype] - 1)
 
 
 def test_overflow_is_infinite_and_ties_go_to_even():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,7 @@ from helpers import folder_bytes, run_command
 from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
 from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
 
-from pqweights.publish.push import hashing
-from pqweights.storage.hub.repository import pieces_of
+from pqweights.rewrite.results.verify import Verification, verify
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
@@ -71,25 +67,36 @@ def puts(hub: LoopbackHub) -> list[str]:
 
 
 def assert_holds(hub: LoopbackHub, folder: Path, revision: str = "main", also: tuple[str, ...] = ()) -> None:
-    """Check that the repository holds the folder and, besides `also`, only what a new repository has."""
+    """Check that the repository holds the folder, a card and, besides `also`, only what a new repository has."""
     there = hub.repositories[TARGET]
-    assert set(there.files(revision)) == {*files_of(folder), ".gitattributes", *also}
+    assert set(there.files(revision)) == {*files_of(folder), "README.md", ".gitattributes", *also}
     for name, path in files_of(folder).items():
         assert there.read(name, revision) == path.read_bytes(), name
+
+
+def refused(hub: LoopbackHub, client: Client, folder: Path, *options: str) -> str:
+    """Return the line of a push that must fail, and check that it changed nothing on the Hub or in the folder."""
+    before, sent = folder_bytes(folder), writes(hub)
+    there = {name: (there.sha(), list(there.branches)) for name, there in hub.repositories.items()}
+    line = client.line("push", folder, TARGET, *options)
+    assert writes(hub) == sent
+    assert {name: (there.sha(), list(there.branches)) for name, there in hub.repositories.items()} == there
+    assert folder_bytes(folder) == before
+    return line
 
 
 @pytest.mark.parametrize("kind", ["master", "export", "sharded"])
 def test_pushed_folder_opens_by_id(kind: str, hub: LoopbackHub, client: Client, made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / kind, tmp_path / kind))
-    without_card = folder_bytes(folder)
+    before = folder_bytes(folder)
     told = client.well("push", folder, TARGET).stdout
     assert f"{TARGET}, branch main (created): " in told
     assert f"commit {hub.repositories[TARGET].sha()}: {hub.url}/{TARGET}" in told
     assert_holds(hub, folder)
     assert not hub.repositories[TARGET].private
     assert sum(path.startswith("POST") and "/commit/" in path for path in writes(hub)) == 1  # one commit for everything
-    card = folder_bytes(folder).pop("README.md")
-    assert folder_bytes(folder) == {**without_card, "README.md": card}
+    assert folder_bytes(folder) == before
+    card = hub.repositories[TARGET].read("README.md")
     assert b"license: apache-2.0" in card
     assert TARGET.encode() in card
 
@@ -115,7 +122,7 @@ def test_second_push_sends_only_what_changed(hub: LoopbackHub, client: Client, m
     assert len(writes(hub)) == sent
     assert hub.repositories[TARGET].sha() == first
     uploaded = len(puts(hub))
-    note_here(master, "Mine.\n")
+    note_here(client, master, "Mine.\n")
     report = json.loads(client.well("push", master, TARGET, "--json").stdout)
     assert {file["name"] for file in report["files"] if file["change"] != "same"} == {"README.md"}
     assert len(puts(hub)) == uploaded
@@ -126,36 +133,25 @@ def test_second_push_sends_only_what_changed(hub: LoopbackHub, client: Client, m
 @pytest.mark.parametrize("there", [False, True])
 def test_dry_run_changes_nothing(there: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
     if there:
-        hub.commit(TARGET, {"README.md": b"# Mine, by hand\n", "notes.txt": b"x"})
-        (master / "README.md").write_text("# Mine, by hand\n")
+        hub.commit(TARGET, {"notes.txt": b"x"})
     before, state = folder_bytes(master), hub.repositories[TARGET].sha() if there else None
-    options = ["--adopt"] if there else []
-    told = client.well("push", master, TARGET, "--dry-run", *options).stdout
-    assert "would be pushed (dry run)" in told
-    assert ("(would be created)" in told) != there
-    report = json.loads(
-        client.well("push", master, TARGET, "--dry-run", "--json", "--revision", "dev", *options).stdout
-    )
-    assert report["dry_run"]
-    assert report["commit"] is None
-    assert report["created"] != there
-    assert {file["name"] for file in report["files"]} >= {SHARD, "README.md", "pqweights.json", "config.json"}
-    assert folder_bytes(master) == before
-    assert writes(hub) == []
-    if there:
-        assert hub.repositories[TARGET].sha() == state
-        assert list(hub.repositories[TARGET].branches) == ["main"]
-    else:
-        assert TARGET not in hub.repositories
+    told = client.well("push", master, TARGET, "--dry-run").stdout
+    assert "would be pushed (dry run)" in told and ("(would be created)" in told) != there
+    report = json.loads(client.well("push", master, TARGET, "--dry-run", "--json", "--revision", "dev").stdout)
+    assert report["dry_run"] and report["commit"] is None and report["created"] != there
+    assert {file["name"] for file in report["files"]} == {*files_of(master), "README.md"}
+    assert folder_bytes(master) == before and writes(hub) == []
+    assert (TARGET in hub.repositories) == there
+    assert not there or (hub.repositories[TARGET].sha(), [*hub.repositories[TARGET].branches]) == (state, ["main"])
 
 
 # --- What is refused before anything is sent --------------------------------------------------------------------------
 
 
-def flip_a_byte(folder: Path) -> None:
-    data = bytearray((folder / SHARD).read_bytes())
+def flip_a_byte(folder: Path, name: str = SHARD) -> None:
+    data = bytearray((folder / name).read_bytes())
     data[-10] ^= 1
-    (folder / SHARD).write_bytes(data)
+    (folder / name).write_bytes(data)
 
 
 BROKEN = {
@@ -166,7 +162,10 @@ BROKEN = {
     "no manifest": (lambda folder: (folder / "pqweights.json").unlink(), "pqweights.json"),
     "a damaged manifest": (lambda folder: (folder / "pqweights.json").write_bytes(b"{"), "pqweights.json"),
     "no folder": (shutil.rmtree, "no such folder"),
-    "a card that pqweights did not write": (lambda folder: (folder / "README.md").write_text("# Mine\n"), "--adopt"),
+    "a card that pqweights did not write": (
+        lambda folder: (folder / "README.md").write_text("# Mine\n"),
+        "did not write it",
+    ),
 }
 
 
@@ -176,11 +175,7 @@ def test_broken_folder_is_refused_before_anything_is_sent(
 ) -> None:
     damage, says = BROKEN[name]
     damage(master)
-    before = folder_bytes(master)
-    assert says in client.line("push", master, TARGET)
-    assert writes(hub) == []
-    assert TARGET not in hub.repositories
-    assert folder_bytes(master) == before
+    assert says in refused(hub, client, master)
 
 
 @pytest.mark.parametrize(
@@ -204,46 +199,41 @@ def test_push_without_write_access_is_refused(
     repository: str, token: str | None, says: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
     client.token = hub.token if token == "right" else token
-    for options in ([], ["--dry-run"]):
-        if options and (repository != TARGET or token is None):
-            continue  # shows only when the repository is created; a dry run needs no token
-        line = client.line("push", master, repository, *options)
-        assert says in line
-        assert LOG_IN in line
-    assert hub.repositories == {}
-    assert puts(hub) == []
+    line = client.line("push", master, repository)
+    assert says in line and LOG_IN in line
+    assert hub.repositories == {} and puts(hub) == []
 
 
 UNCHECKED = "not checked: whether the repository can take this, which of these files it holds already, and whether it "
 
 
-@pytest.mark.parametrize("why", ["no token", "unreachable", "offline"])
+@pytest.mark.parametrize(
+    ("why", "says"),
+    [
+        ("no token", "needs a token with write access"),
+        ("unreachable", "cannot be reached"),
+        ("offline", "HF_HUB_OFFLINE"),
+    ],
+)
 def test_dry_run_goes_as_far_as_it_can_without_the_hub(
-    why: str, hub: LoopbackHub, client: Client, master: Path
+    why: str, says: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
-    says = {
-        "no token": "needs a token with write access",
-        "unreachable": "cannot be reached",
-        "offline": "HF_HUB_OFFLINE",
-    }
     if why == "no token":
         client.token = None
     elif why == "unreachable":
         hub.inject(Fault(Drop(), "GET", times=999))
     else:
         client.patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    before = folder_bytes(master)
-    assert says[why] in client.line("push", master, TARGET)
-    lines = client.well("push", master, TARGET, "--dry-run").stdout.splitlines()
-    assert lines[-1].startswith(UNCHECKED) and says[why] in lines[-1]
-    assert lines[-2].startswith(f"{TARGET}, branch main: at most ") and "would be pushed (dry run)" in lines[-2]
+    assert says in refused(hub, client, master)
+    *files, total, unchecked = client.well("push", master, TARGET, "--dry-run").stdout.splitlines()
+    assert unchecked.startswith(UNCHECKED) and says in unchecked
+    assert total.startswith(f"{TARGET}, branch main: at most ") and "would be pushed (dry run)" in total
     names = {*files_of(master), "README.md"}
-    assert {line.split()[-1] for line in lines[:-2]} == names
-    assert not any("unknown" in line for line in lines[:-2])
+    assert {line.split()[-1] for line in files} == names and not any("unknown" in line for line in files)
     report = json.loads(client.well("push", master, TARGET, "--dry-run", "--json").stdout)
-    assert report["dry_run"] and report["created"] is None and says[why] in report["not_checked"]
+    assert report["dry_run"] and report["created"] is None and says in report["not_checked"]
     assert {file["name"] for file in report["files"]} == names and report["bytes"] > 0
-    assert folder_bytes(master) == before and hub.repositories == {} and not writes(hub)
+    assert hub.repositories == {} and not writes(hub)
 
 
 def test_token_on_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:
@@ -257,17 +247,12 @@ def test_token_on_the_command_line(hub: LoopbackHub, client: Client, master: Pat
 def test_repository_with_other_weights_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "onnx/model.onnx", "x.index.json"):
         hub.commit(TARGET, {name: b"of somebody else", "notes.txt": b"x"})
-        state = hub.repositories[TARGET].sha()
-        line = client.line("push", master, TARGET)
-        assert name in line
-        assert hub.repositories[TARGET].sha() == state
-        assert writes(hub) == []
+        assert name in refused(hub, client, master)
         hub.commit(TARGET, {name: None})
     hub.commit(TARGET, {"model.bin": b"of somebody else"}, branch="dev")
-    assert "model.bin" in client.line("push", master, TARGET, "--revision", "dev")
-    assert not (master / "README.md").exists()
+    assert "model.bin" in refused(hub, client, master, "--revision", "dev")
     client.well("push", master, TARGET)
-    assert set(hub.repositories[TARGET].files()) == {*files_of(master), "notes.txt"}
+    assert set(hub.repositories[TARGET].files()) == {*files_of(master), "README.md", "notes.txt"}
 
 
 # --- Where it goes ----------------------------------------------------------------------------------------------------
@@ -307,18 +292,11 @@ def test_commits_tags_and_invalid_branches_are_refused(
         assert "expected a branch, found a tag" in refused(hub, client, master, "--revision", revision)
 
 
-def test_pull_request_needs_an_existing_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
-    assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
-    hub.commit(TARGET, {"notes.txt": b"x"})
-    assert "no branch" in refused(hub, client, master, "--create-pr", "--revision", "dev")
-    hub.commit(TARGET, {"notes.txt": b"y"}, branch="dev")
-    client.well("push", master, TARGET, "--create-pr", "--revision", "dev")
-    assert hub.repositories[TARGET].read("notes.txt", "refs/pr/1") == b"y"
-    # A further commit to the pull request.
-    note_here(master, "More.\n")
+def test_push_to_a_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
+    hub.commit(TARGET, {"notes.txt": b"x"}, branch="refs/pr/1")
     client.well("push", master, TARGET, "--revision", "refs/pr/1")
-    assert b"More." in hub.repositories[TARGET].read("README.md", "refs/pr/1")
-    assert b"revision" not in hub.repositories[TARGET].read("README.md", "refs/pr/1")
+    card = hub.repositories[TARGET].read("README.md", "refs/pr/1")
+    assert TARGET.encode() in card and b"revision" not in card
 
 
 def test_card_on_a_branch_names_that_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
@@ -326,7 +304,6 @@ def test_card_on_a_branch_names_that_branch(hub: LoopbackHub, client: Client, ma
     card = hub.repositories[TARGET].read("README.md", "dev").decode()
     assert f'load_model("{TARGET}", revision="dev")' in card
     assert "--revision dev" in card
-    client.well("card", master)
     assert "nothing was pushed" in client.well("push", master, TARGET, "--revision", "dev").stdout
     client.well("push", master, TARGET)
     assert b"revision" not in hub.repositories[TARGET].read("README.md")
@@ -349,7 +326,6 @@ def test_card_that_the_hub_refuses(after: int, hub: LoopbackHub, client: Client,
     if after == 0:
         assert writes(hub) == []
         assert TARGET not in hub.repositories
-        assert not (master / "README.md").exists()
 
 
 def test_branch_is_created_and_main_stays_untouched(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
@@ -367,25 +343,6 @@ def test_branch_is_created_and_main_stays_untouched(hub: LoopbackHub, client: Cl
     client.well("push", master, TARGET)
     assert_holds(hub, master)
     assert len(puts(hub)) == sent  # the first push to the branch sent them
-
-
-def test_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
-    hub.commit(TARGET, {"notes.txt": b"x"})
-    state = hub.repositories[TARGET].sha()
-    told = client.well("push", master, TARGET, "--create-pr", "--message", "Five bits").stdout
-    assert f"{hub.url}/{TARGET}/discussions/1" in told
-    assert hub.repositories[TARGET].sha() == state
-    pushed = hub.repositories[TARGET].sha("refs/pr/1")
-    assert hub.repositories[TARGET].commits[pushed].title == "Five bits"
-    assert set(hub.repositories[TARGET].files("refs/pr/1")) == {*files_of(master), "notes.txt"}
-    assert f"commit {pushed}" in told
-
-
-def test_pull_request_to_a_repository_of_another_user(hub: LoopbackHub, client: Client, master: Path) -> None:
-    hub.commit("you/master", {"notes.txt": b"x"})
-    client.well("push", master, "you/master", "--create-pr")
-    assert SHARD in hub.repositories["you/master"].files("refs/pr/1")
-    assert list(hub.repositories["you/master"].files()) == ["notes.txt"]
 
 
 # --- What is there already --------------------------------------------------------------------------------------------
@@ -411,7 +368,6 @@ def test_old_shards_are_deleted_and_other_files_stay(
 
 def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
-    here = (master / "README.md").read_bytes()
     note_there(hub, "Written on the Hub: *übrigens*.\n")
     note_there(hub, "datasets:\n- a/b\n", "tags:\n")
     client.well("push", master, TARGET)  # puts the keys in order
@@ -419,9 +375,9 @@ def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Pat
     for _ in range(2):
         assert "nothing was pushed" in client.well("push", master, TARGET).stdout
         assert hub.repositories[TARGET].read("README.md").decode() == card
-        assert (master / "README.md").read_bytes() == here
-        (master / "README.md").unlink()
+        client.well("card", master)  # without notes, it changes nothing
     # With other weights, the card is written anew except for the notes and the keys.
+    (master / "README.md").unlink()
     run_command({"quantize": str(write_source(master.parent / "source")), "overwrite": True, "recipe": "q4"}, master)
     client.well("push", master, TARGET)
     found = hub.repositories[TARGET].read("README.md").decode()
@@ -429,10 +385,11 @@ def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Pat
     assert found != card
 
 
-NOTES = "<!-- /notes -->"
+NOTES_BEGIN, NOTES = "<!-- notes: yours; pqweights card keeps what stands here -->", "<!-- /notes -->"
 
 
-def note_here(folder: Path, text: str, at: str = NOTES) -> None:
+def note_here(client: Client, folder: Path, text: str, at: str = NOTES) -> None:
+    client.well("card", folder, "--repo", TARGET)
     card = (folder / "README.md").read_bytes()
     (folder / "README.md").write_bytes(card.replace(at.encode(), text.encode() + at.encode(), 1))
 
@@ -442,49 +399,31 @@ def note_there(hub: LoopbackHub, text: str, at: str = NOTES) -> None:
     hub.commit(TARGET, {"README.md": card})
 
 
-def refused(hub: LoopbackHub, client: Client, folder: Path, *options: str) -> str:
-    """Return the line of a push that must fail, and check that it changed nothing on the Hub or in the folder."""
-    before, sent = folder_bytes(folder), writes(hub)
-    there = {name: (there.sha(), list(there.branches)) for name, there in hub.repositories.items()}
-    line = client.line("push", folder, TARGET, *options)
-    assert writes(hub) == sent
-    assert {name: (there.sha(), list(there.branches)) for name, there in hub.repositories.items()} == there
-    assert folder_bytes(folder) == before
-    return line
-
-
 def test_notes_and_keys_of_the_folder_replace_others_with_a_note(
     hub: LoopbackHub, client: Client, master: Path
 ) -> None:
-    client.well("push", master, TARGET)
-    note_here(master, "Of here.\n")
-    note_here(master, "thumbnail: y\n", "tags:\n")
+    note_here(client, master, "Of here.\n")
+    note_here(client, master, "thumbnail: y\n", "tags:\n")
     assert "replaced" not in client.well("push", master, TARGET).stderr
     note_there(hub, "Of the Hub.\n")
     before = hub.repositories[TARGET].sha()
     told = client.well("push", master, TARGET, "--dry-run").stderr
-    assert f"notes of README.md on the Hub would be replaced by that of the folder; commit {before} has it" in told
-    assert "front matter" not in told
-    note_there(hub, "widget: x\n", "tags:\n")
-    assert client.well("push", master, TARGET).stderr.count("were replaced") == 2
-    assert hub.repositories[TARGET].read("README.md") == (master / "README.md").read_bytes()
-    assert b"\nOf here.\n<!-- /notes -->" in (master / "README.md").read_bytes()
+    assert f"in README.md on the Hub would be replaced by those of the folder; commit {before} has them" in told
+    assert "were replaced" in client.well("push", master, TARGET).stderr
+    card = hub.repositories[TARGET].read("README.md")
+    assert b"\nOf here.\n<!-- /notes -->" in card and b"thumbnail: y\n" in card and b"Of the Hub" not in card
 
 
-def test_foreign_card_on_the_hub_and_own_card_here(hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_foreign_card_on_the_hub_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"README.md": b"# By hand\n"})
-    client.well("card", master)
     assert "README.md on the Hub: the file exists, and pqweights card did not write it" in refused(hub, client, master)
-    note_here(master, "Mine.\n")
-    assert "README.md on the Hub: --adopt cannot keep its text" in refused(hub, client, master, "--adopt")
-    (master / "README.md").unlink()
-    client.well("card", master)
-    client.well("push", master, TARGET, "--adopt")
+    hub.commit(TARGET, {"README.md": f"{NOTES_BEGIN}\n# By hand\n{NOTES}\n".encode()})
+    client.well("push", master, TARGET)
     assert b"\n# By hand\n" in hub.repositories[TARGET].read("README.md")
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-@pytest.mark.parametrize(("content", "says"), [(b"# \xff\n", "UTF-8"), (b"# " + b"x" * 4_000_000, "4000002 bytes")])
+@pytest.mark.parametrize(("content", "says"), [(b"# \xff\n", "UTF-8"), (b"# " + b"x" * 4_000_000, "4000000 bytes")])
 def test_card_that_is_not_a_text_is_refused(
     where: str, content: bytes, says: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
@@ -492,7 +431,7 @@ def test_card_that_is_not_a_text_is_refused(
         (master / "README.md").write_bytes(content)
     else:
         hub.commit(TARGET, {"README.md": content})
-    line = refused(hub, client, master, "--adopt")
+    line = refused(hub, client, master)
     assert says in line
     assert "README.md" in line
 
@@ -558,7 +497,7 @@ def test_hostile_manifest_on_the_hub(
         )
     elif name == "too large":
         remote_manifest(hub, lambda data: data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}))
-        monkeypatch.setattr("pqweights.publish.push.destination.MAX_MANIFEST_BYTES", 1000)
+        monkeypatch.setattr("pqweights.publish.destination.MAX_MANIFEST_BYTES", 1000)
     else:
         hub.commit(TARGET, {"pqweights.json": b"[" * 100_000 if name == "depth" else b"\xff\xfe\x00"})
     assert deleted(client, master) == ({"gone.txt"} if name in READABLE else set())
@@ -570,7 +509,7 @@ def test_evaluations_on_the_hub_are_deleted_with_their_manifest(
 ) -> None:
     client.well("push", master, TARGET)
     hub.commit(TARGET, {"pqweights-eval.json": b"{}"})
-    note_here(master, "Mine.\n")
+    note_here(client, master, "Mine.\n")
     assert deleted(client, master) == set()
     assert deleted(client, Path(shutil.copytree(made / "export", master.parent / "export"))) == {"pqweights-eval.json"}
 
@@ -594,29 +533,6 @@ def test_interrupted_push_does_not_send_files_again(
     assert not set(again) & stored
     assert len(again) == len(set(again)) == count - 2
     assert_holds(hub, sharded)
-
-
-def test_failed_commit_is_repeated_without_sending_files_again(hub: LoopbackHub, client: Client, master: Path) -> None:
-    hub.inject(Fault(Status(500), "POST", "/commit/", times=1000))
-    client.line("push", master, TARGET)
-    sent = len(puts(hub))
-    hub.clear_faults()
-    client.well("push", master, TARGET)
-    assert len(puts(hub)) == sent
-    assert_holds(hub, master)
-
-
-@pytest.mark.parametrize("create_pr", [False, True])
-def test_lost_reply_to_a_commit(create_pr: bool, hub: LoopbackHub, client: Client, master: Path) -> None:
-    """A commit is recognised, and a pull request is not opened twice by one command."""
-    hub.inject(Fault(Drop(applied=True), "POST", "/commit/"))
-    if create_pr:
-        client.line("push", master, TARGET, "--create-pr")
-        assert hub.repositories[TARGET].pull_requests == 1
-    else:
-        told = client.well("push", master, TARGET).stdout
-        assert f"commit {hub.repositories[TARGET].sha()}" in told
-        assert len(hub.repositories[TARGET].commits) == 2
 
 
 def test_card_names_the_repository_that_was_quantized(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
@@ -646,71 +562,10 @@ def test_failed_xet_upload_is_reported_in_one_line(
     assert_holds(hub, master)
 
 
-# --- The SHA-256 that the Hub needs -----------------------------------------------------------------------------------
-
-OTHER = "me/other"
+# --- Files that change ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sharded(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
-
-
-def shards(folder: Path) -> Counter[str]:
-    """Return the names of the shards of a folder, each once."""
-    return Counter(path.name for path in folder.glob("*.safetensors"))
-
-
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each file was hashed for the Hub. The official client must not hash any."""
-    import huggingface_hub.lfs
-
-    found: Counter[str] = Counter()
-
-    def read(path: Path) -> Iterator[bytes]:
-        found[path.name] += 1
-        return pieces_of(path)
-
-    def by_the_client(file: Any, *arguments: object) -> bytes:
-        found[f"{Path(file.name).name} by the official client"] += 1
-        return hashlib.file_digest(file, "sha256").digest()
-
-    monkeypatch.setattr(hashing, "pieces_of", read)
-    monkeypatch.setattr(huggingface_hub.lfs, "sha_fileobj", by_the_client)
-    return found
-
-
-def test_each_shard_is_hashed_once(hub: LoopbackHub, client: Client, sharded: Path, hashed: Counter[str]) -> None:
-    client.well("push", sharded, TARGET)
-    assert hashed == shards(sharded)
-    assert len(hashed) > 2
-    assert_holds(hub, sharded)
-    assert set(puts(hub)) == {hashlib.sha256(path.read_bytes()).hexdigest() for path in sharded.glob("*.safetensors")}
-
-
-def test_only_what_is_compared_or_sent_is_hashed(
-    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.well("push", master, TARGET, "--dry-run")
-    assert hashed == {}
-    hub.commit(TARGET, {SHARD: b"of another size"})
-    client.well("push", master, TARGET, "--dry-run")
-    assert hashed == {}
-    client.well("push", master, TARGET)
-    assert hashed == {SHARD: 1}
-    told = client.well("push", master, TARGET, "--dry-run").stdout
-    assert "holds all of this already" in told
-    assert hashed == {SHARD: 2}
-    monkeypatch.setattr(hashing, "SMALL_BYTES", 0)
-    hub.commit(TARGET, {"pqweights.json": b"{}"})
-    client.well("push", master, TARGET)
-    assert hashed == {SHARD: 3, "pqweights.json": 1}
-
-
-def test_shard_of_the_same_size_with_other_bytes_is_sent(
-    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str]
-) -> None:
+def test_shard_of_the_same_size_with_other_bytes_is_sent(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
     other = bytearray((master / SHARD).read_bytes())
     other[-1] ^= 1
@@ -720,74 +575,16 @@ def test_shard_of_the_same_size_with_other_bytes_is_sent(
     assert_holds(hub, master)
 
 
-def test_wrong_hash_is_refused_by_the_hub(
-    hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a processor that computed wrong."""
-    with monkeypatch.context() as patch:
-        patch.setattr(hashing, "pieces_of", lambda path: iter([b"something else"]))
-        line = client.line("push", master, TARGET)
-    assert SHARD in line and "does not match what was computed" in line
-    assert set(hub.repositories[TARGET].files()) == {".gitattributes"} and hub.objects == {}
-    client.well("push", master, TARGET)
-    assert_holds(hub, master)
-
-
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json"])
 def test_file_that_changes_after_it_was_verified_is_not_pushed(
-    name: str, hub: LoopbackHub, client: Client, master: Path
+    name: str, hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changed_before(*arguments: Any) -> dict[str, str]:
-        time.sleep(0.02)  # a file system may count time in hundredths of a second
-        data = bytearray((master / name).read_bytes())
-        data[-1] ^= 1
-        (master / name).write_bytes(data)
-        return hashing.hash_files(*arguments)
+    def verify_and_change(*arguments: Any, **options: Any) -> Verification:
+        verified = verify(*arguments, **options)
+        flip_a_byte(master, name)
+        return verified
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pqweights.publish.push.hash_files", changed_before)
-        line = client.line("push", master, TARGET)
+    monkeypatch.setattr("pqweights.publish.push.verify", verify_and_change)
+    line = client.line("push", master, TARGET)
     assert f"{name}: was changed after it was verified: nothing was pushed" in line
     assert writes(hub) == []
-
-
-def test_interrupt_stops_the_threads_that_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: Counter[str] = Counter()
-
-    def endless(path: Path) -> Iterator[bytes]:
-        for _ in range(5_000):
-            time.sleep(0.002)
-            read[path.name] += 1
-            yield b"x"
-
-    def interrupt(*step: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(hashing, "pieces_of", endless)
-    with pytest.raises(KeyboardInterrupt):
-        dict(hashing._side_by_side(Path("x"), {"a": 1, "b": 1, "c": 1}, threads=2, progress=interrupt))
-    assert set(read) == {"a", "b"} and max(read.values()) < 2_500
-
-
-def test_xet_gets_the_hash(
-    hub: LoopbackHub, client: Client, master: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With xet, too, the official client takes the hash that it is given."""
-    pytest.importorskip("hf_xet")
-    given: list[tuple[str, str]] = []
-
-    class Session:
-        @contextlib.contextmanager
-        def new_upload_commit(self, **options: object) -> Iterator[Session]:
-            yield self
-
-        def start_upload_file(self, path: str, sha256: str) -> None:
-            given.append((Path(path).name, sha256))
-            hub.objects[sha256] = (Path(path), Path(path).stat().st_size)
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
-    monkeypatch.setattr("huggingface_hub.utils._xet.get_xet_session", Session)
-    client.well("push", master, TARGET)
-    assert given == [(SHARD, hashlib.sha256((master / SHARD).read_bytes()).hexdigest())]
-    assert hashed == {SHARD: 1} and puts(hub) == []
-    assert_holds(hub, master)

@@ -31,27 +31,11 @@ def test_size_is_parsed_to_bytes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "GB",
-        "9 XB",
-        "9GBs",
-        "nine",
-        "-5GB",
-        "+5GB",
-        "1e9",
-        "9,5GB",
-        "9.GB",
-        ".5GB",
-        "5 G B",
-        "5G",
-        "inf",
-        "nan",
-        "0x10",
-    ],
-)
+NOT_SIZES = ["", "GB", "9 XB", "9GBs", "nine", "-5GB", "+5GB", "1e9", "9,5GB", "9.GB"]
+NOT_SIZES += [".5GB", "5 G B", "5G", "inf", "nan", "0x10"]
+
+
+@pytest.mark.parametrize("text", NOT_SIZES)
 def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match=r"5GB \(10\*\*9 bytes\), 5GiB \(2\*\*30\)") as caught:
         parse_size(text)

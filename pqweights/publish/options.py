@@ -34,9 +34,6 @@ class PublishOptions(Options):
         default=None,
         metavar="ORG/MODEL",
     )
-    adopt: bool = option(
-        "Keep the text of a README.md that pqweights did not write, as notes in the card.", checks.flag, default=False
-    )
 
 
 @options
@@ -45,7 +42,6 @@ class CardOptions(PublishOptions):
 
     repository: str | None = option(
         "Repository on the Hub to name in the commands of the card.",
-        checks.text,
         default=None,
         flags=("--repo",),
         metavar="ORG/NAME",
@@ -53,7 +49,6 @@ class CardOptions(PublishOptions):
     )
     revision: str | None = option(
         "Branch of the repository; by default that of the old card if it was for the same repository, else main.",
-        checks.text,
         default=None,
         flags=(),
     )
@@ -64,11 +59,7 @@ class CardArguments(CardOptions):
     """What the command `card` takes."""
 
     folder: Path = option(
-        "Folder of a master or an export written by pqweights.",
-        checks.path,
-        kw_only=False,
-        argument=True,
-        metavar="DIR",
+        "Folder of a master or an export written by pqweights.", kw_only=False, argument=True, metavar="DIR"
     )
 
     def __post_init__(self) -> None:
@@ -79,12 +70,9 @@ class CardArguments(CardOptions):
 
 @options
 class PushOptions(ThreadsOption, PublishOptions):
-    """What is asked of a push; the functions are called while the folder is verified, hashed for the Hub, and sent."""
+    """What is asked of a push; the functions are called while the folder is verified, compared and sent."""
 
-    private: bool = option(
-        "Create the repository as private; one that exists must be private.", checks.flag, default=False
-    )
-    create_pr: bool = option("Open a pull request against the branch, which must exist.", checks.flag, default=False)
+    private: bool = option("Create the repository as private; one that exists must be private.", default=False)
     message: str | None = option("Title of the commit.", checks.text, default=None, flags=("--message", "-m"))
     dry_run: bool = option(
         "Say what would be pushed, and change nothing. The folder is checked without a network or a token, too.",
@@ -92,7 +80,9 @@ class PushOptions(ThreadsOption, PublishOptions):
         default=False,
     )
     verifying: Progress = option("Called while the folder is verified.", checks.anything, default=_ignore, flags=())
-    hashing: Progress = option("Called while files are hashed.", checks.anything, default=_ignore, flags=())
+    comparing: Progress = option(
+        "Called while files are compared with those on the Hub.", checks.anything, default=_ignore, flags=()
+    )
     progress: Progress = option("Called while files are sent.", checks.anything, default=_ignore, flags=())
 
 
@@ -104,12 +94,8 @@ class PushArguments(PushOptions, HubOptions):
         "Master or export that pqweights wrote.", checks.path, kw_only=False, argument=True, metavar="DIR"
     )
     repository: str = option(
-        "Repository on the Hub; created if it does not exist.",
-        checks.text,
-        kw_only=False,
-        argument=True,
-        metavar="ORG/NAME",
+        "Repository on the Hub; created if it does not exist.", kw_only=False, argument=True, metavar="ORG/NAME"
     )
     revision: str | None = option(
-        "Branch; created if it does not exist.", checks.text, default=None, metavar="BRANCH", default_text=MAIN_BRANCH
+        "Branch; created if it does not exist.", default=None, metavar="BRANCH", default_text=MAIN_BRANCH
     )

@@ -54,4 +54,3 @@ def test_invalid_options_and_foreign_cards_are_refused(master: Path, tmp_path: P
     assert invoke("card", master).stderr.startswith(
         "error: README.md: the file exists, and pqweights card did not write it"
     )
-    assert invoke("card", master, "--adopt").exit_code == 0

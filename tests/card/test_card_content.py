@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from calls import evaluate, make_card, quantize, write_card
+from calls import evaluate, make_card, write_card
 from cards import BASE, change_manifest, facts, sections, set_model
 from commands import done, invoke, refused
 from families import exported, model
@@ -20,7 +21,6 @@ from pqweights.checkpoint.source import open_local
 from pqweights.common.markdown import words
 from pqweights.errors import MasterError
 from pqweights.planning.plan import Safetensors
-from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.records import mean_error
 from pqweights.rewrite.results import evaluation_record
@@ -123,9 +123,7 @@ def test_recipe_section_lists_rules_and_calibration(tmp_path: Path) -> None:
     run_command({"quantize": str(small_checkpoint(tmp_path / "s")), "recipe": str(recipe)}, tmp_path / "m")
     text = make_card(tmp_path / "m").text
     assert "`mine`: Of mine." in text
-    assert "Default: `hadamard-lloyd-max`, 4 bits." in text
-    assert "\n1. name <code>&#42;.down_proj.weight</code> or `lm_head.weight`: 6 bits\n" in text
-    assert "\n2. role `embedding`: kept (it is small)\n" in text
+    assert "Default: `hadamard-lloyd-max`, 4 bits. `pqweights.json` lists its 2 rules for other weights." in text
     assert "| 4, 6 |" in text and "\n- 6-bit\n" in text and "4-bit" not in text  # most weights have 6 bits
     assert "No calibration data was used." in text and "2306.00978" not in text
 
@@ -180,131 +178,81 @@ def test_card_of_a_rotated_export_of_an_earlier_version_is_refused(base: Path, t
     assert "made with --basis rotated, which this version" in refused("card", folder, "--print")
 
 
-def test_export_states_recipe_and_error_of_its_master(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
-    manifest = read_manifest(master_of(base, "llama"))
-    recipe = manifest.made_by["recipe"]
-    about = {"recipe": recipe, "bits_per_weight": 6.125, "relative_mse": 0.000642}
-    change_manifest(folder, lambda data: data.update(master=about))
-    text = make_card(folder).text
-    assert f"The master's recipe is `q6`: {words(recipe['description'])}" in text
-    assert "The master itself has 6.1250 bits per weight and a relative MSE of 0.000642 against the original." in text
-    change_manifest(
-        folder, lambda data: data.update(master={"recipe": 3, "bits_per_weight": 10**400, "relative_mse": "x"})
-    )
-    text = make_card(folder).text
-    assert "The master itself" not in text and "Recipe" not in sections(text)
-    change_manifest(folder, lambda data: data.pop("master"))
-    assert "Recipe" not in sections(make_card(folder).text)
-
-
-def test_master_on_the_hub_is_named_with_its_commit(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
-    revision = "fe" * 20
-    change_manifest(folder, lambda data: (data.update(model=BASE), data["source"].update(id="o/m", revision=revision)))
-    text = make_card(folder).text
-    assert f"The master that it was made from is [o/m](https://huggingface.co/o/m) at commit `{revision}`." in text
-    assert f"- master that it was made from: `o/m` at commit `{revision}`" in text
-
-
-@pytest.mark.parametrize("by_source", [False, True])
-def test_export_names_the_awq_scales_of_its_master(by_source: bool, base: Path, tmp_path: Path) -> None:
+def test_export_states_what_is_known_of_its_master(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "vllm"), tmp_path / "export"))
     recipe = read_manifest(master_of(base, "llama")).made_by["recipe"]
-    about = {
-        "recipe": recipe,
-        "bits_per_weight": 6.125,
-        "relative_mse": 0.000642,
-        "awq": {"sha256": "ab" * 32, "weights": 7},
-    }
-    change_manifest(folder, lambda data: data.update(master=about))
-    if by_source:
-        change_manifest(folder, lambda data: data.update(original_fingerprint="cd" * 32))
+
+    def card_of(**about: Any) -> str:
+        change_manifest(folder, lambda data: data.update(master=about))
+        return make_card(folder).text
+
+    known = {"recipe": recipe, "bits_per_weight": 6.125, "relative_mse": 0.000642}
+    text = card_of(**known)
+    assert f"The recipe of the master is `q6`: {words(recipe['description'])}" in text
+    assert "The master itself has 6.1250 bits per weight and a relative MSE of 0.000642 against the original." in text
+    assert "The master was made without calibration data." in text
+    text = card_of(**known, awq={"sha256": "ab" * 32, "weights": 7})
+    assert "The master itself has 6.1250 bits per weight." in text and "0.000642" not in text and "2306.00978" in text
+    assert "In the master, the input channels of 7 weights were scaled before quantization, by activation-aware" in text
+    text = card_of(recipe=3, bits_per_weight=10**400, relative_mse="x")
+    assert "The master itself" not in text and "Recipe" not in sections(text)
+    change_manifest(folder, lambda data: data.update(original_fingerprint="cd" * 32))
+    text = card_of(**known, awq={"sha256": "ab" * 32, "weights": 7})
+    assert "were scaled" not in text and "2306.00978" not in text
+    unused = f"The master has activation-aware scales (file with sha256 `{'ab' * 32}`), which this export does not use."
+    assert unused in text
+    change_manifest(folder, lambda data: data.pop("master"))
+    assert "Recipe" not in sections(make_card(folder).text)
+    at = {"id": "o/m", "revision": "fe" * 20}
+    change_manifest(folder, lambda data: (data.update(model=BASE), data["source"].update(at)))
     text = make_card(folder).text
-    assert "The master itself has 6.1250 bits per weight." in text and "0.000642" not in text
-    if by_source:
-        assert "were scaled" not in text and "2306.00978" not in text
-        assert (
-            f"The master has activation-aware scales (file with sha256 `{'ab' * 32}`), which this export does not use."
-            in text
-        )
-    else:
-        assert (
-            "In the master, the input channels of 7 weights were scaled before quantization, by activation-aware scales"
-            in text
-        )
-    about.pop("awq")
-    change_manifest(folder, lambda data: data.update(master=about))
-    text = make_card(folder).text
-    assert "The master was made without calibration data." in text and "relative MSE of 0.000642 against" in text
+    link = f"[o/m](https://huggingface.co/o/m) at commit `{at['revision']}`"
+    assert f"The master that it was made from is {link}." in text
+    assert f"- master that it was made from: `o/m` at commit `{at['revision']}`" in text
 
 
 @pytest.mark.parametrize(
     ("target", "by", "says"),
     [
-        (
-            {"target_size": 9_000_000_000},
-            {"kind": "heuristic"},
-            "by a rule of thumb for sensitivities, to meet the target of 9000000000 bytes with",
-        ),
+        ({"target_size": 9_000_000_000}, {"kind": "heuristic"}, "chosen to meet the target of 9000000000 bytes with"),
         (
             {"target_bpw": 4.25},
             {"kind": "text", "sha256": "ab" * 32},
-            f"by sensitivities measured on a text (file with sha256 `{'ab' * 32}`), to meet the target of 4.25 bits "
-            "per weight with",
+            f"were measured (file with sha256 `{'ab' * 32}`) to meet the target of 4.25 bits per weight with",
         ),
-        (
-            {"target_bpw": 6, "bpw_of": "checkpoint"},
-            {"kind": "heuristic"},
-            "to meet the target of 6 bits per parameter of the checkpoint with",
-        ),
-        (
-            {"target_bpw": 4},
-            {"kind": "random tokens", "sha256": "cd" * 32},
-            "by sensitivities measured on random tokens (file with",
-        ),
-        ({"target_size": "x"}, {"kind": ["<b>"]}, "to meet the target of the recipe with"),
+        ({"target_bpw": 6, "bpw_of": "checkpoint"}, {}, "of 6 bits per parameter of the checkpoint with"),
+        ({"target_size": "x"}, ["<b>"], "to meet the target of the recipe with"),
     ],
 )
 def test_chosen_bit_widths_are_explained(
-    target: dict[str, Any], by: dict[str, Any], says: str, master: Path, base: Path, tmp_path: Path
+    target: dict[str, Any], by: object, says: str, master: Path, base: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    fit = {"sensitivity": by, "predicted_rise": 0.0123456}
-    change_manifest(master, lambda data: (data["recipe"].update(target), data.update(fit=fit)))
+    change_manifest(master, lambda data: (data["recipe"].update(target), data.update(fit={"sensitivity": by})))
     text = make_card(master).text
     assert "Default: `hadamard-lloyd-max`, a width chosen for each group." in text
-    assert "\nThe widths that no rule sets were chosen for each group of weights by " in text
-    assert says in text and "<b>" not in text
-    # A rise predicted by the rule of thumb has no unit, so the card does not state it.
-    assert (", predicted as 0.01235 nats per token" in text) == (by["kind"] != "heuristic")
-    assert text.count("arXiv:2411.17525](https://arxiv.org/abs/2411.17525)") == 2
-    about = {"recipe": read_manifest(master).made_by["recipe"], "fit": fit | {"predicted_rise": None}}
+    assert "\nWidths that no rule sets were chosen " in text and says in text and "<b>" not in text
+    assert text.count("arXiv:2411.17525](https://arxiv.org/abs/2411.17525)") == 1
+    about = {"recipe": read_manifest(master).made_by["recipe"], "fit": {"sensitivity": by}}
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     change_manifest(folder, lambda data: data.update(master=about))
-    text = make_card(folder).text
-    assert "\nThe master's widths that no rule sets were chosen" in text and says in text and "predicted as" not in text
+    assert says in make_card(folder).text
 
 
-def test_card_says_if_a_recipe_had_another_bit_width_or_a_target(tmp_path: Path) -> None:
-    source = small_checkpoint(tmp_path / "model")
-    quantize(source, tmp_path / "four", load_recipe("q5").with_bits(4))
-    text = make_card(tmp_path / "four").text
-    assert "\n# pqweights master q5 at 4 bits\n" in text
-    assert "\n`q5`, with 4 bits in place of its own bit width.\n" in text and "Five bits" not in text
-    done("quantize", source, tmp_path / "kept", "--bits", "4", "--keep", "lm_head*")
-    text = make_card(tmp_path / "kept").text
-    assert (
-        "\n`q5`, with 4 bits in place of its own bit width and rules that options put before its own.\n" in text
-        and "1. name <code>lm_head&#42;</code>: kept (--keep lm_head&#42;)" in text
-    )
-    done("quantize", source, tmp_path / "fitted", "--target-bpw", "4.5")
-    text = make_card(tmp_path / "fitted").text
-    assert "\n# pqweights master q5, fitted to a size\n" in text
-    assert "\n`q5`, with bit widths chosen to meet a target.\n" in text and "Five bits" not in text
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--bits", "4"), "Default: `hadamard-lloyd-max`, 4 bits."),
+        (("--keep", "lm_head*"), "lists its 1 rule for"),
+        (("--target-bpw", "4.5"), "to meet the target of 4.5 bits per weight with"),
+    ],
+)
+def test_card_says_if_options_changed_a_recipe(options: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    done("quantize", small_checkpoint(tmp_path / "model"), tmp_path / "master", *options)
+    text = make_card(tmp_path / "master").text
+    assert "\n`q5`, changed by options.\n" in text and says in text and "Five bits" not in text
+    assert re.search(r"\n# pqweights [0-9]-bit master\n", text)
 
 
 def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path, tmp_path: Path) -> None:
@@ -317,28 +265,31 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
         make_card(folder)
 
 
+def evaluate_and_record(folder: Path, text: str, name: str = "the text", **options: Any) -> Any:
+    from pqweights.quality.evaluate.report import make_record
+
+    report = evaluate([folder], text, name=name, **options)
+    place = evaluation_record.find_place(folder)
+    assert place is not None
+    evaluation_record.write_record(place, make_record(report, report.rows[0], text))
+    return report.rows[0].scores
+
+
 def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
     pytest.importorskip("transformers")
-    from pqweights.quality.evaluate.report import make_record
-    from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
-
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
     text = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
-    place = find_place(folder)
-    assert place is not None
+    evaluate_and_record(folder, text, "a|b.txt", window=64)
     original = model(base, "llama")
-    for options in ({"window": 64}, {"window": 32, "reference": original, "score_first": True}):
-        report = evaluate([folder], text, name="a|b.txt", **options)  # type: ignore[arg-type]
-        write_record(place, make_record(report, report.rows[0], text))
+    scores = evaluate_and_record(folder, text, "a|b.txt", window=32, reference=original, score_first=True)
     card = make_card(folder, "a/b")
     assert card.evaluations == 2
     assert sections(card.text)[3] == "Evaluation"
-    scores = report.rows[0].scores
-    assert scores.perplexity_change is not None and scores.divergence is not None
     # Recorded without rounding: a figure that is rounded twice is not always the one that eval shows.
-    assert read_records(*place)[1].perplexity == Figure(*scores.perplexity)
-    assert read_records(*place)[1].top1_agreement == Figure(*scores.divergence.top1)
+    recorded = evaluation_record.read_records(*evaluation_record.find_place(folder))[1]  # type: ignore[misc]
+    assert recorded.perplexity == evaluation_record.Figure(*scores.perplexity)
+    assert recorded.top1_agreement == evaluation_record.Figure(*scores.divergence.top1)
     for value, error, form in (
         (*scores.perplexity, ".4f"),
         (*scores.perplexity_change, "+.4f"),
@@ -366,24 +317,15 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
 ) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 10)
     pytest.importorskip("transformers")
-    from pqweights.quality.evaluate.report import make_record
-    from pqweights.rewrite.results.evaluation_record import find_place, write_record
-
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
-    place, text = find_place(folder), " ".join(f"w{number}" for number in range(200))
-    assert place is not None
-    report = evaluate([folder], text, window=64)
-    write_record(place, make_record(report, report.rows[0], text))
+    text = " ".join(f"w{number}" for number in range(200))
+    perplexity = evaluate_and_record(folder, text, window=64).perplexity
     card = make_card(folder).text
-    perplexity = report.rows[0].scores.perplexity
     assert f"| {perplexity.value:.4f} ± {perplexity.standard_error:.4f} |" in card
     assert "KL" not in card and "reference" not in card
-
-    other = master_of(base, "llama")
-    report = evaluate([folder], text, window=64, reference=other)
-    write_record(place, make_record(report, report.rows[0], text))
     # The master is not the checkpoint that was quantized.
-    fingerprint = open_local(other).fingerprint()
+    evaluate_and_record(folder, text, window=64, reference=master_of(base, "llama"))
+    fingerprint = open_local(master_of(base, "llama")).fingerprint()
     assert f"; reference `llama` (fingerprint `{fingerprint}`)." in make_card(folder).text
 
 

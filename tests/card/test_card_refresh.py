@@ -14,22 +14,22 @@ from pqweights.errors import OutputError
 from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
 
 
-def test_of_two_cards_that_of_the_folder_counts(master: Path) -> None:
+def test_of_two_cards_that_of_the_folder_counts_if_it_was_edited(master: Path) -> None:
     text = make_card(master, "a/b").text
     edited = text.replace(NOTES_END, f"Mine.\n{NOTES_END}").replace("tags:\n", "z: 1\ndatasets: [x]\ntags:\n- mine\n")
     again = make_card(master, old=edited).text
     assert make_card(master, old=again).text == again
     theirs = again.replace("Mine.", "Theirs.").replace("z: 1", "z: 2")
-    # (in the folder, on the Hub), and what is pushed, what the folder gets, and what is replaced
-    for old, pushed, expected, here, replaced in (
-        (again, text, again, again, ()),
-        (text, again, again, text, ()),
-        (None, again, again, text, ()),
-        (again, theirs, again, again, ("notes", "front matter")),
-        (again, again, again, again, ()),
+    # (in the folder, on the Hub), what is pushed, and whether edits on the Hub are replaced
+    for old, pushed, expected, replaced in (
+        (again, text, again, False),
+        (text, again, again, False),
+        (None, again, again, False),
+        (again, theirs, again, True),
+        (again, again, again, False),
     ):
         card = make_card(master, "a/b", old=old, pushed=pushed)
-        assert (card.text, card.here, card.replaced) == (expected, here, replaced)
+        assert (card.text, card.replaces_edits) == (expected, replaced)
     # Earlier versions left marks of the notes and keys in a card.
     marked = again.replace(" -->\n", "; notes: 0123456789ab; keys: 0123456789ab -->\n", 1)
     assert make_card(master, old=marked).text == again
@@ -90,20 +90,20 @@ def test_licence_of_the_user_is_kept_if_the_manifest_has_none(master: Path) -> N
     assert found["license"] == "apache-2.0" and "license_link" not in found
 
 
-def test_card_written_by_someone_else_needs_adopt(master: Path) -> None:
-    foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n# Mine\r\n\nText"
-    (master / "README.md").write_bytes(foreign.encode())
+def test_card_written_by_someone_else_needs_markers(master: Path) -> None:
+    foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n{}\n# Mine\r\n\nText\n{}\n"
+    (master / "README.md").write_bytes(foreign.format("", "").encode())
     with pytest.raises(
-        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; pass `adopt` to keep"
+        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; put the "
     ):
         write_card(master)
-    assert (master / "README.md").read_bytes() == foreign.encode()
-    card = write_card(master, adopt=True)
-    assert f"{NOTES_BEGIN}\n\n# Mine\r\n\nText\n{NOTES_END}\n" in card.text
+    assert (master / "README.md").read_bytes() == foreign.format("", "").encode()
+    (master / "README.md").write_bytes(foreign.format(NOTES_BEGIN, NOTES_END).encode())
+    card = write_card(master)
+    assert f"{NOTES_BEGIN}\n# Mine\r\n\nText\n{NOTES_END}\n" in card.text
     found = facts(card.text)
     assert (found["license"], found["base_model"], found["datasets"]) == ("mit", "org/base", ["x"])
     assert not write_card(master).changed
-    assert not write_card(master, adopt=True).changed
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,12 @@ def test_card_written_by_someone_else_needs_adopt(master: Path) -> None:
         lambda text: text.replace("\n---\n", "\n", 1),
     ],
 )
-@pytest.mark.parametrize("adopt", [False, True])
-def test_damaged_card_is_refused(damage: Callable[[str], str], adopt: bool, master: Path) -> None:
+def test_damaged_card_is_refused(damage: Callable[[str], str], master: Path) -> None:
     write_card(master)
     edit_card(master, damage)
     before = (master / "README.md").read_bytes()
     with pytest.raises(OutputError, match=r"^README\.md: ") as caught:
-        write_card(master, adopt=adopt)
+        write_card(master)
     assert "\n" not in str(caught.value)
     assert (master / "README.md").read_bytes() == before
 

@@ -33,41 +33,30 @@ NO_OPENBLAS = 77
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def blas_threads(*line: str, **environment: str) -> int:
-    """Return the number of threads with which numpy multiplies matrices in a process of the command line."""
-    return found_in_process(*line, **environment)[0]
-
-
-def found_in_process(*line: str, **environment: str) -> tuple[int, str]:
-    """Return that number, and what the environment says of it, which other libraries read."""
-    usual = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    run = [sys.executable, "-c", SCRIPT, *line, "--help"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=usual | environment, check=False)
+@pytest.mark.parametrize(
+    ("line", "given", "threads", "left"),
+    [
+        # What multiplies matrices has all threads, and other commands start none.
+        ("eval", None, CORES, "None"),
+        ("inspect --kv", None, CORES, "None"),
+        ("quantize", None, 1, "1"),
+        ("", None, 1, "1"),
+        # One thread of numpy in each of its own, and all of torch, which reads the environment.
+        ("calibrate", None, 1, "None"),
+        ("calibrate", 1, 1, "1"),
+        # A number in the environment stands.
+        ("eval", 1, 1, "1"),
+        ("plan", CORES, CORES, str(CORES)),
+    ],
+)
+def test_threads_with_which_numpy_multiplies_matrices(line: str, given: int | None, threads: int, left: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environment |= {} if given is None else {"OPENBLAS_NUM_THREADS": str(given)}
+    run = [sys.executable, "-c", SCRIPT, *line.split(), "--help"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=environment, check=False)
     if done.returncode == NO_OPENBLAS:
         pytest.skip("numpy has another BLAS than OpenBLAS here")
-    assert done.returncode == 0, done.stderr
-    left, threads = done.stdout.split("LEFT ")[1].split("\nTHREADS ")
-    return int(threads), left
-
-
-@pytest.mark.parametrize("line", ["eval", "generate", "sensitivity", "inspect --kv"])
-def test_commands_that_multiply_matrices_have_all_threads(line: str) -> None:
-    assert blas_threads(*line.split()) == CORES
-
-
-@pytest.mark.parametrize("line", ["quantize", "export", "inspect", ""])
-def test_other_commands_start_no_threads_for_matrices(line: str) -> None:
-    assert blas_threads(*line.split()) == 1
-
-
-def test_calibrate_has_one_thread_of_numpy_in_each_of_its_own_and_all_of_torch() -> None:
-    assert found_in_process("calibrate") == (1, "None")
-    assert found_in_process("calibrate", OPENBLAS_NUM_THREADS="1") == (1, "1")
-
-
-def test_number_of_threads_in_the_environment_stands() -> None:
-    assert blas_threads("eval", OPENBLAS_NUM_THREADS="1") == 1
-    assert blas_threads("plan", OPENBLAS_NUM_THREADS=str(CORES)) == CORES
+    assert done.stdout.split("LEFT ")[1].split() == [left, "THREADS", str(threads)], done.stderr
 
 
 def test_commands_that_multiply_matrices_exist() -> None:

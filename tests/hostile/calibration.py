@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hostile.case import Case, stored
-from hostile.evaluation import GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
+from hostile.evaluation import GOOD_MODEL, LONG_TEXT, evaluating, language_model, of_broken_models
 from hostile.exports import TEXT
 
 CALIBRATE = "calibrate model scales.safetensors --text text.txt"
-LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(300))
 
 
 def there(name: str, command: str, *fragments: str, content: bytes) -> Case:
@@ -23,6 +22,7 @@ def calibrating(name: str, *fragments: str, options: str = "", **changed: Any) -
 
 
 CALIBRATE_CASES = [
+    *of_broken_models("calibrate", CALIBRATE),
     evaluating(
         "calibrate-text-missing",
         "nowhere.txt",
@@ -34,28 +34,6 @@ CALIBRATE_CASES = [
     calibrating("text-short", "at least 256 tokens, 16 windows of 16", "found 40"),
     calibrating("window-beyond-the-model", "16 tokens", "found 17", options=" --window 17"),
     evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
-    calibrating("config-damaged", "config.json", "JSON", config=b"{"),
-    calibrating(
-        "model-unknown",
-        "transformers cannot run",
-        "no_such_model",
-        text=LONG_TEXT,
-        config={"model_type": "no_such_model", "max_position_embeddings": 16},
-    ),
-    calibrating(
-        "tokenizer-missing", "model", "--tokenizer", without=("model/tokenizer.json", "model/tokenizer_config.json")
-    ),
-    calibrating(
-        "tokens-unknown-to-the-model",
-        "token 15",
-        "has only 8",
-        text=LONG_TEXT,
-        config=language_model_config(8),
-        weights=stored(language_model(8)),
-    ),
-    calibrating(
-        "weight-missing", "lacks 1 weight", "lm_head.weight", text=LONG_TEXT, weights=without_tensor("lm_head.weight")
-    ),
     calibrating("recipe-unknown", "'q55'", "'q5'", options=" --recipe q55"),
     evaluating(
         "calibrate-output-in-no-folder",

@@ -111,7 +111,32 @@ BERT: dict[str, Any] = {
     "vocab_size": 16,
     "max_position_embeddings": 16,
 }
+UNKNOWN = {"model_type": "no_such_model", "max_position_embeddings": 16, "vocab_size": 16}
+LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(300))
+
+
+def of_broken_models(prefix: str, command: str) -> list[Case]:
+    """What a command that runs a model over a text says of models that cannot run, or not on this text."""
+
+    def broken(name: str, *fragments: str, **changed: Any) -> Case:
+        return evaluating(f"{prefix}-{name}", *fragments, command=command, **({"text": LONG_TEXT} | changed))
+
+    no_tokenizer = ("model/tokenizer.json", "model/tokenizer_config.json")
+    encoder = ("not a causal language model",) if prefix == "eval" else ("lacks",)
+    small, nan = stored(language_model(8)), stored(language_model(value=float("nan")))
+    return [
+        broken("config-damaged", "config.json", "JSON", config=b"{"),
+        broken("model-unknown", "transformers cannot", "no_such_model", config=UNKNOWN),
+        broken("model-an-encoder", "BertModel", *encoder, config=BERT),
+        broken("tokenizer-missing", "model", "--tokenizer", without=no_tokenizer),
+        broken("tokens-unknown-to-the-model", "token 15", "has only 8", config=language_model_config(8), weights=small),
+        broken("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
+        *([] if prefix == "calibrate" else [broken("logits-nan", "logits are NaN", weights=nan)]),
+    ]
+
+
 EVAL_CASES = [
+    *of_broken_models("eval", EVAL),
     evaluating("eval-text-missing", "nowhere.txt", "No such file", command="eval model --text nowhere.txt"),
     evaluating("eval-text-empty", TEXT, "an empty file", text=b""),
     evaluating("eval-text-blank", TEXT, "only white space", text=b" \n \n"),
@@ -121,33 +146,10 @@ EVAL_CASES = [
     evaluating("eval-window-beyond-the-model", "--window 17", "model", "16 tokens", command=EVAL + " --window 17"),
     evaluating("eval-stride-beyond-the-window", "--stride 17", "16 tokens", command=EVAL + " --stride 17"),
     evaluating("eval-model-missing", "nowhere", "no such folder", command="eval nowhere --text text.txt"),
-    evaluating("eval-config-damaged", "config.json", "JSON", config=b"{"),
-    evaluating(
-        "eval-model-unknown",
-        "model",
-        "no_such_model",
-        config={"model_type": "no_such_model", "max_position_embeddings": 16},
-    ),
-    evaluating("eval-model-an-encoder", "BertModel", "not a causal language model", config=BERT),
-    evaluating(
-        "eval-tokenizer-missing",
-        "model",
-        "--tokenizer",
-        without=("model/tokenizer.json", "model/tokenizer_config.json"),
-    ),
     evaluating("eval-tokenizer-damaged", "model", "tokenizer", tokenizer={"added_tokens": [], "model": 3}),
     evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer", command=EVAL + " --tokenizer nowhere"),
-    evaluating(
-        "eval-tokens-unknown-to-the-model",
-        "token 15",
-        "has only 8",
-        config=language_model_config(8),
-        weights=stored(language_model(8)),
-    ),
     evaluating("eval-weights-cut-off", "model", "not fully covered", weights=stored(language_model())[:-400]),
     evaluating("eval-weights-missing", "model", without=(MODEL,)),
-    evaluating("eval-weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
-    evaluating("eval-logits-nan", "logits are NaN", weights=stored(language_model(value=float("nan")))),
     evaluating("eval-packed-without-a-master", "--packed", "expected a pqweights master", command=EVAL + " --packed"),
     evaluating("eval-reference-missing", "nowhere", "no such folder", command=EVAL + " --reference nowhere"),
     beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),

@@ -1,20 +1,17 @@
 """Hostile and broken inputs, one folder per case: how to build it, which commands get it, and what each must print.
 
-`python tests/hostile/generate.py FOLDER` writes all of them, with cases.json beside them. The cases of each subject are
-in a module of this folder. tests/cli/test_hostile.py runs each command inside the folder of its case: the answer must
-be one line that names the culprit, and nothing in the folder may change.
+The cases of each subject are in a module of this folder. tests/cli/test_hostile.py runs each command inside the folder
+of its case: the answer must be one line that names the culprit, and nothing in the folder may change.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hostile.calibration import CALIBRATE_CASES
-from hostile.case import build
 from hostile.elsewhere import ELSEWHERE_CASES
 from hostile.evaluation import EVAL_CASES
 from hostile.exports import EXPORT_CASES
@@ -51,15 +48,3 @@ CASES = [
     *FIT_CASES,
     *ELSEWHERE_CASES,
 ]
-
-
-def main(folder: Path) -> None:
-    """Write every case into a folder of its own, and cases.json."""
-    for case in CASES:
-        build(case, folder / case.name)
-    described = [{"folder": case.name, "commands": dict(case.commands)} for case in CASES]
-    (folder / "cases.json").write_text(json.dumps(described, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -75,17 +75,20 @@ make_trellis_master = made_of({UP: normal(17, 900, 128), DOWN: normal(19, 40, 12
 # A weight of whole rows, and one that is flattened.
 make_polar_master = made_of({UP: normal(18, 40, 128), DOWN: normal(20, 4, 65)}, codec="polar")
 
+MAKE = {"trellis": make_trellis_master, "polar": make_polar_master}
+
 Damage = Callable[[Path], None]  # damages the folder of a master
 
 
-def damaged(name: str, damage: Damage, make: Make = make_master, **expected: tuple[str, ...] | None) -> Case:
+def damaged(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
     """A master that was changed after it was finished.
 
+    name: its first word may be that of a codec in MAKE
     expected: fragments by command, or by `both` those of verify and export; others need not notice
     """
 
     def prepare(folder: Path) -> None:
-        make(folder)
+        MAKE.get(name.partition("-")[0], make_master)(folder)
         damage(folder / "master")
 
     commands = {"verify": VERIFY, "inspect": INSPECT, "export": EXPORT}
@@ -174,28 +177,6 @@ def forged(damage: Damage) -> Damage:
     return both
 
 
-def trellis(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
-    """A changed master of hadamard-trellis."""
-    return damaged(f"trellis-{name}", damage, make_trellis_master, **expected)
-
-
-def trellis_settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
-    """A changed quantization_config of such a master."""
-    damage = set_json("config.json", CONFIGURED, *path, to=to)
-    return trellis(name, damage, verify=("config.json",), export=export)
-
-
-def polar(name: str, damage: Damage, **expected: tuple[str, ...] | None) -> Case:
-    """A changed master of polar."""
-    return damaged(f"polar-{name}", damage, make_polar_master, **expected)
-
-
-def polar_settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
-    """A changed quantization_config of such a master."""
-    damage = set_json("config.json", CONFIGURED, *path, to=to)
-    return polar(name, damage, verify=("config.json",), export=export)
-
-
 def overwrite(file: str, tensor: str, at: int, data: bytes) -> Damage:
     """Replace bytes of a tensor. at: the first of them"""
 
@@ -239,13 +220,17 @@ def shorter(tensors: dict[str, Stored]) -> None:
 
 
 CODEC, CONFIGURED = "hadamard-lloyd-max", "quantization_config"
-MANIFEST = "pqweights.json"
+LEVELS = ("levels", CODEC, "5")
+MANIFEST, TRELLIS = "pqweights.json", UP + "_trellis"
 
 
 def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
     """A changed quantization_config: verify finds another file, and export finds a contradiction."""
-    damage = set_json("config.json", CONFIGURED, *path, to=to)
-    return damaged(name, damage, verify=("config.json",), export=("config.json", *export))
+    damage, file = (
+        set_json("config.json", CONFIGURED, *path, to=to),
+        () if name.startswith((*MAKE,)) else ("config.json",),
+    )
+    return damaged(name, damage, verify=("config.json",), export=(*file, *export))
 
 
 def settings_in_manifest(name: str, *path: str | int, to: Any, verify: tuple[str, ...]) -> Case:
@@ -377,21 +362,15 @@ MASTER_CASES = [
     settings("master-dtype-unknown", "dtype", to="BF61", export=("dtype", "BF61")),
     settings("master-levels-missing", "levels", to={}, export=("levels",)),
     settings("master-levels-a-list", "levels", to=[], export=("levels",)),
-    settings("master-levels-too-few", "levels", CODEC, "5", to=[-1.0, 1.0], export=("levels", "32")),
-    settings("master-levels-descending", "levels", CODEC, "5", to=lambda old: old[::-1], export=("levels",)),
-    settings("master-levels-of-strings", "levels", CODEC, "5", to=lambda old: [*old[:-1], "3"], export=("levels",)),
-    settings("master-levels-with-nan", "levels", CODEC, "5", to=lambda old: [*old[:-1], NAN], export=("levels",)),
-    settings(
-        "master-levels-beyond-float32", "levels", CODEC, "5", to=lambda old: [*old[:-1], 1e300], export=("levels",)
-    ),
-    settings(
-        "master-levels-beyond-float64", "levels", CODEC, "5", to=lambda old: [*old[:-1], 10**400], export=("levels",)
-    ),
+    settings("master-levels-too-few", *LEVELS, to=[-1.0, 1.0], export=("levels", "32")),
+    settings("master-levels-descending", *LEVELS, to=lambda old: old[::-1], export=("levels",)),
+    settings("master-levels-of-strings", *LEVELS, to=lambda old: [*old[:-1], "3"], export=("levels",)),
+    settings("master-levels-with-nan", *LEVELS, to=lambda old: [*old[:-1], NAN], export=("levels",)),
+    settings("master-levels-beyond-float32", *LEVELS, to=lambda old: [*old[:-1], 1e300], export=("levels",)),
+    settings("master-levels-beyond-float64", *LEVELS, to=lambda old: [*old[:-1], 10**400], export=("levels",)),
     settings(
         "master-levels-equal-in-float32",
-        "levels",
-        CODEC,
-        "5",
+        *LEVELS,
         to=lambda o: [*o[:-1], o[-2] + 1e-12],
         export=("levels",),
     ),
@@ -419,9 +398,7 @@ MASTER_CASES = [
         verify=("config.json",),
         export=None,  # the flattened blocks are read as rows of 128; only verify notices
     ),
-    settings_in_manifest(
-        "master-levels-edited", "levels", CODEC, "5", to=lambda o: [*o[:-1], o[-1] + 0.1], verify=("levels",)
-    ),
+    settings_in_manifest("master-levels-edited", *LEVELS, to=lambda o: [*o[:-1], o[-1] + 0.1], verify=("levels",)),
     settings_in_manifest("master-shape-edited", "overrides", GATE, "shape", to=[65, 4], verify=(GATE, "shape")),
     settings_in_manifest(
         "master-exponent-edited", "overrides", GATE, "norm_exponent", to=1, verify=(GATE, "norm_exponent")
@@ -429,84 +406,93 @@ MASTER_CASES = [
     settings_in_manifest("master-rotation-edited", "rotation", to="signed-hadamard", verify=(UP, "rotation")),
     settings_in_manifest("master-dtype-edited", "dtype", to="F16", verify=(UP, "dtype")),
     settings_in_manifest("master-kept-edited", "kept", to=[], verify=("kept",)),
-    trellis(
-        "step-flipped",
-        flip(ONLY_SHARD, UP + "_trellis"),
-        verify=(ONLY_SHARD, UP + "_trellis"),
-        export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
+    damaged(
+        "trellis-step-flipped",
+        flip(ONLY_SHARD, TRELLIS),
+        verify=(ONLY_SHARD, TRELLIS),
+        export=(ONLY_SHARD, TRELLIS, "blake3_of_pieces"),
     ),
-    trellis(
-        "stream-flipped",
-        flip(ONLY_SHARD, UP + "_trellis", at=20_000),
-        verify=(ONLY_SHARD, UP + "_trellis"),
-        export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
+    damaged(
+        "trellis-stream-flipped",
+        flip(ONLY_SHARD, TRELLIS, at=20_000),
+        verify=(ONLY_SHARD, TRELLIS),
+        export=(ONLY_SHARD, TRELLIS, "blake3_of_pieces"),
     ),
-    trellis(
-        "superblock-flipped",
-        flip(ONLY_SHARD, UP + "_trellis", at=28_800 + 6),
-        verify=(ONLY_SHARD, UP + "_trellis"),
-        export=(ONLY_SHARD, UP + "_trellis", "blake3_of_pieces"),
+    damaged(
+        "trellis-superblock-flipped",
+        flip(ONLY_SHARD, TRELLIS, at=28_800 + 6),
+        verify=(ONLY_SHARD, TRELLIS),
+        export=(ONLY_SHARD, TRELLIS, "blake3_of_pieces"),
     ),
-    trellis(
-        "erased",
-        forged(overwrite(ONLY_SHARD, UP + "_trellis", at=28_800, data=b"\xff" * 28_800)),
+    damaged(
+        "trellis-erased",
+        forged(overwrite(ONLY_SHARD, TRELLIS, at=28_800, data=b"\xff" * 28_800)),
         export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
     ),
-    trellis("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
-    trellis("superblock-missing", restored(shorter), verify=(MANIFEST,), export=(UP + "_trellis", "expected U8 [2, ")),
-    trellis(
-        "part-missing",
+    damaged(
+        "trellis-cut",
+        cut(ONLY_SHARD, 1),
+        verify=(ONLY_SHARD, "bytes"),
+        export=(ONLY_SHARD, "expected", "bytes", "found"),
+    ),
+    damaged("trellis-superblock-missing", restored(shorter), verify=(MANIFEST,), export=(TRELLIS, "expected U8 [2, ")),
+    damaged(
+        "trellis-part-missing",
         restored(lambda tensors: tensors.pop(DOWN + "_trellis")),
         verify=(MANIFEST,),
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
-    trellis_settings("version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    trellis_settings("version-4", "format_version", to=4, export=("config.json", "format_version", "4")),
-    trellis_settings("bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
-    trellis_settings("bits-3", "bits", to=3, export=(UP + "_trellis", "expected U8", "at 3 bits")),
-    trellis_settings("rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),
-    trellis_settings("shape-missing", "overrides", UP, to={}, export=("config.json", UP, "shape")),
-    trellis_settings("shape-of-another", "overrides", UP, "shape", to=[128, 128], export=(UP, "[128, 128]")),
-    trellis_settings("shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
-    trellis_settings("shape-empty", "overrides", UP, "shape", to=[0, 128], export=(UP, "[0, 128]")),
-    trellis_settings("levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
-    polar(
-        "angles-flipped",
+    settings("trellis-version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
+    settings("trellis-version-4", "format_version", to=4, export=("config.json", "format_version", "4")),
+    settings("trellis-bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
+    settings("trellis-bits-3", "bits", to=3, export=(TRELLIS, "expected U8", "at 3 bits")),
+    settings("trellis-rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),
+    settings("trellis-shape-missing", "overrides", UP, to={}, export=("config.json", UP, "shape")),
+    settings("trellis-shape-of-another", "overrides", UP, "shape", to=[128, 128], export=(UP, "[128, 128]")),
+    settings("trellis-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
+    settings("trellis-shape-empty", "overrides", UP, "shape", to=[0, 128], export=(UP, "[0, 128]")),
+    settings("trellis-levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
+    damaged(
+        "polar-angles-flipped",
         flip(ONLY_SHARD, UP + "_angles"),
         verify=(ONLY_SHARD, UP + "_angles"),
         export=(ONLY_SHARD, UP + "_angles", "blake3_of_pieces"),
     ),
-    polar(
-        "radius-infinite",
+    damaged(
+        "polar-radius-infinite",
         overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7c"),
         verify=(ONLY_SHARD, UP + "_radii"),
         export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
     ),
-    polar(
-        "radius-negative",
+    damaged(
+        "polar-radius-negative",
         overwrite(ONLY_SHARD, UP + "_radii", at=0, data=b"\x00\xb0"),
         verify=(ONLY_SHARD, UP + "_radii"),
         export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
     ),
-    polar(
-        "radius-nan",
+    damaged(
+        "polar-radius-nan",
         forged(overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7e")),
         export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
     ),
-    polar("cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")),
-    polar(
-        "part-missing",
+    damaged(
+        "polar-cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")
+    ),
+    damaged(
+        "polar-part-missing",
         restored(lambda tensors: tensors.pop(UP + "_radii")),
         verify=(MANIFEST,),
         export=(UP + "_radii", "found no such tensor"),
     ),
-    polar("radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(UP + "_radii", "expected F16")),
-    polar_settings("version-2", "format_version", to=2, export=("config.json", "format_version", "3 or later")),
-    polar_settings("bits-4", "bits", to=4, export=("config.json", "bits", "3.875 bits", "found 4")),
-    polar_settings("rotation-none", "rotation", to="none", export=("config.json", "'none'")),
-    polar_settings("exponent-1000", "overrides", UP, to={"norm_exponent": 1000}, export=(UP, "norm_exponent", "1000")),
-    polar_settings("shape-of-another", "overrides", DOWN, "shape", to=[4, 200], export=(DOWN, "[4, 200]")),
-    polar_settings("levels", "levels", to={"polar": {"3.875": [1.0]}}, export=("config.json", "levels")),
+    damaged(
+        "polar-radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(UP + "_radii", "expected F16")
+    ),
+    settings("polar-version-2", "format_version", to=2, export=("config.json", "format_version", "3 or later")),
+    settings("polar-bits-4", "bits", to=4, export=("config.json", "bits", "3.875 bits", "found 4")),
+    settings("polar-rotation-none", "rotation", to="none", export=("config.json", "'none'")),
+    settings("polar-exponent-1000", "overrides", UP, to={"norm_exponent": 1000}, export=(UP, "norm_exponent", "1000")),
+    settings("polar-shape-of-another", "overrides", DOWN, "shape", to=[4, 200], export=(DOWN, "[4, 200]")),
+    settings("polar-levels", "levels", to={"polar": {"3.875": [1.0]}}, export=("config.json", "levels")),
     damaged("manifest-absent", delete(MANIFEST), verify=(MANIFEST,), inspect=(MANIFEST,)),
     damaged("manifest-empty", replace(MANIFEST, b""), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),
     damaged("manifest-cut", cut(MANIFEST, 10), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),

@@ -54,6 +54,11 @@ def linked_subfolder(folder: Path) -> None:
     (folder / "out/sub").symlink_to("../mine")
 
 
+def asked(name: str, options: str, *fragments: str) -> Case:
+    """An undamaged source, and wrong options."""
+    return Case(name, {f"{QUANTIZE} {options}": fragments}, GOOD_SRC)
+
+
 UNFINISHED = ("master", "unfinished run of pqweights quantize", "run the same command again")
 JOURNAL = "out/.pqweights/journal.jsonl"
 OUTPUT_CASES = [
@@ -82,14 +87,15 @@ OUTPUT_CASES = [
         {QUANTIZE + " --overwrite": ("pqweights.json",)},
         {**GOOD_SRC, "out/pqweights.json": "{"},
     ),
-    Case("journal-empty", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: b"", "out/.pqweights/lock": b""}),
-    Case("journal-of-zeros", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: bytes(512), "out/.pqweights/lock": b""}),
-    Case("journal-a-list", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: b"[]\n", "out/.pqweights/lock": b""}),
-    Case("journal-a-text", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: b"hello\n", "out/.pqweights/lock": b""}),
-    Case(
-        "journal-without-its-keys",
-        {QUANTIZE: ("journal",)},
-        {**GOOD_SRC, JOURNAL: b"{}\n", "out/.pqweights/lock": b""},
+    *(
+        Case(f"journal-{name}", {QUANTIZE: ("journal",)}, {**GOOD_SRC, JOURNAL: content, "out/.pqweights/lock": b""})
+        for name, content in {
+            "empty": b"",
+            "of-zeros": bytes(512),
+            "a-list": b"[]\n",
+            "a-text": b"hello\n",
+            "without-its-keys": b"{}\n",
+        }.items()
     ),
     Case(
         "folder-of-an-interrupted-run",
@@ -107,33 +113,25 @@ OUTPUT_CASES = [
         ),
         prepare=interrupted,
     ),
-    Case("include-files-that-match-nothing", {QUANTIZE + " --include-files *.tyop": ("*.tyop", "no file")}, GOOD_SRC),
-    Case("include-files-of-the-weights", {QUANTIZE + " --include-files *.safetensors": ("weights",)}, GOOD_SRC),
+    asked("include-files-that-match-nothing", "--include-files *.tyop", "*.tyop", "no file"),
+    asked("include-files-of-the-weights", "--include-files *.safetensors", "weights"),
     Case("name-of-a-file-not-utf-8", {QUANTIZE: ("caf",)}, prepare=foreign_name),
-    Case("bits-out-of-range", {QUANTIZE + " --bits 9": ("--bits", "8")}, GOOD_SRC),
-    Case("bits-nan", {QUANTIZE + " --bits nan": ("--bits", "nan")}, GOOD_SRC),
-    Case("bits-infinite", {QUANTIZE + " --bits inf": ("--bits", "inf")}, GOOD_SRC),
-    Case("bits-no-number", {QUANTIZE + " --bits five": ("--bits",)}, GOOD_SRC),
-    Case("bits-a-fraction", {QUANTIZE + " --bits 4.0001": ("--bits", "hadamard-trellis has any number")}, GOOD_SRC),
-    Case("bits-too-few", {QUANTIZE + " --bits 1": ("--bits", "found 1")}, GOOD_SRC),
+    asked("bits-out-of-range", "--bits 9", "--bits", "8"),
+    asked("bits-nan", "--bits nan", "--bits", "nan"),
+    asked("bits-infinite", "--bits inf", "--bits", "inf"),
+    asked("bits-no-number", "--bits five", "--bits"),
+    asked("bits-a-fraction", "--bits 4.0001", "--bits", "hadamard-trellis has any number"),
+    asked("bits-too-few", "--bits 1", "--bits", "found 1"),
     *(
         Case(f"trellis-{name}", {f"{QUANTIZE} --codec hadamard-trellis --bits {bits}": ("1.5 to 8", bits)}, GOOD_SRC)
         for name, bits in {"bits-too-few": "1", "bits-too-many": "9", "bits-nan": "nan"}.items()
     ),
-    Case(
-        "codec-polar-bits-4",
-        {QUANTIZE + " --codec polar --bits 4": ("--bits", "expected 3.875 bits", "found 4")},
-        GOOD_SRC,
-    ),
-    Case("effort-unknown", {QUANTIZE + " --recipe t4 --effort 7": ("--effort", "8, 64 or 256", "7")}, GOOD_SRC),
-    Case("effort-no-number", {QUANTIZE + " --recipe t4 --effort fast": ("--effort", "integer")}, GOOD_SRC),
-    Case(
-        "effort-of-a-codec-without",
-        {QUANTIZE + " --effort 64": ("--effort", "no effort setting", "hadamard-trellis has")},
-        GOOD_SRC,
-    ),
-    Case("size-no-size", {QUANTIZE + " --max-shard-size huge": ("huge",)}, GOOD_SRC),
-    Case("size-zero", {QUANTIZE + " --max-shard-size 0": ("at least one byte",)}, GOOD_SRC),
-    Case("threads-zero", {QUANTIZE + " --threads 0": ("--threads",)}, GOOD_SRC),
+    asked("codec-polar-bits-4", "--codec polar --bits 4", "--bits", "expected 3.875 bits", "found 4"),
+    asked("effort-unknown", "--recipe t4 --effort 7", "--effort", "8, 64 or 256", "7"),
+    asked("effort-no-number", "--recipe t4 --effort fast", "--effort", "integer"),
+    asked("effort-of-a-codec-without", "--effort 64", "--effort", "no effort setting", "hadamard-trellis has"),
+    asked("size-no-size", "--max-shard-size huge", "huge"),
+    asked("size-zero", "--max-shard-size 0", "at least one byte"),
+    asked("threads-zero", "--threads 0", "--threads"),
     Case("target-unknown", {"export src out --target bf61": ("bf61",)}, GOOD_SRC),
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostile.case import Case, Content, stored
-from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model, language_model_config, without_tensor
+from hostile.case import Case, Content
+from hostile.evaluation import GOOD_MODEL, evaluating, of_broken_models
 from hostile.exports import TEXT
 
 FIT = "plan model --target-size 15kB"
@@ -77,6 +77,7 @@ FIT_CASES = [
     by_file("fit-sensitivity-alpha-nan", "NaN is not a number of JSON", alpha=float("nan")),
     by_file("fit-sensitivity-alpha-negative", "alpha: expected a number >= 0.0, found -1", alpha=-1),
     by_file("fit-sensitivity-alpha-beyond-numbers", "alpha: number out of range", alpha=10**400),
+    *of_broken_models("sensitivity", MEASURE + " --text text.txt"),
     evaluating("sensitivity-model-missing", "nowhere", command="sensitivity nowhere s.json"),
     evaluating(
         "sensitivity-output-in-no-folder", "nowhere", "make it first", command="sensitivity model nowhere/s.json"
@@ -97,14 +98,6 @@ FIT_CASES = [
         "--set: the pattern 'x*'",
         command="calibrate model s.safetensors --text text.txt --window 16 --max-tokens 64 --set x*=4",
     ),
-    evaluating("sensitivity-config-damaged", "config.json", "JSON", command=MEASURE, config=b"{"),
-    evaluating(
-        "sensitivity-model-unknown",
-        "transformers cannot run",
-        "no_such_model",
-        command=MEASURE,
-        config={"model_type": "no_such_model", "max_position_embeddings": 16, "vocab_size": 16},
-    ),
     evaluating(
         "sensitivity-vocabulary-unknown",
         "vocab_size",
@@ -112,34 +105,8 @@ FIT_CASES = [
         command=MEASURE + " --window 16",
         config={"model_type": "llama"},
     ),
-    evaluating("sensitivity-an-encoder", "BertModel", command=MEASURE, config=BERT),
-    evaluating(
-        "sensitivity-weight-missing",
-        "lacks 1 weight",
-        "lm_head.weight",
-        command=MEASURE,
-        weights=without_tensor("lm_head.weight"),
-    ),
-    evaluating(
-        "sensitivity-logits-nan", "logits are NaN", command=MEASURE, weights=stored(language_model(value=float("nan")))
-    ),
     evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
     evaluating(
         "sensitivity-text-short", "1 window of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
-    ),
-    evaluating(
-        "sensitivity-tokens-unknown-to-the-model",
-        "token 15",
-        "has only 8",
-        command=MEASURE + " --text text.txt",
-        config=language_model_config(8),
-        weights=stored(language_model(8)),
-    ),
-    evaluating(
-        "sensitivity-tokenizer-missing",
-        "model",
-        "--tokenizer",
-        command=MEASURE + " --text text.txt",
-        without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
 ]

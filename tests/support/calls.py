@@ -56,17 +56,19 @@ def export(
 
 
 def make_card(
-    folder: Path, repository: str | None = None, base_model: str | None = None, old: str | None = None, **keywords: Any
+    folder: Path,
+    repository: str | None = None,
+    base_model: str | None = None,
+    *,
+    revision: str | None = None,
+    **cards: str | None,
 ) -> card.Card:
-    pushed = keywords.pop("pushed", None)
-    asked = CardOptions(repository=repository, base_model=base_model, **keywords)
-    return card.make_card(folder, asked, old=old, pushed=pushed)
+    asked = CardOptions(repository=repository, base_model=base_model, revision=revision)
+    return card.make_card(folder, asked, **cards)
 
 
-def write_card(
-    folder: Path, repository: str | None = None, base_model: str | None = None, adopt: bool = False
-) -> card.Card:
-    return card.write_card(folder, CardOptions(repository=repository, base_model=base_model, adopt=adopt))
+def write_card(folder: Path, repository: str | None = None) -> card.Card:
+    return card.write_card(folder, CardOptions(repository=repository))
 
 
 def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywords: Any) -> EvaluationReport:

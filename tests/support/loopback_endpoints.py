@@ -76,15 +76,12 @@ class Call:
             raise Refused(401, "Invalid username or password.", "RepoNotFound")
         raise Refused(404, "Repository not found", "RepoNotFound")
 
-    def writable(self, anyone: bool = False) -> Repository:
-        """Return the repository that is named, if the user may write to it.
-
-        anyone: whether it may be another user's, as for a pull request
-        """
+    def writable(self) -> Repository:
+        """Return the repository that is named, if the user may write to it."""
         if self.user is None:
             raise Refused(401, "Invalid username or password.", "RepoNotFound")
         repository = self.repository()
-        if not anyone and repository.id.split("/")[0] != self.user:
+        if repository.id.split("/")[0] != self.user:
             raise Refused(403, "Forbidden: you must use a token with write access to this repository")
         return repository
 
@@ -222,7 +219,7 @@ def _create_branch(call: Call) -> Reply:
 
 
 def _preupload(call: Call) -> Reply:
-    stored = call.commit(call.writable(anyone=call.flag("create_pr"))).files
+    stored = call.commit(call.writable()).files
     return json_reply(
         {
             "files": [
@@ -239,7 +236,7 @@ def _preupload(call: Call) -> Reply:
 
 
 def _lfs_batch(call: Call) -> Reply:
-    call.writable(anyone=True)
+    call.writable()
     objects = []
     for wanted in call.json()["objects"]:
         answer = {"oid": wanted["oid"], "size": wanted["size"], "authenticated": True}
@@ -271,40 +268,26 @@ def _upload(call: Call) -> Reply:
 
 
 def _commit(call: Call) -> Reply:
-    hub, as_pull_request = call.hub, call.flag("create_pr")
-    repository = call.writable(anyone=as_pull_request)
+    hub, repository = call.hub, call.writable()
     lines = [json.loads(line) for line in call.body.read().splitlines() if line]
     header = lines[0]["value"]
     with hub.lock:
         branch = call.names["revision"]
-        parent = _parent(repository, branch, header.get("parentCommit"), as_pull_request)
+        parent = _parent(repository, branch, header.get("parentCommit"))
         changes = _changes(hub, repository.commits[parent].files, lines[1:])
-        pull_request: dict[str, Any] = {}
-        if as_pull_request:
-            repository.pull_requests += 1
-            number = repository.pull_requests
-            branch = f"refs/pr/{number}"
-            repository.branches[branch] = parent
-            url = f"{hub.url}/{repository.id}/discussions/{number}"
-            pull_request = {"pullRequestUrl": url, "pullRequestNum": number}
         sha = repository.advance(branch, changes, title=header["summary"])
     url = f"{hub.url}/{repository.id}/commit/{sha}"
-    return json_reply({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": "", **pull_request})
+    return json_reply({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
 
 
-def _parent(repository: Repository, branch: str, wanted: str | None, as_pull_request: bool) -> str:
-    """Return the commit that a commit builds on: the tip of its branch, or for a pull request the one that it names."""
+def _parent(repository: Repository, branch: str, wanted: str | None) -> str:
+    """Return the commit that a commit builds on: the tip of its branch."""
     if branch not in repository.branches:
         raise Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
     tip = repository.branches[branch]
-    if wanted is None or tip.startswith(wanted):
-        return tip
-    if not as_pull_request:
+    if wanted is not None and not tip.startswith(wanted):
         raise Refused(412, "A commit has happened since. Please refresh and try again.")
-    try:
-        return repository.sha(wanted)
-    except KeyError:
-        raise Refused(404, f"Invalid rev id: {wanted}", "RevisionNotFound") from None
+    return tip
 
 
 def _changes(hub: LoopbackHub, files: Mapping[str, Blob], lines: list[dict[str, Any]]) -> dict[str, Blob | None]:

@@ -104,7 +104,6 @@ class Repository:
         self.access = True
         self.branches: dict[str, str] = {}
         self.commits: dict[str, Commit] = {}
-        self.pull_requests = 0
 
     def sha(self, revision: str = "main") -> str:
         """Return the commit of a branch, of refs/pr/N, or of 7 or more digits of its hash.

@@ -147,27 +147,23 @@ class Upload(NamedTuple):
 
     name: its path in the repository
     content: the path of the local file, or the bytes
-    sha256: the SHA-256 of the content in hex; if None, the official client computes it for a large file
     """
 
     name: str
     content: str | bytes
-    sha256: str | None
 
 
-def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str, create_pr: bool) -> Any:
+def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str) -> Any:
     """Return the operation that adds a file to a commit. A large file is sent here, before the commit.
 
-    Raises HubError, also if the content of a large file does not have its hash.
+    Raises HubError.
     """
     official = hub.official
 
     def send() -> Any:
         addition = official.library.CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=file.content)
-        if file.sha256 is not None:
-            addition.upload_info.sha256 = bytes.fromhex(file.sha256)
         try:
-            hub.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch, create_pr=create_pr)
+            hub.api.preupload_lfs_files(repository.id, additions=[addition], revision=branch)
         except RuntimeError as error:  # the client raises it around the real error; xet raises nothing else
             if isinstance(error.__cause__, official.http.HTTPError | OSError):
                 raise error.__cause__ from None

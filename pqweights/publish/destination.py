@@ -11,15 +11,13 @@ from pqweights.checkpoint.model_card import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
 from pqweights.errors import HubError, MasterError
-from pqweights.publish.card import check_branch
-from pqweights.publish.options import PushOptions
+from pqweights.publish.card import MAIN, card_text, check_branch
 from pqweights.rewrite.manifest import parse_manifest, shards_of
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.ids import is_repository_id
 from pqweights.storage.hub.repository import Repository
 from pqweights.storage.hub.transfers import read_whole
 
-MAIN = "main"
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
@@ -29,17 +27,15 @@ _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 class Destination:
     """The repository and branch of a push.
 
-    name: the repository as the user named it
-    branch: the branch that the commit is added to, or that the pull request is opened against
+    branch: the branch that the commit is added to
     remote: what the branch holds; main if the branch will be created, empty if the repository will be
-    exists, has_branch: whether the repository and the branch exist
+    exists, has_branch: whether the repository and the branch exist; None if that was not checked
     """
 
-    name: str
     branch: str
     remote: Repository
-    exists: bool
-    has_branch: bool
+    exists: bool | None
+    has_branch: bool | None
 
     @property
     def card_branch(self) -> str:
@@ -48,7 +44,7 @@ class Destination:
 
 
 def checked_branch(repository: str, revision: str | None) -> str:
-    """Return the branch that --revision names. Raises HubError, OutputError for names that cannot be pushed to."""
+    """Return the branch that is pushed to. Raises HubError, OutputError for names that cannot be pushed to."""
     if not is_repository_id(repository):
         hint = "" if "/" in repository else "; include the user or organization"
         raise HubError(f"{repository}: expected ORG/NAME{hint}")
@@ -61,34 +57,28 @@ def checked_branch(repository: str, revision: str | None) -> str:
     return branch
 
 
-def find_destination(hub: Hub, repository: str, *, branch: str, options: PushOptions) -> Destination:
+def find_destination(hub: Hub, repository: str, branch: str, *, private: bool) -> Destination:
     """Look at the repository and the branch. Raises HubError if they cannot take this push."""
     exists = hub.exists(repository)
     has_branch = branch == MAIN or (exists and _has_branch(hub, repository, branch))
-    if options.create_pr and not has_branch:
-        raise HubError(
-            f"{repository}: has no branch {branch!a} to open a pull request against: create the branch, or leave out "
-            "`revision` or `create_pr`"
-        )
-    remote = Repository(id=repository, commit="", files={})
+    remote = empty_repository(repository)
     if exists:
         remote = hub.repository(repository, branch if has_branch else MAIN)
-        check_private(remote, options.private)
-    return Destination(name=repository, branch=branch, remote=remote, exists=exists, has_branch=has_branch)
+        check_private(remote, private)
+    return Destination(branch=branch, remote=remote, exists=exists, has_branch=has_branch)
 
 
-def unknown_destination(repository: str, branch: str) -> Destination:
-    """Return a repository of which nothing is known."""
-    empty = Repository(id=repository, commit="", files={})
-    return Destination(name=repository, branch=branch, remote=empty, exists=False, has_branch=False)
+def empty_repository(repository: str) -> Repository:
+    """Return a repository that does not exist yet, or of which nothing is known."""
+    return Repository(id=repository, commit="", files={})
 
 
 def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
     """Return whether there is such a branch. Raises HubError for a tag."""
-    found = hub.call(repository, lambda: hub.api.list_repo_refs(repository, include_pull_requests=True))
-    if any(branch in (ref.name, ref.ref) for ref in [*found.branches, *(found.pull_requests or [])]):
+    refs = hub.call(repository, lambda: hub.api.list_repo_refs(repository, include_pull_requests=True))
+    if any(branch in (ref.name, ref.ref) for ref in [*refs.branches, *(refs.pull_requests or [])]):
         return True
-    if any(branch in (ref.name, ref.ref) for ref in found.tags):
+    if any(branch in (ref.name, ref.ref) for ref in refs.tags):
         raise HubError(f"{repository}: `revision` {branch}: expected a branch, found a tag; name a branch to push to")
     return False
 
@@ -107,18 +97,18 @@ def files_of_earlier_push(hub: Hub, remote: Repository) -> Set[str]:
 
     There are none without a manifest that can be read. It is not trusted, because anybody may have written it.
     """
-    manifest = remote.files.get(MANIFEST_FILE)
-    if manifest is None or manifest.byte_count > MAX_MANIFEST_BYTES:
+    file = remote.files.get(MANIFEST_FILE)
+    if file is None or file.byte_count > MAX_MANIFEST_BYTES:
         return frozenset()
     try:
-        found = parse_manifest(read_whole(hub, remote, manifest))
-        shards = shards_of(found)
+        manifest = parse_manifest(read_whole(hub, remote, file))
+        shards = shards_of(manifest)
     except (MasterError, ValueError, TypeError, OverflowError, RecursionError):
         return frozenset()
     listed: dict[str, tuple[int, str | None]] = {
-        name: (record.bytes, record.sha256) for name, record in found.files.items()
+        **{name: (record.bytes, record.sha256) for name, record in manifest.files.items()},
+        **{shard.file: (shard.file_bytes, None) for shard in shards},
     }
-    listed |= {shard.file: (shard.file_bytes, None) for shard in shards}
     pushed = {MANIFEST_FILE, EVALUATION_FILE} & remote.files.keys()
     for name, (byte_count, sha256) in listed.items():
         there = remote.files.get(name)
@@ -130,15 +120,14 @@ def files_of_earlier_push(hub: Hub, remote: Repository) -> Set[str]:
     return {name for name in pushed if name != CARD_FILE and not any(part.startswith(".") for part in name.split("/"))}
 
 
-def check_weights(remote: Repository, pushed: Set[str], replaced: Set[str]) -> None:
+def check_weights(remote: Repository, ours: Set[str]) -> None:
     """Refuse a repository with weights that pqweights did not push, because a loader might take those.
 
-    pushed: the files of an earlier push
-    replaced: the files that this push replaces
+    ours: the files of an earlier push, and those that this push replaces
 
     Raises HubError.
     """
-    foreign = sorted({name for name in remote.files if is_weight_file(name)} - pushed - replaced)
+    foreign = sorted({name for name in remote.files if is_weight_file(name)} - ours)
     if foreign:
         raise HubError(
             f"{remote.id}: holds {foreign[0]!a}, which pqweights did not push ({counted(len(foreign), 'such file')}): "
@@ -151,15 +140,9 @@ def card_on_hub(hub: Hub, remote: Repository) -> str | None:
     file = remote.files.get(CARD_FILE)
     if file is None:
         return None
-    if file.byte_count > MAX_CARD_BYTES:
-        raise HubError(
-            f"{remote.id}: {CARD_FILE}: expected a card of at most {MAX_CARD_BYTES} bytes, found {file.byte_count} "
-            "bytes; delete it there, or choose another repository"
-        )
     try:
-        return read_whole(hub, remote, file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise HubError(
-            f"{remote.id}: {CARD_FILE}: expected UTF-8 text, found an invalid byte at offset {error.start}; correct it "
-            "there, or delete it"
-        ) from None
+        return card_text(
+            bytes(MAX_CARD_BYTES + 1) if file.byte_count > MAX_CARD_BYTES else read_whole(hub, remote, file)
+        )
+    except ValueError as error:
+        raise HubError(f"{remote.id}: {CARD_FILE}: {error}; correct it there, or delete it") from None

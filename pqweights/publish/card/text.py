@@ -1,0 +1,277 @@
+"""The prose of a card: what a result is, how to load it, its recipe, the method, files and hashes.
+
+A manifest promises no types for what it says of a recipe, so all of that is taken as text, and escaped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
+from pqweights.checkpoint.storage import Origin
+from pqweights.codecs import CODECS
+from pqweights.common.markdown import code, fenced, table, words
+from pqweights.common.units import counted, size_text
+from pqweights.exports import EXPORTS, target_name
+from pqweights.exports.loading import LoadableModel, by_pqweights, from_pretrained, shell
+from pqweights.exports.target import ExportTarget
+from pqweights.options import ExportOptions
+from pqweights.parameters import parameters
+from pqweights.planning.plan import INTEGER
+from pqweights.planning.recipe import load_recipe, recipe_names
+from pqweights.planning.target import SizeTarget
+from pqweights.rewrite.manifest import Manifest, shards_of
+from pqweights.rewrite.results.inspect import Inspection
+from pqweights.storage.hub.ids import is_repository_id
+
+HUB, PAPERS = "https://huggingface.co", "https://arxiv.org/abs"
+# How integers were rounded, by --qparams.
+ROUNDING = {
+    "best": ", with the parameters of least squared error for each group",
+    "minmax": ", by the rule of the runtime's own converter",
+}
+
+
+def as_text(value: Any) -> str:
+    """Return a value if it is a string, an empty string for None, and its JSON for anything else."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def as_number(value: Any) -> float | None:
+    """Return a value if it is a number of a sensible size, else None."""
+    return float(value) if isinstance(value, float | int) and value is not True and abs(value) < 1e300 else None
+
+
+def opening(inspection: Inspection, base_model: str | None) -> list[str]:
+    """Return paragraphs that say what the result is, what it was made from, and how large it is."""
+    manifest = inspection.manifest
+    what = "This is a *master*: weights that are quantized once and then exported to the formats that runtimes load."
+    if manifest.kind != "master":
+        options = {name: value for name, value in manifest.made_by.items() if name in parameters(ExportOptions)}
+        options = {name: value.get("kind") if isinstance(value, dict) else value for name, value in options.items()}
+        shown = [
+            f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
+        ]
+        target = code(target_name(manifest.made_by["target"]) or "")
+        what = f"This is an export for the target {target}{''.join(shown)}."
+    return [f"{what} {_origin(manifest, base_model)}", _sizes(inspection)]
+
+
+def _sizes(inspection: Inspection) -> str:
+    totals = inspection.totals
+    before, after = totals.source_bytes, totals.output_bytes
+    sizes = f"The weight files take {size_text(after)}"
+    if before and after:
+        source = "source" if inspection.manifest.kind == "master" else "master that it was made from"
+        more = (
+            f"{before / after:.2f} times smaller than" if before > after else f"{after / before:.2f} times the size of"
+        )
+        sizes += f" and are {more} those of the {source}, which take {size_text(before)}"
+    if totals.bits_per_weight is None:
+        return f"{sizes}."
+    return (
+        f"**{totals.bits_per_weight:.4f} bits per weight**, counting everything that is stored for them, over the "
+        f"{totals.coverage:.4%} of {totals.weights} weights that are quantized; {totals.bits_per_parameter:.4f} over "
+        f"all of them, counting the headers of the files. {sizes}."
+    )
+
+
+def _origin(manifest: Manifest, base_model: str | None) -> str:
+    identity = manifest.identity
+    model, revision = identity.model.get("id"), identity.model.get("revision")
+    if isinstance(model, str) and is_repository_id(model, namespace=False):
+        base = f"The base model is {_link(model)}" + ("." if revision is None else f" at commit {code(revision)}.")
+        if identity.origin is None or manifest.kind == "master":
+            return base
+        return f"{base} The master that it was made from is {_at(identity.origin)}."
+    source = "checkpoint" if manifest.kind == "master" else "master"
+    where = f"a local {source}" if identity.origin is None else f"the {source} {_at(identity.origin)}"
+    made = f"It was made from {where} (fingerprint {code(manifest.source_fingerprint)})."
+    if base_model is None:
+        return made
+    return f"{made} The author of this card names {_link(base_model)} as the base model; the manifest names none."
+
+
+def _at(origin: Origin) -> str:
+    shown = _link(origin.id) if is_repository_id(origin.id) else code(origin.id)
+    return f"{shown} at commit {code(origin.revision)}"
+
+
+def _link(repository: str) -> str:
+    return f"[{repository}]({HUB}/{repository})"
+
+
+def loading(target: ExportTarget[Any] | None, manifest: Manifest, model: LoadableModel) -> list[str]:
+    """Return the paragraphs and code blocks of the section on loading. target: None for a master"""
+    branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
+    return branch + (_load_master(model) if target is None else target.load_section(manifest.made_by, model))
+
+
+def _load_master(model: LoadableModel) -> list[str]:
+    parts = ["config.json names no model type, so only pqweights can read this folder."]
+    if model.opens:
+        parts = [
+            "With pqweights, which decodes the weights while it loads them:",
+            shell("pip install 'pqweights[transformers]'"),
+            by_pqweights(model, comment="packed=True keeps them packed in memory (inference only)"),
+        ]
+        if model.auto_class:
+            parts += [
+                "With transformers, once pqweights is imported:",
+                fenced("python", ["import pqweights  # registers the format", *from_pretrained(model)]),
+            ]
+        parts.append(
+            "Without `import pqweights`, transformers stops with an error that says what to do. Other programs cannot "
+            "read the format."
+        )
+    targets = ", ".join(f"`{name}`" for name in EXPORTS if name != "bf16")
+    return [
+        *parts,
+        f"To export it as an ordinary checkpoint, or with another `--target` ({targets}) for a runtime:",
+        shell("pip install pqweights", f"pqweights export {model.quoted} OUT --target bf16{model.revision_option}"),
+    ]
+
+
+def recipe(manifest: Manifest) -> list[str]:
+    """Return the recipe of the master, and the calibration; nothing if the manifest holds none."""
+    is_master, source = manifest.kind == "master", _about_master(manifest)
+    stated, fit, fold = source.get("recipe"), source.get("fit"), source.get("fold") or manifest.made_by.get("fold")
+    if not isinstance(stated, dict):
+        return []
+    width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(stated.get('bits')))} bits"
+    effort = f", effort {words(as_text(stated['effort']))}" if "effort" in stated else ""
+    rules = len(stated["rules"]) if isinstance(stated.get("rules"), list) else 0
+    listed = (
+        f"{code(MANIFEST_FILE)} lists its {counted(rules, 'rule')} for other weights." if rules else "It has no rules."
+    )
+    lines = [
+        f"{'' if is_master else 'The recipe of the master is '}{_recipe_line(stated, fitted='fit' in source)}",
+        f"Default: {code(as_text(stated.get('codec')))}, {width}{effort}. {listed}",
+    ]
+    if isinstance(fit, dict):
+        lines.append(_fit(fit, stated))
+    if isinstance(fold, dict):
+        lines.append(_fold(fold))
+    if not isinstance(fold, dict) or "calibration" not in fold or isinstance(source.get("awq"), dict):
+        lines.append(_calibration(source.get("awq"), manifest))
+    return lines
+
+
+def _about_master(manifest: Manifest) -> Mapping[str, Any]:
+    """Return what the manifest of a master says of it, or that of an export of its master."""
+    return manifest.made_by if manifest.kind == "master" else manifest.identity.master
+
+
+def _recipe_line(stated: Mapping[str, Any], *, fitted: bool) -> str:
+    """Return the name of a recipe with its description, if that is true: options may have changed the recipe."""
+    name = stated.get("name")
+    own = load_recipe(name).to_json() if name in recipe_names() else {}
+    changed = fitted or any(own.get(key) != stated.get(key) for key in ("bits", "codec", "rules"))
+    if changed and own.get("description") == stated.get("description"):
+        return f"{code(as_text(name))}, changed by options."
+    return f"{code(as_text(name))}: {words(as_text(stated.get('description')))}".rstrip(": ")
+
+
+def _fit(fit: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
+    """Return how widths were chosen for a target."""
+    output_bytes, per_weight = as_number(stated.get("target_size")), as_number(stated.get("target_bpw"))
+    target = "the target of the recipe"
+    if output_bytes is not None:
+        target = f"the target of {output_bytes:.0f} bytes"
+    elif per_weight is not None:
+        target = f"the target of {SizeTarget(bits_per_weight=per_weight, bpw_of=as_text(stated.get('bpw_of')))}"
+    measured = fit.get("sensitivity")
+    by = ""
+    if isinstance(measured, dict) and "sha256" in measured:
+        by = f" by sensitivities that were measured (file with sha256 {code(as_text(measured['sha256']))})"
+    return f"Widths that no rule sets were chosen{by} to meet {target} with the smallest rise of the loss."
+
+
+def _fold(fold: Mapping[str, Any]) -> str:
+    """Return what was done to neighbouring layers before anything was quantized."""
+    kind = as_text(fold.get("kind"))
+    how = "the residual stream was rotated" if kind == "rotate" else "factors were moved between neighbouring layers"
+    data = ""
+    if "calibration" in fold:
+        file = code(as_text(fold["calibration"]))
+        data = f", by the sizes of channels on a calibration text (file with sha256 {file})"
+    return (
+        f"Before quantization, {how}{data} ({code(f'--fold {words(kind)}')}). The model computes the same, but "
+        "adapters that were trained for the original do not fit it."
+    )
+
+
+def _calibration(awq: Any, manifest: Manifest) -> str:
+    is_master = manifest.kind == "master"
+    if not isinstance(awq, dict):
+        return "No calibration data was used." if is_master else "The master was made without calibration data."
+    file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
+    if "original_fingerprint" in manifest.made_by:
+        return f"The master has activation-aware scales ({file}), which this export does not use."
+    count = sum(tensor.is_scaled for tensor in manifest.tensors) if is_master else awq.get("weights")
+    subject = "The input channels" if is_master else "In the master, the input channels"
+    return (
+        f"{subject} of {words(as_text(count))} weights were scaled before quantization, by activation-aware scales "
+        f"that were searched on a calibration text ({file})."
+    )
+
+
+def method(manifest: Manifest) -> list[str]:
+    """Return how the weights were quantized, and the papers that the method comes from."""
+    about, codecs = _about_master(manifest), _codecs(manifest)
+    known = [CODECS[name] for name in codecs if name in CODECS]
+    prefix = "" if manifest.kind == "master" else "The master was made as follows. "
+    described = [f"{prefix}{codec.description}" for codec in known if codec.description]
+    papers = [paper for codec in known for paper in codec.papers]
+    if isinstance(about.get("fit"), dict):
+        papers.append(f"Malinovskii et al., *HIGGS*, {_paper('2411.17525')}: bit widths for a size.")
+    if isinstance(about.get("awq"), dict) and "original_fingerprint" not in manifest.made_by:
+        papers.append(f"Lin et al., *AWQ*, {_paper('2306.00978')}: the scales of input channels.")
+    if any(tensor.action == INTEGER for tensor in manifest.tensors):
+        rounding = ROUNDING.get(as_text(manifest.made_by.get("qparams")), "")
+        compensated = ""
+        if manifest.made_by.get("rounding") == "gptq":
+            file = code(as_text(manifest.made_by.get("calibration")))
+            compensated = f", such that errors cancel in the outputs on a calibration text (moments with sha256 {file})"
+            papers.append(f"Frantar et al., *GPTQ*, {_paper('2210.17323')}: error-compensated rounding.")
+        described.append(f"In this export, the weights are rounded in groups{rounding}{compensated}.")
+    listed = "\n".join(f"- {paper}" for paper in dict.fromkeys(papers))
+    return [part for part in (" ".join(described), listed) if part]
+
+
+def _codecs(manifest: Manifest) -> list[str]:
+    """Return the names of the codecs of a master; of an export's master only the default is known."""
+    if manifest.kind == "master":
+        return sorted({tensor.codec for tensor in manifest.tensors if tensor.codec})
+    stated = manifest.identity.master.get("recipe")
+    return [as_text(stated.get("codec"))] if isinstance(stated, dict) else []
+
+
+def _paper(number: str) -> str:
+    return f"[arXiv:{number}]({PAPERS}/{number})"
+
+
+def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[str]:
+    """Return the section that lists the files with their sizes, the hash of the manifest, and fingerprints."""
+    source = "source" if manifest.kind == "master" else "master that it was made from"
+    facts = [f"sha256 of {code(MANIFEST_FILE)}: {code(manifest_sha256)}"]
+    origin = manifest.identity.origin
+    if origin is not None:
+        facts.append(f"{source}: {code(origin.id)} at commit {code(origin.revision)}")
+    facts.append(f"fingerprint of the {source}: {code(manifest.source_fingerprint)}")
+    if "original_fingerprint" in manifest.made_by:
+        facts.append(f"fingerprint of the original: {code(as_text(manifest.made_by['original_fingerprint']))}")
+    about = (
+        f"{code(MANIFEST_FILE)} lists a hash of every stored tensor and of every other file; `pqweights verify` "
+        "checks the folder against it."
+    )
+    if has_records:
+        about += (
+            f" {code(EVALUATION_FILE)} holds the figures of evaluations and names the manifest that they belong to."
+        )
+    rows = [[code(shard.file), str(shard.file_bytes)] for shard in shards_of(manifest)]
+    return [about, "\n".join(f"- {fact}" for fact in facts), table(["file", "bytes"], rows, [1])]
