@@ -66,7 +66,7 @@ OPTIONAL = {
         "pqweights.codecs.polar",
         "pqweights.codecs.polar_transform",
         "pqweights.codecs.protocol",
-        "pqweights.codecs.hadamard_lloyd_max",
+        "pqweights.codecs.lloyd_max",
         "pqweights.exports.renamed_layers",
         "pqweights.quality.measure.activations",
         "pqweights.quality.measure.inputs",
@@ -77,7 +77,7 @@ OPTIONAL = {
         "pqweights.kernels.transform_codes",
         "pqweights.kernels.reference",
         "pqweights.kernels.gpu_products",
-        "pqweights.checkpoint.pickled",
+        "pqweights.checkpoint.weight_files",
         "pqweights.integrations.conversion",
         "pqweights.integrations.packed",
         "pqweights.integrations.packed_products",
@@ -99,7 +99,7 @@ OPTIONAL = {
     "triton": {"pqweights.kernels.gpu_products"},
     "yaml": {
         "pqweights.planning.recipe",
-        "pqweights.checkpoint.model_card",
+        "pqweights.checkpoint.config",
         "pqweights.publish.card.front_matter",
         "pqweights.publish.card.old_card",
     },
@@ -258,9 +258,9 @@ def test_optional_packages_are_imported_only_in_the_listed_modules(package: str)
 @pytest.mark.parametrize(
     ("name", "package"),
     [
-        ("pqweights.checkpoint.pickled", "torch"),
+        ("pqweights.checkpoint.weight_files", "torch"),
         ("pqweights.codecs.protocol", "torch"),
-        ("pqweights.codecs.hadamard_lloyd_max", "torch"),
+        ("pqweights.codecs.lloyd_max", "torch"),
     ],
 )
 def test_heavy_imports_are_deferred_to_first_use(name: str, package: str) -> None:

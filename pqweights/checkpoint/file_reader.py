@@ -1,7 +1,7 @@
 """Positioned reads of files on this machine, which must still be what they were when they were listed.
 
-A file is compared with its FileState whenever it is opened, and when all is read. Before a large read the system is told
-what will be read next, because threads read a tensor chunk by chunk, each with its own offset.
+A file is compared with its FileState whenever it is opened, and when all is read. Threads read a tensor chunk by chunk,
+so the system, which would not see an order, is told at large reads what comes next.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pqweights.checkpoint.checked_reads import REMEDY, CheckedReads
+from pqweights.checkpoint.digests import REMEDY, CheckedReads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor

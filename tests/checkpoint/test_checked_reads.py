@@ -16,8 +16,14 @@ from helpers import safetensors_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.checkpoint.checked_reads import MOST_OPEN_PIECES, CheckedReads
-from pqweights.checkpoint.digests import HASH_OF_PIECES, PIECE_BYTES, SHA256, PieceHasher
+from pqweights.checkpoint.digests import (
+    HASH_OF_PIECES,
+    MOST_OPEN_PIECES,
+    PIECE_BYTES,
+    SHA256,
+    CheckedReads,
+    PieceHasher,
+)
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.errors import MasterError
 

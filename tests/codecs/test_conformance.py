@@ -262,10 +262,10 @@ def test_blocks_are_encoded_and_decoded_independently(coder: Coder, dtype: str) 
         assert np.array_equal(part, np.concatenate([parts[place] for parts, _ in pieces]))
     assert np.array_equal(measures.energies, np.concatenate([m.energies for _, m in pieces]))
     assert np.array_equal(measures.errors, np.concatenate([m.errors for _, m in pieces]))
-    merged = pieces[0][1].observed
+    merged = pieces[0][1].norms
     for _, other in pieces[1:]:
-        merged = merged.merged(other.observed)
-    assert merged == measures.observed
+        merged = merged.merged(other.norms)
+    assert merged == measures.norms
     everything = decoded(coder, whole, state=state, dtype=dtype)
     for first, last in cuts:
         some = decoded(coder, [part[first:last] for part in whole], state=state, dtype=dtype)

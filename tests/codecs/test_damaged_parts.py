@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_lloyd_max import ScalarCoder
+from pqweights.codecs.lloyd_max import ScalarCoder
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Coder, DamagedBlock, State
 from pqweights.codecs.scalar import LARGEST_EXPONENT, ScalarState
 from pqweights.codecs.weight import encode_weight

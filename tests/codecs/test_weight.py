@@ -10,8 +10,8 @@ from scalar import encode_scalar
 
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
-from pqweights.codecs.protocol import Measures, PassResult, exceeds_promise
-from pqweights.codecs.scalar import NormRange, ScalarState, norm_exponent_for
+from pqweights.codecs.protocol import Measures, NormRange, PassResult, exceeds_promise
+from pqweights.codecs.scalar import ScalarState, norm_exponent_for
 from pqweights.codecs.weight import PassTotals, encode_weight
 from pqweights.kernels import SIGNS
 
@@ -29,7 +29,7 @@ LARGER = (1.0, 2.0**18)  # exponent 4
 
 def result(rotation, exponent, *, norms, relative_mse):
     return PassResult(
-        state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, observed=NormRange(*norms)
+        state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, norms=NormRange(*norms)
     )
 
 
@@ -170,8 +170,8 @@ def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
 
 
 def blocks_of_errors(energies, errors, norms):
-    observed = NormRange(min(norms, default=math.inf), max(norms, default=0.0))
-    return Measures(energies=energies, errors=errors, first_bad_block=-1, observed=observed)
+    seen = NormRange(min(norms, default=math.inf), max(norms, default=0.0))
+    return Measures(energies=energies, errors=errors, first_bad_block=-1, norms=seen)
 
 
 def test_totals_do_not_depend_on_the_size_of_chunks():
@@ -187,9 +187,9 @@ def test_totals_do_not_depend_on_the_size_of_chunks():
         totals = PassTotals(ScalarState(S, 4))
         for a, b in itertools.pairwise(cuts):
             totals.add(blocks_of_errors(energies[a:b], errors[a:b], norms[a:b].tolist()))
-        observed = NormRange(norms.min(), norms.max())
+        seen = NormRange(norms.min(), norms.max())
         assert totals.result() == PassResult(
-            state=ScalarState(S, 4), energy=expected_energy, error=expected_error, observed=observed
+            state=ScalarState(S, 4), energy=expected_energy, error=expected_error, norms=seen
         )
 
 

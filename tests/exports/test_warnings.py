@@ -15,7 +15,7 @@ from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from integer_exports import LAYER, ROUNDED, integer_names, quantization
 
 from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.common.units import size_text
 from pqweights.rewrite.manifest import read_manifest
 

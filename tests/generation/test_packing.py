@@ -12,7 +12,7 @@ from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.errors import GenerationError
 from pqweights.inference.generation import packing
 from pqweights.inference.generation.packing import Needs, check_fits, choose_packed, read_needs

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
-from pqweights.codecs.protocol import PassResult
-from pqweights.codecs.scalar import SIGNED_HADAMARD, NormRange, ScalarState, norm_exponent_for
+from pqweights.codecs.lloyd_max import HadamardLloydMax, ScalarCoder
+from pqweights.codecs.protocol import NormRange, PassResult
+from pqweights.codecs.scalar import SIGNED_HADAMARD, ScalarState, norm_exponent_for
 from pqweights.codecs.weight import EncodedWeight, encode_weight
 from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
@@ -51,8 +51,8 @@ class ScalarPass(NamedTuple):
 
     @staticmethod
     def of(measured: PassResult) -> ScalarPass:
-        state, norms = measured.state, measured.observed
-        assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
+        state, norms = measured.state, measured.norms
+        assert isinstance(state, ScalarState)
         sums = (measured.energy, measured.error, measured.relative_mse)
         return ScalarPass(state.rotation, state.norm_exponent, norms.smallest, norms.largest, *sums)
 

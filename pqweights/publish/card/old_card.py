@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from pqweights.checkpoint.model_card import FENCE, front_matter
+from pqweights.checkpoint.config import FENCE, front_matter
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.errors import OutputError
 from pqweights.storage.hub.ids import is_repository_id
