@@ -11,6 +11,7 @@ from blocks import examples
 from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
+from trellis_writer import KINDS, hostile
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
@@ -83,41 +84,6 @@ def test_small_weights_keep_the_promise(blocks: int, rate: float) -> None:
 
 
 # --- hostile weights ---
-
-
-def hostile(kind: str, blocks: int, seed: int) -> Floats:
-    """Finite weights [blocks, 128] of a kind."""
-    rng = np.random.default_rng(seed)
-    normal = rng.standard_normal((blocks, 128))
-    odd = np.arange(blocks)[:, None] % 2
-    largest = float(np.finfo(np.float32).max)
-    values = {
-        "normal": normal,
-        "huge": np.clip(normal * 1e38, -largest, largest),
-        "largest": np.full((blocks, 128), largest),
-        "signs of the largest": np.where(normal > 0, largest, -largest),
-        "subnormal": normal * 1e-41,
-        "smallest": np.full((blocks, 128), 1e-45),
-        "constant": np.full((blocks, 128), -0.37),
-        "constant rows": np.repeat(normal[:, :1], 128, axis=1),
-        "sparse": normal * (rng.random(normal.shape) < 0.002),
-        "one weight": np.where(np.arange(blocks * 128).reshape(blocks, 128) == seed % (blocks * 128), 1.0, 0.0),
-        "one block": normal * (np.arange(blocks)[:, None] == seed % blocks),
-        "huge and tiny blocks": normal * np.where(odd, 1e35, 1e-35),
-        "steps of scale": normal * np.exp2(np.arange(blocks)[:, None] % 60),
-        "lognormal": normal * np.exp(2 * rng.standard_normal((blocks, 1))),
-        "heavy tails": np.clip(rng.standard_t(1.1, normal.shape), -1e30, 1e30),
-        "integers": np.rint(normal * 3),
-        "zero": np.zeros_like(normal),
-    }[kind]
-    return values.astype(np.float32)
-
-
-KINDS = (
-    *("normal", "huge", "largest", "signs of the largest", "subnormal", "smallest", "constant", "constant rows"),
-    *("sparse", "one weight", "one block", "huge and tiny blocks", "steps of scale", "lognormal", "heavy tails"),
-    *("integers", "zero"),
-)
 
 
 @pytest.mark.parametrize("kind", KINDS)
