@@ -6,7 +6,6 @@ Superblocks of the trellis depend on the size of a weight and hold any rate; pol
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from calls import make_card, plan_quantize, quantize
 from commands import answer, done, invoke, refused
 from helpers import (
-    Array,
     as_float32,
     bf16,
     folder_bytes,
@@ -44,7 +42,6 @@ from pqweights.integrations.packed import PackedTensor, pack
 from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.recipe import parse_recipe
-from pqweights.quality.measure.scale_search import Inputs, Matrix, search
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
 
@@ -322,16 +319,6 @@ def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(share: float, 
         assert again.gap >= 0
 
 
-def test_fit_with_finer_rates_is_the_plan_of_the_master(folder: Path, tmp_path: Path) -> None:
-    options = ("--codec", TRELLIS, "--target-bpw", "4.3")
-    planned = answer("plan", folder / "model", *options)
-    made = answer("quantize", folder / "model", tmp_path / "out", *options)
-    assert made["totals"]["output_bytes"] == planned["totals"]["output_bytes"]
-    assert 4.2957 <= planned["fit"]["bits_per_weight"] <= 4.3
-    assert [t["bits"] for t in made["tensors"]] == [t["bits"] for t in planned["tensors"]]
-    assert answer("quantize", folder / "model", tmp_path / "out", *options)["already_done"]
-
-
 WHOLE = "expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found"
 ANY = "any number of bits from 1.5 to 8"
 REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -452,27 +439,3 @@ def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_pat
     done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--awq", scales)
     assert verify(tmp_path / "out", threads=2).ok
     assert {tensor.codec for tensor in read_manifest(tmp_path / "out").tensors if tensor.is_scaled} - {SCALAR, None}
-
-
-def test_search_by_the_model_finds_about_what_encoding_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(5)
-    channels = np.exp(0.5 * rng.standard_normal(512)).astype(np.float32)
-    source = write_checkpoint(tmp_path / "model", {"up": bf16(gaussian(256, 512, seed=3))})
-    (tensor,) = open_local(source).tensors
-    rows: Array = gaussian(2048, 512, seed=4) * channels
-    inputs = Inputs(
-        tokens=1536,
-        rms=np.sqrt(np.square(rows[:1536]).mean(axis=0)),
-        rows=rows[:1536],
-        held_back=rows[1536:],
-        windows=np.repeat(np.arange(8), 64),
-    )
-    weight = Matrix(tensor=tensor, number=0, rows=256, columns=512, block_size=CODECS[TRELLIS].block_size)
-    coder = CODECS[TRELLIS].coder(4.5)
-    modelled, scales = search(coder, weight, inputs)
-    assert modelled.scaled and scales is not None and modelled.gain is not None
-    monkeypatch.setattr(TrellisCoder, "modelled_errors", lambda self, blocks: None)
-    measured, _ = search(coder, weight, inputs)
-    assert modelled.gain == pytest.approx(measured.gain, abs=0.03)
-    assert modelled.held_back_gain == pytest.approx(measured.held_back_gain, abs=0.03)
-    assert math.isfinite(modelled.gain)
