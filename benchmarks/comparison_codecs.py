@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pqweights.codecs import CODECS, lloyd_max
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
+from pqweights.codecs.lloyd_max import HadamardLloydMax, ScalarCoder
 from pqweights.codecs.polar import PIECE_BLOCKS, hadamard, prescale, tree_sum
 from pqweights.codecs.protocol import Bytes, Codec, Doubles, Floats, State
 from pqweights.codecs.scalar import ScalarState
@@ -134,6 +134,7 @@ class UnrotatedCodec(ComparisonCodec):
     """One that does not rotate blocks; then there is no rescue, either."""
 
     rotations = (UNROTATED,)
+    state_defaults: Mapping[str, Any] = {"rotation": UNROTATED, "norm_exponent": 0}
 
     def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
         """See Codec."""

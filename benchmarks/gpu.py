@@ -18,7 +18,7 @@ import torch
 from harness import Cell, Document, argument_parser, machine, now, publish, table, version
 
 from pqweights.codecs import get_codec
-from pqweights.codecs.hadamard_lloyd_max import ScalarCoder
+from pqweights.codecs.lloyd_max import ScalarCoder
 from pqweights.codecs.scalar import HADAMARD, ScalarState
 from pqweights.integrations import packed_products
 from pqweights.integrations.packed_rows import Factor, PackedRows, decode_rows

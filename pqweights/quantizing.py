@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype
+from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype, model_facts
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
-from pqweights.checkpoint.model_card import model_facts
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate

@@ -63,15 +63,16 @@ LEAVES = ("pqweights.autoload", "pqweights.errors")
 # The modules that may import an optional package, below `pqweights`.
 OPTIONAL = {
     "torch": """
-        checkpoint.pickled codecs.hadamard_lloyd_max codecs.hadamard_trellis codecs.polar codecs.polar_transform
+        checkpoint.weight_files codecs.lloyd_max codecs.hadamard_trellis codecs.polar codecs.polar_transform
         codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes inference.kv.klt
         inference.kv.layer inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated
         inference.kv.states integrations.conversion integrations.packed integrations.packed_modules
         integrations.packed_products integrations.packed_products_gpu integrations.packed_rows kernels.attention
         kernels.gpu_products kernels.reference kernels.transform_codes quality.measure.activations
+        quality.measure.collecting
     """,
     "triton": "kernels.gpu_products",
-    "yaml": "planning.recipe checkpoint.model_card publish.card.old_card",
+    "yaml": "planning.recipe checkpoint.config publish.card.old_card",
     "fsspec": "storage.remote.opening storage.remote.s3",
     "huggingface_hub": "",  # by name, in pqweights.storage.hub.official
     "matplotlib": "",

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from pqweights.checkpoint.names import (
     CARD_FILE,
@@ -57,11 +57,6 @@ def top_level_files(folder: Path) -> list[str]:
     """Return the names of the files in a folder, but not of those in folders inside of it, nor of links out of it."""
     paths = (path for path in folder.iterdir() if path.is_file())
     return sorted(path.name for path in paths if not (path.is_symlink() and leads_outside(folder, path)))
-
-
-def links_outside(root: Path, names: Iterable[str]) -> list[str]:
-    """Return which of these files in a folder are links that lead out of it."""
-    return [name for name in names if leads_outside(root, root / name)]
 
 
 def _blobs(folder: Path) -> str | None:
@@ -125,13 +120,8 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Companions:
-    """The files of a checkpoint beside its weights.
-
-    copied: those that are copied along with the weights
-    left_out: those that are not, each with the reason
-    """
+class Companions(NamedTuple):
+    """The files of a checkpoint beside its weights: those that are copied along, and why the others are not."""
 
     copied: tuple[str, ...]
     left_out: dict[str, str]
@@ -168,8 +158,10 @@ def companions(
     for name in sorted({*files, *outside_links}):
         if name in weight_files or name in (CONFIG_FILE, INDEX_FILE):
             continue
-        reason = _reason(name)
-        matching = {pattern for pattern in include if _matches(name, pattern)} if _may_be_included(name) else set()
+        reason, matching = _reason(name), set[str]()
+        if name not in REASONS and ("/" in name or not is_weight_file(name)):  # not files that a result writes itself
+            paths = (name, name.rpartition("/")[2])
+            matching = {pattern for pattern in include if any(fnmatchcase(path, pattern) for path in paths)}
         unused -= matching
         if name in outside_links:
             if reason is None or matching:
@@ -208,15 +200,6 @@ def _reason(name: str) -> str | None:
     if any(_any_match(folder, OTHER_FOLDERS) for folder in folders) or _any_match(base, NOT_COPIED):
         return NOT_NEEDED
     return None if _any_match(base, COPIED) else NOT_NEEDED
-
-
-def _may_be_included(name: str) -> bool:
-    """Whether a file may be copied if the user asks for it: not in place of a file that a result writes itself."""
-    return name not in REASONS and ("/" in name or not is_weight_file(name))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition("/")[2], pattern)
 
 
 def _any_match(text: str, patterns: Iterable[str]) -> bool:

@@ -5,6 +5,7 @@ Formats: OCP 8-bit floating point specification 1.0, OCP microscaling formats sp
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -18,51 +19,37 @@ from pqweights.kernels.workers import kept, scratch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8Tensor:
-    """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+class SmallFloatTensor:
+    """What the tensors below have in common; see LogicalTensor. Models with such weights compute in BF16.
 
     storage: where the stored tensors lie
-    stored: the values
-    scales: the scales; None for a scale of 1
-    scale_block: how many elements of each dimension share a scale
+    parts: the values, then their scales
     """
 
     storage: Storage
-    stored: StoredTensor
-    scales: StoredTensor | None
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[StoredTensor, ...]
+    plain_dtype: str = "BF16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Tensor(SmallFloatTensor):
+    """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+
+    parts: without scales, they are 1
+    scale_block: how many elements of each dimension share a scale
+    """
+
     scale_block: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """The name of the stored tensor."""
-        return self.stored.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the stored tensor."""
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the stored tensor."""
-        return self.stored.dtype
-
-    @property
-    def plain_dtype(self) -> str:
-        """BF16, the dtype in which models with FP8 weights compute."""
-        return "BF16"
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """The values, then the scales if there are any."""
-        return (self.stored,) if self.scales is None else (self.stored, self.scales)
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read the float32 products of value and scale, rounded once."""
-        raw = scratch("raw", count)
-        self.storage.read_into(self.stored.file, self.stored.offset + start, raw)
+        raw, stored = scratch("raw", count), self.parts[0]
+        self.storage.read_into(stored.file, stored.offset + start, raw)
         values = float8_table(self.dtype)[raw]
-        if self.scales is not None:
+        if len(self.parts) > 1:
             self._multiply(values, start)
         converted = from_float32(values, dtype)
         out[: len(converted)] = converted
@@ -98,57 +85,26 @@ class Float8Tensor:
         return np.repeat(self._read_scales(index * scale_columns, scale_columns), block)[:columns]
 
     def _read_scales(self, start: int, count: int) -> npt.NDArray[np.float32]:
-        assert self.scales is not None
-        size = item_bytes(self.scales.dtype)
+        scales = self.parts[1]
+        size = item_bytes(scales.dtype)
         raw = np.empty(count * size, dtype=np.uint8)
-        self.storage.read_into(self.scales.file, self.scales.offset + start * size, raw)
-        if self.scales.dtype == "F8_E8M0":
-            return float8_table("F8_E8M0")[raw]
-        return to_float32(raw, self.scales.dtype)
+        self.storage.read_into(scales.file, scales.offset + start * size, raw)
+        return float8_table("F8_E8M0")[raw] if scales.dtype == "F8_E8M0" else to_float32(raw, scales.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4Tensor:
+class Mxfp4Tensor(SmallFloatTensor):
     """The experts of gpt-oss in MXFP4.
 
-    storage: where the stored tensors lie
-    blocks: [E, N, G, 16] u8, two E2M1 codes a byte, the low nibble first
-    scales: [E, N, G] u8, exponents with a bias of 127
-    name: that of the tensor in the model
-
-    In the model the tensor is [E, 32 * G, N]: the contraction runs over the stored last dimensions.
+    shape: [E, 32 * G, N], as in the model: the contraction runs over the stored last dimensions
+    parts: the blocks, [E, N, G, 16] u8, two E2M1 codes a byte, the low nibble first; the scales, [E, N, G] u8,
+        exponents with a bias of 127
     """
-
-    storage: Storage
-    blocks: StoredTensor
-    scales: StoredTensor
-    name: str
 
     # Elements decoded at once: a band of columns of one expert's stored matrix.
     BAND_ELEMENTS = 1 << 20
     # Each thread keeps an expert of at most this many stored bytes, so that it is not read again for every band.
     KEPT_BYTES = 1 << 25
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the model: [E, 32 * G, N]."""
-        experts, rows, groups, _ = self.blocks.shape
-        return (experts, groups * 32, rows)
-
-    @property
-    def dtype(self) -> str:
-        """The name of the format; safetensors has none for it."""
-        return "MXFP4"
-
-    @property
-    def plain_dtype(self) -> str:
-        """BF16, which holds every value exactly, except with exponents at the ends of its range."""
-        return "BF16"
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """The blocks, then the scales."""
-        return (self.blocks, self.scales)
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Gather elements across the stored rows, and decode them a band of groups at a time."""
@@ -167,14 +123,15 @@ class Mxfp4Tensor:
 
     def _decode_band(self, expert: int, group: int, groups: int) -> npt.NDArray[np.float32]:
         """Decode groups [group, group + groups) of one expert: [32 * groups, N] f32."""
-        _, rows, all_groups, _ = self.blocks.shape
+        blocks, _ = self.parts
+        _, rows, all_groups, _ = blocks.shape
         in_blocks, in_scales = slice(group * 16, (group + groups) * 16), slice(group, group + groups)
-        if rows * all_groups * 17 <= self.KEPT_BYTES:
-            codes, exponents = self._whole_expert(expert)
+        if rows * all_groups * 17 <= self.KEPT_BYTES:  # each thread keeps the last, which many chunks in a row need
+            read = functools.partial(self._read_expert, expert, slice(None), slice(None))
+            codes, exponents = kept("expert", (blocks, expert), read)
             codes, exponents = codes[:, in_blocks], exponents[:, in_scales]
         else:
-            codes = self._read_columns(self.blocks, expert, in_blocks)
-            exponents = self._read_columns(self.scales, expert, in_scales)
+            codes, exponents = self._read_expert(expert, in_blocks, in_scales)
         values = np.empty((rows, groups, 16, 2), dtype=np.float32)
         by_group = codes.reshape(rows, groups, 16)
         values[..., 0] = FLOAT4_VALUES[by_group & 15]
@@ -182,17 +139,12 @@ class Mxfp4Tensor:
         values *= float8_table("F8_E8M0")[exponents][:, :, None, None]
         return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
 
-    def _whole_expert(self, expert: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Read the codes and exponents of one expert; each thread keeps the last, which many chunks in a row need."""
-
-        def read() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-            everything = slice(None)
-            return (
-                self._read_columns(self.blocks, expert, everything),
-                self._read_columns(self.scales, expert, everything),
-            )
-
-        return kept("expert", (self.blocks, expert), read)
+    def _read_expert(
+        self, expert: int, in_blocks: slice, in_scales: slice
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Read columns of the codes and the exponents of one expert."""
+        blocks, scales = self.parts
+        return self._read_columns(blocks, expert, in_blocks), self._read_columns(scales, expert, in_scales)
 
     def _read_columns(self, stored: StoredTensor, expert: int, columns: slice) -> npt.NDArray[np.uint8]:
         """Read columns of one expert's byte matrix, in runs of whole rows: [rows, columns]."""

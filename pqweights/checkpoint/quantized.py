@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor
+from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor, SmallFloatTensor
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
@@ -37,19 +37,8 @@ FOREIGN_MARKS = {
 # What the scales of activations, and of keys and values in a cache, are called in a module: by transformers,
 # compressed-tensors, ModelOpt, FBGEMM and vLLM. In some files the name of a weight and an underscore are before it.
 ACTIVATION_SCALES = (
-    "activation_scale",
-    "input_scale",
-    "input_scale_ub",
-    "input_zero_point",
-    "output_scale",
-    "prob_output_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
-    "q_zero_point",
-    "k_zero_point",
-    "v_zero_point",
+    *("activation_scale", "input_scale", "input_scale_ub", "input_zero_point", "output_scale", "prob_output_scale"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
 
@@ -82,11 +71,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
 def _activation_scales(
     stored: dict[str, StoredTensor], settings: dict[str, Any], *, decoded: Sequence[LogicalTensor]
 ) -> Iterator[str]:
-    """Yield the names of the scales of activations in a quantized source.
-
-    They stand for a rounding of what a layer reads, which transformers would only do with the quantized weights; there
-    is no module that would take them beside decoded ones.
-    """
+    """Yield the names of the scales of activations in a quantized source, which no model has a place for."""
     if not settings and not any(len(tensor.parts) > 1 for tensor in decoded):
         return
     of_weights = {f"{tensor.name}_{suffix}" for tensor in decoded for suffix in ACTIVATION_SCALES}
@@ -95,15 +80,20 @@ def _activation_scales(
             yield name
 
 
-def _decoded(
-    storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]
-) -> Iterator[Float8Tensor | Mxfp4Tensor]:
+def _decoded(storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]) -> Iterator[SmallFloatTensor]:
     """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)
     for name, tensor in stored.items():
         weight = name.removesuffix("_blocks")
         if weight != name and _is_mxfp4(tensor, stored.get(f"{weight}_scales"), settings):
-            yield Mxfp4Tensor(storage=storage, blocks=tensor, scales=stored[f"{weight}_scales"], name=weight)
+            experts, rows, groups, _ = tensor.shape
+            yield Mxfp4Tensor(
+                storage=storage,
+                name=weight,
+                shape=(experts, 32 * groups, rows),
+                dtype="MXFP4",
+                parts=(tensor, stored[f"{weight}_scales"]),
+            )
         elif tensor.dtype in FLOAT8_DTYPES:
             scales = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
             if scales is None and settings:
@@ -111,8 +101,14 @@ def _decoded(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected "
                     f"{name + '_scale_inv'!r} or {name + '_scale'!r} in some shard, found neither"
                 )
-            block = _scale_block(tensor, scales, default_block) if scales else ()
-            yield Float8Tensor(storage=storage, stored=tensor, scales=scales, scale_block=block)
+            yield Float8Tensor(
+                storage=storage,
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                parts=(tensor, scales) if scales else (tensor,),
+                scale_block=_scale_block(tensor, scales, default_block) if scales else (),
+            )
 
 
 def _check_names(names: list[str]) -> None:

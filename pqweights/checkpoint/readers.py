@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint import scales
-from pqweights.checkpoint.checked_reads import Reads
+from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State

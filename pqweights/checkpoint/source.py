@@ -17,25 +17,27 @@ from typing import Any
 
 import numpy as np
 
-from pqweights.checkpoint import master, pickled, quantized
-from pqweights.checkpoint.checked_reads import CheckedReads, MapFunction
+from pqweights.checkpoint import master, quantized
 from pqweights.checkpoint.companions import (
     NOT_GIVEN,
     WEIGHT_SUFFIXES,
     check_links,
     companions,
-    links_outside,
+    leads_outside,
     top_level_files,
 )
+from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
-from pqweights.checkpoint.names import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    MANIFEST_FILE,
-)
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, check_not_interrupted, read_bytes
-from pqweights.checkpoint.weight_files import check_tensors, find_weight_files, indexed_files, read_json_object
+from pqweights.checkpoint.weight_files import (
+    check_tensors,
+    find_weight_files,
+    indexed_files,
+    pickled_tensors,
+    read_json_object,
+)
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import SourceError
 
@@ -90,8 +92,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a sha256 over the fingerprints of all weight files.
 
-        It tells one model from another, fine-tunes included, without reading all of it. It does not prove that all
-        bytes are equal.
+        It tells one model from another without reading all of it, and does not prove that all bytes are equal.
         """
         digest = hashlib.sha256()
         for file in self.weight_files:
@@ -204,9 +205,10 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
     Raises SourceError if it does not hold a JSON object.
     """
-    storage = LocalStorage(folder, only=[CONFIG_FILE] if (folder / CONFIG_FILE).is_file() else [])
-    check_links((), links_outside(folder, storage.files()))
-    return read_json_object(storage, CONFIG_FILE) if storage.files() else None
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    check_links((), [CONFIG_FILE] if leads_outside(folder, folder / CONFIG_FILE) else [])
+    return read_json_object(LocalStorage(folder, only=[CONFIG_FILE]), CONFIG_FILE)
 
 
 def open_checkpoint(
@@ -229,34 +231,29 @@ def open_checkpoint(
     stored = stored_tensors(storage, weight_files)
     if index is not None:
         check_tensors(index, stored)
-    if master.is_master(config):
-        assert config is not None
+    is_master = config is not None and master.is_master(config)
+    if config is not None and is_master:
         model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
     else:
         model = quantized.logical_tensors(storage, stored, config)
-    beside = companions(files, weight_files, include, outside_links=storage.outside_links)
-    return Checkpoint(
-        storage=storage,
-        config=config,
-        stored=tuple(stored.values()),
-        tensors=_in_file_order(model.tensors, weight_files),
-        weight_files=weight_files,
-        companions=beside.copied,
-        left_out=beside.left_out,
-        is_master=master.is_master(config),
-        left_out_tensors=model.left_out,
-    )
-
-
-def _in_file_order(tensors: list[LogicalTensor], weight_files: tuple[str, ...]) -> tuple[LogicalTensor, ...]:
-    """Sort tensors by the file and offset of their first part."""
-    order = {name: place for place, name in enumerate(weight_files)}
+    order = {name: number for number, name in enumerate(weight_files)}
 
     def place(tensor: LogicalTensor) -> tuple[int, int, str]:
         first = tensor.parts[0]
         return order[first.file], first.offset, tensor.name
 
-    return tuple(sorted(tensors, key=place))
+    beside = companions(files, weight_files, include, outside_links=storage.outside_links)
+    return Checkpoint(
+        storage=storage,
+        config=config,
+        stored=tuple(stored.values()),
+        tensors=tuple(sorted(model.tensors, key=place)),
+        weight_files=weight_files,
+        companions=beside.copied,
+        left_out=beside.left_out,
+        is_master=is_master,
+        left_out_tensors=model.left_out,
+    )
 
 
 def needed_files(storage: Storage) -> tuple[str, ...]:
@@ -292,7 +289,8 @@ def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str,
     stored: dict[str, StoredTensor] = {}
     storage.expect(weight_files)
     for file in weight_files:
-        tensors = pickled.stored_tensors(storage, file) if pickled.is_pickle(file) else read_header(storage, file)[0]
+        is_pickle = file.endswith(PICKLE_SUFFIXES)
+        tensors = pickled_tensors(storage, file) if is_pickle else read_header(storage, file)[0]
         for tensor in tensors:
             first = stored.setdefault(tensor.name, tensor)
             if first is not tensor:

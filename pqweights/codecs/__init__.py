@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.codecs.polar import PolarAngles
 from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
 from pqweights.common.suggestions import instead

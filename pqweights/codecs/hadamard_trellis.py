@@ -46,15 +46,6 @@ _ABOVE_BOUND = 0.097
 _REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
 
 
-@dataclass(frozen=True)
-class Nothing:
-    """What the coder observes: nothing."""
-
-    def merged(self, later: Nothing) -> Nothing:
-        """See Observed."""
-        return self
-
-
 class HadamardTrellis(Codec):
     """The codec; see Codec."""
 
@@ -184,19 +175,13 @@ class TrellisCoder(Coder):
             model=encode_model(),
             rows=rows,
         )
-        return Measures(energies=energies, errors=errors, first_bad_block=bad, observed=Nothing())
+        return Measures(energies=energies, errors=errors, first_bad_block=bad)
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """See Coder."""
         (rows,) = parts
-        damaged, reason = trellis.decode(
-            rows,
-            values,
-            dtype,
-            cut=self._cut._replace(number=len(rows)),
-            signed=_is_signed(state),
-            tables=decode_tables(),
-        )
+        cut, signed = self._cut._replace(number=len(rows)), _is_signed(state)
+        damaged, reason = trellis.decode(rows, values, dtype, cut=cut, signed=signed, tables=decode_tables())
         if damaged >= 0:
             raise DamagedBlock(damaged, _REASONS[reason])
 

@@ -26,6 +26,7 @@ from pqweights.codecs.protocol import (
     Doubles,
     Floats,
     Measures,
+    NormRange,
     Part,
     PassResult,
     State,
@@ -37,7 +38,6 @@ from pqweights.codecs.scalar import (
     LARGEST_HALF,
     ROTATIONS,
     SIGNED_HADAMARD,
-    NormRange,
     ScalarState,
     check_norms,
     parse_rotated,
@@ -118,7 +118,6 @@ class PolarAngles(Codec):
     rates = (RATE,)
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "norm_exponent": 0}
-    description = ""
     papers = (
         "Han, Kacham, Karbasi, Mirrokni and Zandieh, *PolarQuant: Quantizing KV Caches with Polar Transformation*, "
         "[arXiv:2502.02617](https://arxiv.org/abs/2502.02617): the method.",
@@ -160,7 +159,7 @@ class PolarCoder(Coder):
         assert isinstance(state, ScalarState)
         angles, radii = parts[0], parts[1].view(np.float16)
         energies, errors = np.empty((2, len(angles)), dtype=np.float64)
-        smallest, largest, first_bad = math.inf, 0.0, -1
+        norms, first_bad = NormRange(), -1
         for here, raw in _pieces(values, len(angles), dtype):
             x = to_float32(raw, dtype).reshape(-1, BLOCK_SIZE).T.copy()
             bad = np.flatnonzero(~np.isfinite(x).all(axis=0))
@@ -170,11 +169,8 @@ class PolarCoder(Coder):
             piece = _encode(x, state)
             angles[here], radii[here] = piece.angles.T, piece.radii.T
             energies[here], errors[here] = piece.energies, piece.errors
-            used = piece.exact_radii[piece.exact_radii > 0]
-            smallest = min(smallest, float(used.min(initial=math.inf)))
-            largest = max(largest, float(used.max(initial=0.0)))
-        observed = NormRange(smallest, largest)
-        return Measures(energies=energies, errors=errors, first_bad_block=first_bad, observed=observed)
+            norms = norms.merged(piece.norms)
+        return Measures(energies=energies, errors=errors, first_bad_block=first_bad, norms=norms)
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """See Coder."""
@@ -197,14 +193,14 @@ class _PolarPiece(NamedTuple):
     radii: as they are stored, [8, blocks]
     energies: sums of squares, [blocks]
     errors: sums of squared errors, [blocks]
-    exact_radii: the radii before the exponent and before rounding, [8, blocks]
+    norms: the range of the radii before the exponent and before rounding
     """
 
     angles: Bytes
     radii: npt.NDArray[np.float16]
     energies: Doubles
     errors: Doubles
-    exact_radii: Doubles
+    norms: NormRange
 
 
 def _pieces(values: Bytes, blocks: int, dtype: str) -> Iterator[tuple[slice, Bytes]]:
@@ -229,12 +225,13 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
     decoded = np.ldexp(radii.astype(np.float64) * _ROOT_OF_BLOCK_SIZE, state.norm_exponent - k).astype(np.float32)
     z -= _directions(codes) * np.repeat(decoded, len(z) // len(decoded), axis=0)
     z *= z
+    used = exact[exact > 0]
     return _PolarPiece(
         angles=polar_transform.pack(codes),
         radii=radii,
         energies=np.ldexp(squares.astype(np.float64), 2 * k),
         errors=np.ldexp(tree_sum(z).astype(np.float64) / BLOCK_SIZE, 2 * k),
-        exact_radii=exact,
+        norms=NormRange(float(used.min(initial=math.inf)), float(used.max(initial=0.0))),
     )
 
 

@@ -43,27 +43,14 @@ ANGLE_BITS = (4, 2, 2, 2)
 # The centroids of each level in radians, ascending. At level 1 the table goes around the circle.
 LEVELS: tuple[tuple[float, ...], ...] = (
     (
-        0.19634954084936207,
-        0.5890486225480862,
-        0.9817477042468103,
-        1.3744467859455345,
-        1.7671458676442586,
-        2.159844949342983,
-        2.552544031041707,
-        2.9452431127404313,
-        3.3379421944391554,
-        3.7306412761378795,
-        4.123340357836604,
-        4.516039439535327,
-        4.908738521234052,
-        5.301437602932776,
-        5.6941366846315,
-        6.086835766330225,
+        0.19634954084936207, 0.5890486225480862, 0.9817477042468103, 1.3744467859455345, 1.7671458676442586,
+        2.159844949342983, 2.552544031041707, 2.9452431127404313, 3.3379421944391554, 3.7306412761378795,
+        4.123340357836604, 4.516039439535327, 4.908738521234052, 5.301437602932776, 5.6941366846315, 6.086835766330225,
     ),
     (0.30975611698246786, 0.63398023999134, 0.9368160868035567, 1.2610402098124287),
     (0.4262496930707348, 0.6743849977574456, 0.896411329037451, 1.1445466337241619),
     (0.5242140911034461, 0.7059094056614845, 0.8648869211334121, 1.0465822356914505),
-)
+)  # fmt: skip
 
 # The relative mean squared error of normal vectors that are decoded from their angle codes and their exact radius:
 # 2 - 2 gamma, where gamma, the mean cosine between a vector and its decoded direction, is the product over the levels
@@ -72,20 +59,16 @@ RELATIVE_MSE = 0.0320764954
 
 
 def angle_boundaries(level: int) -> tuple[float, ...]:
-    """Return the ends between the cells of a level in radians, half-way between centroids, ascending.
+    """Return the ends between the cells of a level, 1 to 4, in radians, half-way between centroids, ascending.
 
-    level: 1 to 4
-
-    The code of an angle is the number of boundaries that are not above it. At level 1 the angle must be in [0, 2 pi);
-    the cells 15 and 0 meet at 2 pi = 0, which is half-way between their centroids, too.
+    The code of an angle is the number of boundaries that are not above it; at level 1 the angle is in [0, 2 pi).
     """
     return tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS[level - 1]))
 
 
 def angle_density(level: int, angles: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the probability density of the angles of a level for normal vectors (Lemma 2), per radian.
+    """Return the probability density of angles of a level, 1 to 4, for normal vectors (Lemma 2), per radian.
 
-    level: 1 to 4
     angles: any shape, in radians; in [0, 2 pi) at level 1 and in [0, pi/2] at the others
     """
     if level == 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,6 @@ class DamagedBlock(Exception):
     """Stored bytes cannot be what a coder wrote. Whoever knows where they come from makes a PqweightsError of it.
 
     block: the index of the block among those of the call
-    reason: what is wrong with it, such as "its stream ends in state 7, not 0"
     """
 
     def __init__(self, block: int, reason: str) -> None:
@@ -77,14 +76,18 @@ class State(Protocol):
         """Return the state as manifests store it: the keys of Codec.state_defaults, with JSON scalars."""
 
 
-Own = TypeVar("Own", bound="Observed")
+class NormRange(NamedTuple):
+    """The smallest and the largest norm that is not 0, before any exponent; inf and 0.0 if there are none."""
+
+    smallest: float = math.inf
+    largest: float = 0.0
+
+    def merged(self, later: NormRange) -> NormRange:
+        """Return the range of both."""
+        return NormRange(min(self.smallest, later.smallest), max(self.largest, later.largest))
 
 
-class Observed(Protocol):
-    """What a coder observed while it encoded, for its own `next_state`."""
-
-    def merged(self: Own, later: Own) -> Own:
-        """Return the observations of these blocks and of the later ones together."""
+NO_NORMS = NormRange()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -94,13 +97,13 @@ class Measures:
     energies: sums of squares of the weights, [blocks] f64
     errors: sums of squared errors after decoding, [blocks] f64
     first_bad_block: index of the first block with a NaN or an infinity, whose codes mean nothing; -1 if there is none
-    observed: what the coder observed for its next state
+    norms: those of the blocks, for the coder's next state, if it has any
     """
 
     energies: Doubles
     errors: Doubles
     first_bad_block: int
-    observed: Observed
+    norms: NormRange = NO_NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +113,13 @@ class PassResult:
     state: the state of the pass
     energy: the sum of squares of the weights
     error: the sum of squared errors after decoding
-    observed: what the coder observed for its next state
+    norms: those of all blocks, for the coder's next state
     """
 
     state: State
     energy: float
     error: float
-    observed: Observed
+    norms: NormRange
 
     @property
     def relative_mse(self) -> float:
@@ -189,19 +192,11 @@ class Coder(Protocol):
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """Encode whole blocks into parts, and return what was measured.
 
-        values: the weights, as raw bytes
-        parts: the arrays to write
-        dtype: BF16, F16 or F32, the dtype of `values`
-        state: the state of the pass
+        values: the weights, as raw bytes of `dtype`: BF16, F16 or F32
         """
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
-        """Decode whole blocks.
-
-        parts: the arrays to read
-        values: the raw bytes to write
-        dtype: BF16, F16 or F32, the dtype of `values`
-        state: the state in which the weight was encoded
+        """Decode whole blocks, encoded in a state, to raw bytes of `dtype`: BF16, F16 or F32.
 
         Raises DamagedBlock if it finds that no coder wrote these bytes. It never reads or writes outside the arrays.
         """
@@ -209,15 +204,14 @@ class Coder(Protocol):
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes.
 
-        `decode` calls it, and so does `decode_torch` for parts in the CPU's memory. Whoever brings parts to another
-        device, or computes with them undecoded, calls it before.
+        `decode` calls it, and so does `decode_torch` on the CPU. Whoever brings parts to another device, or computes
+        with them undecoded, calls it before.
         """
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
-        By default it is decoded on the CPU. Raises DamagedBlock like `decode`, except for what `check` finds, if the
-        parts are on another device: asking would wait for it.
+        By default on the CPU. Raises DamagedBlock like `decode`, but does not call `check` on another device.
         """
         import torch
 
@@ -226,70 +220,49 @@ class Coder(Protocol):
         return torch.from_numpy(values.view(np.float32)).view(-1, self.block_size).to(parts[0].device)
 
     def modelled_errors(self, blocks: Floats) -> Doubles | None:
-        """Return the mean squared error that encoding is expected to give to the weights of each block, [blocks] f64.
+        """Return about the mean squared error of the weights of each block, [blocks] f64, up to a common factor.
 
-        It is a cheap model of the error, to compare scalings of one weight by (scale_search.py); a factor that all of
-        them have in common does not matter. The coder need not be sized. None if encoding is fast enough to measure the
-        error in its place.
+        blocks: any consecutive weights in blocks of Codec.block_size, [blocks, size]
 
-        blocks: consecutive weights in blocks of Codec.block_size, which may be any part of a weight, [blocks, size]
+        Scalings of one weight are compared by it (scale_search.py). The coder need not be sized. None if encoding is
+        fast enough to measure the error in its place.
         """
         return None
 
 
-class Codec(Protocol):
-    """A block quantizer of several rates. A codec is a subclass, for what has a default here."""
+class Codec:
+    """A block quantizer of several rates. A codec is a subclass.
 
-    @property
-    def name(self) -> str:
-        """The key in CODECS."""
+    name: the key in CODECS
+    format_version: the first version of the format of masters that has this codec; older readers refuse such masters
+    suffixes: those of the parts, in the order of the parts, which is the same at every rate
+    rates: the rates that fitting to a size chooses from, ascending
+    any_rate: whether the codec has every rate from the first to the last of `rates`, not only those
+    efforts: the amounts of work that encoding may take, ascending, the first by default; empty if there is no choice.
+        More effort gives less error in the same bytes; it has no part in decoding, nor in what `distortion` promises
+    block_size: the one that configurations state: that of every weight, or the unit of blocks that depend on size
+    state_defaults: the keys of State.to_json, with the values of a weight for which the master gives no others
+    description: what the codec does to a weight, in sentences for a model card; empty if it is only for comparison
+    papers: where the method comes from, a line of Markdown each, for a model card
+    """
 
-    @property
-    def format_version(self) -> int:
-        """The first version of the format of masters that has this codec; older readers refuse masters with it."""
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The suffixes of the parts, in the order of the parts, which is the same at every rate."""
-
-    @property
-    def rates(self) -> Sequence[float]:
-        """The rates that fitting to a size chooses from, ascending."""
-
-    @property
-    def any_rate(self) -> bool:
-        """Whether the codec has every rate from the first to the last of `rates`, not only those."""
-        return False
-
-    @property
-    def efforts(self) -> Sequence[int]:
-        """The amounts of work that encoding may take, ascending, the first by default; empty if there is no choice.
-
-        More effort gives less error in the same bytes. It has no part in decoding, nor in what `distortion` promises.
-        """
-        return ()
-
-    @property
-    def block_size(self) -> int:
-        """The block size that configurations state: that of every weight, or the unit of blocks that depend on size."""
-
-    @property
-    def state_defaults(self) -> Mapping[str, Any]:
-        """The keys of State.to_json, with the values of a weight for which the master gives no others."""
-
-    @property
-    def description(self) -> str:
-        """What the codec does to a weight, in sentences for a model card; empty if it is only for comparison."""
-
-    @property
-    def papers(self) -> Sequence[str]:
-        """Where the method comes from, a line of Markdown each, for a model card."""
+    name: str
+    format_version: int
+    suffixes: tuple[str, ...]
+    rates: Sequence[float]
+    any_rate: bool = False
+    efforts: Sequence[int] = ()
+    block_size: int
+    state_defaults: Mapping[str, Any]
+    description: str = ""
+    papers: Sequence[str]
 
     def coder(self, bits: float, effort: int | None = None) -> Coder:
         """Return the coder of a rate, which encodes with an effort; None for the default.
 
         Raises RecipeError for a rate or an effort that the codec does not have (unknown_rate, check_effort).
         """
+        raise NotImplementedError
 
     def coder_from_tables(self, bits: float, tables: Any) -> Coder:
         """Return the coder of a rate, with the tables of a master.
@@ -342,11 +315,11 @@ def exact_rate(bits: float) -> float:
     return int(bits) if math.isfinite(bits) and bits == int(bits) else float(bits)
 
 
-def exceeds_promise(coder: Coder, relative_mse: float) -> bool:
-    """Whether a relative error is above the largest one that passes without a rescue."""
-    return relative_mse > largest_error(coder)
-
-
 def largest_error(coder: Coder) -> float:
     """Return the largest relative error that passes without a rescue."""
     return RESCUE_FACTOR * coder.distortion
+
+
+def exceeds_promise(coder: Coder, relative_mse: float) -> bool:
+    """Whether a relative error is above that."""
+    return relative_mse > largest_error(coder)

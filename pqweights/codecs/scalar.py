@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from msgspec import Meta, structs
 
-from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, PassResult, State, exceeds_promise
+from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, NormRange, PassResult, State, exceeds_promise
 from pqweights.common.documents import Document, as_document
 
 # The rotations, as files name them.
@@ -64,18 +63,6 @@ def parse_rotated(coder: Coder, state: type[Rotated], rotations: Sequence[str], 
     return parsed
 
 
-@dataclass(frozen=True)
-class NormRange:
-    """The smallest and largest norm that is not 0, before the exponent; inf and 0.0 if there are none."""
-
-    smallest: float
-    largest: float
-
-    def merged(self, later: NormRange) -> NormRange:
-        """See Observed."""
-        return NormRange(min(self.smallest, later.smallest), max(self.largest, later.largest))
-
-
 def check_norms(stored: Bytes, state: State, what: str) -> None:
     """Raise DamagedBlock for a norm that no encoder writes in a state.
 
@@ -109,13 +96,12 @@ def norm_exponent_for(norms: NormRange) -> int:
 def state_after(coder: Coder, rotations: Sequence[str], history: Sequence[PassResult]) -> ScalarState | None:
     """Return what Coder.next_state does for a codec with these rotations, the default one first.
 
-    A rotation is judged only after a pass with the exponent that fits its norms. Rotations are tried in order until the
-    error of one is small enough; if none is, the one with the smallest error stands.
+    A rotation is judged after a pass with the exponent that fits its norms. They are tried in order until the error of
+    one is small enough; if none is, the one with the smallest error stands.
     """
     last = history[-1]
-    state, norms = last.state, last.observed
-    assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
-    exponent = norm_exponent_for(norms)
+    state, exponent = last.state, norm_exponent_for(last.norms)
+    assert isinstance(state, ScalarState)
     if state.norm_exponent != exponent:
         return ScalarState(state.rotation, exponent)
     if not exceeds_promise(coder, last.relative_mse):

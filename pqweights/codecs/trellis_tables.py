@@ -181,8 +181,7 @@ def sqrt2_power(exponent: int, root: int = 2) -> float:
     return math.ldexp(result, whole)
 
 
-@functools.cache
-def decode_table() -> npt.NDArray[np.uint32]:
+def _decode_entries() -> npt.NDArray[np.uint32]:
     """Return the table that the decoder looks up: [1 + TABLES, 2, 4096], by table, parity and the low bits of a state.
 
     An entry has, from its lowest bit on: 12 bits, the low bits of the state less the first of the bucket's; 12 bits,
@@ -205,23 +204,14 @@ def decode_table() -> npt.NDArray[np.uint32]:
     return table
 
 
-class EncodeTable(NamedTuple):
-    """What the encoder looks up.
+def _encode_entries() -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return what the encoder looks up: the entries of all tables, and of each table its zero and its reach.
 
     entries: u32; from its lowest bit on: 12 bits, the first of the bucket's low bits of a state; 12 bits, the frequency
         less 1; 3 bits, how many low bits of k follow; 4 bits, these
     zero: [1 + TABLES, 2] i32: where in the entries k = 0 of a table and a parity is
     reach: [1 + TABLES] i32: the largest magnitude of n such that a table has all n up to it
     """
-
-    entries: npt.NDArray[np.uint32]
-    zero: npt.NDArray[np.int32]
-    reach: npt.NDArray[np.int32]
-
-
-@functools.cache
-def encode_table() -> EncodeTable:
-    """Return the table that the encoder looks up."""
     parts = [np.array([(1 << TABLE_BITS) - 1 << TABLE_BITS], dtype=np.uint32)]
     zero = np.zeros((1 + TABLES, 2), dtype=np.int32)
     reach = np.zeros(1 + TABLES, dtype=np.int32)
@@ -241,7 +231,7 @@ def encode_table() -> EncodeTable:
             reaches.append(min(-2 * first - parity, 2 * last + parity))
             length += len(entry)
         reach[1 + place] = min(reaches)
-    return EncodeTable(np.concatenate(parts), zero, reach)
+    return np.concatenate(parts), zero, reach
 
 
 # By how many bits, in the classes from the first on, weights take less than expected_length says, which assumes both
@@ -260,7 +250,7 @@ def decode_tables() -> DecodeTables:
     pairs = [buckets(exponent, 0) for exponent in EXPONENTS]
     widths = np.array([(0, 0), *((pair.core_bits, pair.tail_bits) for pair in pairs)], dtype=np.int32)
     return DecodeTables(
-        entries=decode_table(),
+        entries=_decode_entries(),
         tables=np.array([Class.of(number).table for number in range(CLASSES)], dtype=np.int32),
         widths=widths,
         gains=np.array([gain(number) for number in range(CLASSES)]),
@@ -277,17 +267,17 @@ def encode_model() -> EncodeModel:
     limits = np.array([-math.inf, *(sqrt2_power(2 * e - 1, 4) + NOISE for e in EXPONENTS)])[tables] * doubled**2
     lengths = np.array([(0.0, 0.0), *(_code_length(exponent) for exponent in EXPONENTS)])[tables]
     shares = np.arange(1, 257) / 256
-    encoder = encode_table()
+    entries, zero, reach = _encode_entries()
     return EncodeModel(
         limits=np.append(limits, math.inf),
         bits=_rounded(lengths[:, 0]),
         slopes=_rounded(lengths[:, 1] * _EXACT) / _EXACT * gains**2 / doubled**2,
         down=gains / doubled,
         up=gains * doubled,
-        reach=encoder.reach[tables],
-        zero=encoder.zero[tables],
+        reach=reach[tables],
+        zero=zero[tables],
         logarithms=np.append(0.0, _rounded(-np.log2(shares))),
-        entries=encoder.entries,
+        entries=entries,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, Doubles, Measures, Observed, PassResult, State
+from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, Doubles, Measures, NormRange, PassResult, State
 from pqweights.common.dtypes import item_bytes, to_float32
 from pqweights.errors import MasterError, SourceError
 
@@ -23,19 +23,17 @@ class PassTotals:
     def __init__(self, state: State) -> None:
         self._state = state
         self._energy, self._error = 0.0, 0.0
-        self._observed: Observed | None = None
+        self._norms = NormRange()
 
     def add(self, measures: Measures) -> None:
         """Add the measures of the next blocks."""
         self._energy = add_in_order(self._energy, measures.energies)
         self._error = add_in_order(self._error, measures.errors)
-        seen = self._observed
-        self._observed = measures.observed if seen is None else seen.merged(measures.observed)
+        self._norms = self._norms.merged(measures.norms)
 
     def result(self) -> PassResult:
-        """Return the totals of all blocks; at least one chunk must have been added."""
-        assert self._observed is not None
-        return PassResult(state=self._state, energy=self._energy, error=self._error, observed=self._observed)
+        """Return the totals of all blocks."""
+        return PassResult(state=self._state, energy=self._energy, error=self._error, norms=self._norms)
 
 
 def add_in_order(total: float, values: Doubles) -> float:

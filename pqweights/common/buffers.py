@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import numpy.typing as npt
 
@@ -16,8 +14,3 @@ def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
     memory = np.empty(byte_count + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + byte_count]
-
-
-def whole_pages(byte_count: int) -> npt.NDArray[np.uint8]:
-    """Return memory that begins at a page, as direct access to files asks for."""
-    return np.frombuffer(mmap.mmap(-1, byte_count), dtype=np.uint8)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
-from pqweights.checkpoint.checked_reads import REMEDY
+from pqweights.checkpoint.digests import REMEDY
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.readers import EncodedTensor, whole_blocks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pqweights.checkpoint import scales
-from pqweights.codecs.hadamard_lloyd_max import ScalarCoder
+from pqweights.codecs.lloyd_max import ScalarCoder
 from pqweights.codecs.protocol import Coder, DamagedBlock, State
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.kernels import BLOCK_SIZE, BlockCoding

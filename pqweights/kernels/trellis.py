@@ -30,7 +30,7 @@ _TILE_WORDS = (BLOCK_SIZE + 1) * _LANES
 class DecodeTables:
     """What the decoder looks up.
 
-    entries: u32 [tables, 2, 4096]; see codecs.trellis_tables.decode_table
+    entries: u32 [tables, 2, 4096]; see codecs.trellis_tables
     tables: i32 [256], the table of each class
     widths: i32 [tables, 2]: the low bits of k that buckets of the core, and of the tails, leave
     gains: f64 [256]: what a number of each class is multiplied by, besides the step

@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from pqweights.checkpoint.companions import is_weight_file
-from pqweights.checkpoint.model_card import MAX_CARD_BYTES
+from pqweights.checkpoint.config import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
 from pqweights.errors import HubError, MasterError

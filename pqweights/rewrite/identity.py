@@ -49,7 +49,7 @@ class RunIdentity:
     metadata: the `__metadata__` of the safetensors files
     container: what there is to say of another format of the files (Container.to_json)
     left_out: tensors that are not carried over, each with the reason
-    model: what is known of the original model (model_card.model_facts)
+    model: what is known of the original model (checkpoint.config.model_facts)
     master: for an export, what the master's manifest states about the master
     same_bytes_since: the first version that makes the same bytes
     """

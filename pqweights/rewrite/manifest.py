@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
+from pqweights.checkpoint.config import known_facts
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
-from pqweights.checkpoint.model_card import known_facts
 from pqweights.checkpoint.names import MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document

@@ -1,37 +1,36 @@
-"""The hash of pieces: what docs/format.md says, whatever the order, the threads and the cuts."""
+"""The hash of pieces, whatever the order, threads and cuts; reads that are checked, each tensor once and whole."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from blake3 import blake3
+from damage import flip, stored_in
+from helpers import safetensors_bytes
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pqweights.checkpoint.digests import (
     HASH_OF_PIECES,
+    MOST_OPEN_PIECES,
     PART_BYTES,
     PIECE_BYTES,
     READ_BYTES,
     SHA256,
+    CheckedReads,
     PieceHasher,
 )
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.errors import MasterError
 
-SIZES = (
-    0,
-    1,
-    1000,
-    PIECE_BYTES - 1,
-    PIECE_BYTES,
-    PIECE_BYTES + 1,
-    5 * PIECE_BYTES + 77,
-    READ_BYTES + 3,
-    PART_BYTES + 9,
-)
+SIZES = {"large": 5 * PIECE_BYTES + 77, "exact": 2 * PIECE_BYTES, "small": 1000, "empty": 0}
 
 
 def content(size: int) -> np.ndarray:
@@ -43,6 +42,37 @@ def by_the_page(data: bytes) -> str:
     return blake3(b"".join(blake3(data[at : at + 131072]).digest() for at in range(0, len(data), 131072))).hexdigest()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors = {name: ("U8", content(size)) for name, size in SIZES.items()}
+    (tmp_path / "a.safetensors").write_bytes(safetensors_bytes(tensors))
+    return tmp_path
+
+
+def reads_of(folder: Path, tensor_hash: object = HASH_OF_PIECES) -> CheckedReads:
+    old = tensor_hash is SHA256
+    digests = {
+        name: SHA256.combined([SHA256.of_part([content(size)])]) if old else by_the_page(content(size).tobytes())
+        for name, size in SIZES.items()
+    }
+    storage = LocalStorage(folder)
+    hash_of = SHA256 if old else HASH_OF_PIECES
+    return CheckedReads(storage, stored_in(folder).values(), tensor_hash=hash_of, digests=digests)
+
+
+def read(reads: CheckedReads, folder: Path, name: str, begin: int, end: int) -> bytes:
+    tensor, buffer = stored_in(folder)[name], np.empty(end - begin, dtype=np.uint8)
+    reads.read_into(tensor.file, tensor.offset + begin, buffer)
+    return buffer.tobytes()
+
+
+def read_whole(reads: CheckedReads, folder: Path, name: str) -> None:
+    assert read(reads, folder, name, 0, SIZES[name]) == content(SIZES[name]).tobytes()
+
+
+HASHED_SIZES = (0, 1, 1000, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77, READ_BYTES + 3, PART_BYTES + 9)
+
+
 def test_the_hash_of_a_known_text() -> None:
     """The digest is BLAKE3's own for "abc" (its specification), hashed once more."""
     once = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
@@ -52,30 +82,10 @@ def test_the_hash_of_a_known_text() -> None:
     assert hasher.hexdigest() == blake3(bytes.fromhex(once)).hexdigest()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_bytes_in_any_order_and_from_any_thread(size: int) -> None:
-    data, hasher, shuffle = content(size), PieceHasher(size), random.Random(size)
-    cuts = sorted({0, size, *(shuffle.randrange(size + 1) for _ in range(40))})
-    pieces = list(itertools.pairwise(cuts))
-    shuffle.shuffle(pieces)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda piece: hasher.add(piece[0], data[slice(*piece)]), pieces))
-    assert hasher.hexdigest() == by_the_page(data.tobytes())
-
-
 def test_many_threads_fill_one_piece() -> None:
-    data, hasher, ready = content(PIECE_BYTES), PieceHasher(PIECE_BYTES), threading.Barrier(8)
-
-    def fill(thread: int) -> None:
-        ready.wait()
-        for at in range(thread * 64, PIECE_BYTES, 8 * 64):
-            hasher.add(at, data[at : at + 64])
-
-    threads = [threading.Thread(target=fill, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    data, hasher = content(PIECE_BYTES), PieceHasher(PIECE_BYTES)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda at: hasher.add(at, data[at : at + 64]), range(0, PIECE_BYTES, 64)))
     assert hasher.hexdigest() == by_the_page(data.tobytes())
 
 
@@ -89,7 +99,7 @@ def test_missing_bytes_have_no_hash() -> None:
         hasher.hexdigest()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", HASHED_SIZES)
 def test_parts_together_are_the_whole(size: int) -> None:
     data = content(size)
     for tensor_hash, expected in (
@@ -101,3 +111,115 @@ def test_parts_together_are_the_whole(size: int) -> None:
             for begin, end in tensor_hash.parts(size)
         ]
         assert tensor_hash.combined(parts) == expected
+
+
+@given(st.integers(0, 2**32))
+def test_spans_in_any_order_that_overlap(seed: int) -> None:
+    shuffle, size = random.Random(seed), 3 * PIECE_BYTES + 5
+    data, hasher = content(size), PieceHasher(size, most_open=shuffle.choice([1, 2, None]))
+    for _ in range(shuffle.randrange(12)):
+        begin, end = sorted(shuffle.randrange(size + 1) for _ in range(2))
+        hasher.add(begin, data[begin:end])
+    missing = hasher.missing()
+    assert hasher.is_whole == (not missing)
+    for begin, end in missing:
+        assert begin % PIECE_BYTES == 0 and (end % PIECE_BYTES == 0 or end == size) and begin < end
+        hasher.add(begin, data[begin:end])
+    assert hasher.is_whole and hasher.hexdigest() == by_the_page(data.tobytes())
+
+
+def test_parts_of_few_pieces_are_held() -> None:
+    size = 4 * MOST_OPEN_PIECES * PIECE_BYTES
+    hasher = PieceHasher(size, most_open=MOST_OPEN_PIECES)
+    for begin in range(0, size, PIECE_BYTES):
+        hasher.add(begin + 1, np.zeros(PIECE_BYTES - 1, dtype=np.uint8))
+    assert len(hasher._open) == MOST_OPEN_PIECES
+    for begin in reversed(range(0, size, PIECE_BYTES)):
+        hasher.add(begin, np.zeros(1, dtype=np.uint8))
+    assert sum(end - begin for begin, end in hasher.missing()) == (size - MOST_OPEN_PIECES * PIECE_BYTES)
+
+
+@pytest.mark.parametrize("name", ["large", "exact", "small"])
+def test_the_last_byte_tells(name: str, folder: Path) -> None:
+    place, size = flip(folder, name, at=3), SIZES[name]
+    reads = reads_of(folder)
+    read(reads, folder, name, 0, size - 1)
+    read(reads, folder, name, 0, size - 1)
+    with pytest.raises(MasterError, match=place):
+        read(reads, folder, name, size - 1, size)
+    with pytest.raises(MasterError, match=place):  # it stays so
+        reads.finish()
+
+
+def test_sound_tensors_are_read_and_checked_once(folder: Path) -> None:
+    reads = reads_of(folder)
+    for name in ("large", "exact", "small"):
+        read_whole(reads, folder, name)
+    before = reads.storage.bytes_read
+    reads.finish()
+    reads.check(stored_in(folder).values())
+    read_whole(reads, folder, "large")
+    assert reads.storage.bytes_read == before + SIZES["large"]
+
+
+@pytest.mark.parametrize("at", [0, PIECE_BYTES + 9, -1])
+def test_what_is_left_unread_is_read(at: int, folder: Path) -> None:
+    place = flip(folder, "large", at=at)
+    reads = reads_of(folder)
+    read(reads, folder, "large", 100, 200)
+    read_whole(reads, folder, "small")
+    reads.finish([stored_in(folder)["small"], stored_in(folder)["exact"]])
+    with ThreadPoolExecutor(3) as pool, pytest.raises(MasterError, match=place):
+        reads.finish(run=pool.map)
+
+
+def test_what_nobody_reads_is_not_read(folder: Path) -> None:
+    flip(folder, "large")
+    reads = reads_of(folder)
+    read_whole(reads, folder, "exact")
+    before = reads.storage.bytes_read
+    reads.finish()
+    assert reads.storage.bytes_read == before
+    with pytest.raises(MasterError, match="'large'"):
+        reads.check([stored_in(folder)["large"]])
+
+
+def test_threads_share_a_tensor(folder: Path) -> None:
+    cuts = sorted({0, SIZES["large"], *(random.Random(1).randrange(SIZES["large"]) for _ in range(60))})
+    spans = list(itertools.pairwise(cuts)) * 2
+    random.Random(2).shuffle(spans)
+    for damage in (False, True):
+        place = flip(folder, "large", at=9) if damage else ""
+        reads = reads_of(folder)
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(read, reads, folder, "large", *span) for span in spans]
+        errors = [future.exception() for future in done if future.exception() is not None]
+        if damage:
+            assert errors and all(place in str(error) for error in errors)
+        else:
+            assert not errors and reads._checked == {"large": ""}
+
+
+def test_sha256_needs_all_bytes_in_order(folder: Path) -> None:
+    reads = reads_of(folder, SHA256)
+    for name in SIZES:
+        read(reads, folder, name, 0, SIZES[name])
+    reads.finish()
+    place = flip(folder, "exact", at=-1)
+    reads = reads_of(folder, SHA256)
+    read(reads, folder, "exact", 0, 10)
+    with pytest.raises(MasterError, match=place + ": sha256: expected"):
+        reads.finish()
+
+
+def test_another_process_begins_anew(folder: Path) -> None:
+    flip(folder, "large", at=-1)
+    reads = reads_of(folder)
+    read(reads, folder, "large", 0, 10)
+    read_whole(reads, folder, "small")
+    other = pickle.loads(pickle.dumps(reads))
+    other.finish()  # nothing was read there
+    for checked in (reads, other):
+        read(checked, folder, "large", 10, 20)
+        with pytest.raises(MasterError, match="'large'"):
+            checked.finish()

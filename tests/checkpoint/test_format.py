@@ -51,10 +51,6 @@ def test_quantizing_the_golden_source_gives_the_golden_bytes(tmp_path, threads):
         assert found[name] == data, name
 
 
-def test_golden_master_verifies():
-    assert verify(make.MASTER, threads=1).problems == ()
-
-
 def test_master_whose_most_common_codec_and_bits_belong_to_different_weights_opens(tmp_path):
     """Each default of config.json is the most common value by itself, so no weight need have them together."""
     weights = {f"model.layers.{n}.mlp.up_proj.weight": helpers.bf16(helpers.gaussian(4, 128, seed=n)) for n in range(6)}
@@ -70,7 +66,8 @@ def test_master_whose_most_common_codec_and_bits_belong_to_different_weights_ope
     assert len(open_local(tmp_path / "master").tensors) == 6
 
 
-def test_golden_master_covers_the_format():
+def test_golden_master_verifies_and_covers_the_format():
+    assert verify(make.MASTER, threads=1).problems == ()
     settings = independent_reader.quantization_config(make.MASTER)
     overrides = list(settings["overrides"].values())
     assert {o.get("bits", settings["bits"]) for o in overrides} == set(BITS)
@@ -113,24 +110,22 @@ def test_golden_files_have_the_layout_of_the_page():
 
 def test_stored_shapes_are_those_of_the_page():
     """Section 2: shapes follow those of the weight if 128 divides its last dimension, else they are of blocks."""
-    stored = {name: entry.shape for name, entry in stored_tensors(make.MASTER).items()}
-    assert stored["model.layers.three.weight_codes"] == (1, 2 * 48)
-    assert stored["model.layers.three.weight_norms"] == (1, 2)
-    assert stored["model.layers.mlp.experts.gate_up_proj_codes"] == (2, 1, 80)
-    assert stored["model.layers.mlp.experts.gate_up_proj_norms"] == (2, 1, 1)
-    assert stored["model.layers.mlp.experts.down_proj_codes"] == (3, 80)
-    assert stored["model.layers.mlp.experts.down_proj_norms"] == (3,)
+    stored = {}
+    for path in make.MASTER.glob("*.safetensors"):
+        stored |= {name: entry.shape for name, entry in independent_reader.read_safetensors(path).items()}
+    for name, shape in {
+        "three.weight_codes": (1, 2 * 48),
+        "three.weight_norms": (1, 2),
+        "mlp.experts.gate_up_proj_codes": (2, 1, 80),
+        "mlp.experts.gate_up_proj_norms": (2, 1, 1),
+        "mlp.experts.down_proj_codes": (3, 80),
+        "mlp.experts.down_proj_norms": (3,),
+    }.items():
+        assert stored[f"model.layers.{name}"] == shape, name
     assert stored["model.positions_codes"] == (3, 64)
     overrides = independent_reader.quantization_config(make.MASTER)["overrides"]
     assert overrides["model.layers.mlp.experts.down_proj"]["shape"] == [2, 3, 50]
     assert "shape" not in overrides["model.layers.three.weight"]
-
-
-def stored_tensors(folder):
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= independent_reader.read_safetensors(path)
-    return tensors
 
 
 # (b) what a reader decodes
@@ -273,6 +268,7 @@ def test_fields_of_each_bit_width():
     text = re.sub(r"\s+", " ", between("The width is the sum of its binary digits", "A code is cut"))
     stated = {int(bits): tuple(map(int, parts.split(" + "))) for bits, parts in re.findall(r"(\d) = ([\d +]*\d)", text)}
     assert stated == {bits: FIELD_WIDTHS[bits] for bits in BITS}
+    assert CODEC.coder(5).block_size == HADAMARD_SIZE == independent_reader.BLOCK == 128
 
 
 def test_distortions_and_the_rescue_factor():
@@ -351,7 +347,3 @@ def test_independent_writer_pads_in_the_same_way(bits):
     assert ours.codes.shape == (5, 16 * bits)
     assert np.array_equal(ours.codes, theirs.codes) and np.array_equal(ours.norms, theirs.norms)
     assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error)
-
-
-def test_block_size_of_the_page():
-    assert CODEC.coder(5).block_size == HADAMARD_SIZE == independent_reader.BLOCK == 128

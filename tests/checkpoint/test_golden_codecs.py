@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from calls import export
 from commands import invoke, refused
+from damage import stored_in
 from golden import make_polar, make_trellis
 from golden.make import described
 from restated import restate_hashes
@@ -128,12 +129,11 @@ def copied(codec: str, folder: Path) -> Path:
 
 def damage(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
     """Change the data of a stored tensor."""
-    (path,) = folder.glob("*.safetensors")
-    data = bytearray(path.read_bytes())
-    start = 8 + int.from_bytes(data[:8], "little")
-    begin, end = json.loads(data[8:start])[name]["data_offsets"]
-    data[start + begin : start + end] = change(bytes(data[start + begin : start + end]))
-    path.write_bytes(data)
+    tensor = stored_in(folder)[name]
+    data = bytearray((folder / tensor.file).read_bytes())
+    place = slice(tensor.offset, tensor.offset + tensor.byte_count)
+    data[place] = change(bytes(data[place]))
+    (folder / tensor.file).write_bytes(data)
 
 
 SUPERBLOCKS: dict[str, Callable[[bytes], bytes]] = {
@@ -179,7 +179,7 @@ def test_any_angle_codes_are_decoded_and_verify_finds_the_change(tmp_path: Path)
     export(restate_hashes(folder), tmp_path / "out", "bf16", ExportOptions(dtype="source"))
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 100, 5000])
+@pytest.mark.parametrize("cut", [0, 7, 100, 5000])
 def test_truncated_file_is_one_clear_line(tmp_path: Path, cut: int) -> None:
     folder = copied("hadamard-trellis", tmp_path)
     (path,) = folder.glob("*.safetensors")

@@ -40,36 +40,29 @@ def holds_secret(folder: Path) -> bool:
     return any(SECRET in data for data in folder_bytes(folder).values())
 
 
+def link(path: Path, target: Path | str) -> None:
+    """Put a link in the place of a file, or where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
 @pytest.mark.parametrize(
     "name", ["license.txt", "tokenizer.json", "modeling_x.py", "docs/notice", "2_Dense/model.safetensors"]
 )
-@pytest.mark.parametrize("command", ["quantize", "plan"])
-def test_needed_link_out_of_a_source_is_refused(
-    home: Path, source: Path, tmp_path: Path, name: str, command: str
-) -> None:
-    (source / name).parent.mkdir(exist_ok=True)
-    (source / name).unlink(missing_ok=True)
-    (source / name).symlink_to(os.path.relpath(home / ".ssh/id_rsa", (source / name).parent))
-    line = refused(command, source, *([tmp_path / "out"] if command == "quantize" else []))
-    assert f"{name}: {LEADS}" in line and "cp -L" in line
+def test_needed_link_out_of_a_source_is_refused(home: Path, source: Path, tmp_path: Path, name: str) -> None:
+    link(source / name, os.path.relpath(home / ".ssh/id_rsa", (source / name).parent))
+    for command in (("plan", source), ("quantize", source, tmp_path / "out")):
+        line = refused(*command)
+        assert f"{name}: {LEADS}" in line and "cp -L" in line
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_configuration_and_index_may_not_lie_elsewhere(home: Path, source: Path, tmp_path: Path, name: str) -> None:
-    (source / name).unlink(missing_ok=True)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "pqweights.json"])
+def test_configuration_index_and_manifest_may_not_lie_elsewhere(home: Path, source: Path, name: str) -> None:
     (home / name).write_text("{}")
-    (source / name).symlink_to(home / name)
-    assert f"{name}: {LEADS}" in refused("plan", source)
-    assert f"pqweights.json: {LEADS}" in _linked_manifest(source, home, tmp_path)
-
-
-def _linked_manifest(source: Path, home: Path, tmp_path: Path) -> str:
-    folder = tmp_path / "linked"
-    folder.mkdir()
-    (home / "pqweights.json").write_text("{}")
-    (folder / "pqweights.json").symlink_to(home / "pqweights.json")
-    return refused("inspect", folder)
+    link(source / name, home / name)
+    assert f"{name}: {LEADS}" in refused("inspect" if name == "pqweights.json" else "plan", source)
 
 
 def test_link_that_is_not_needed_is_left_out_and_named(home: Path, source: Path, tmp_path: Path) -> None:
@@ -142,8 +135,7 @@ def test_cache_of_the_hub_keeps_working(source: Path, home: Path, tmp_path: Path
     for target in (home / ".ssh/id_rsa", repository / "blobs/../refs", tmp_path / "hub/models--org--private/blobs/1"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(SECRET)
-        (snapshot / "license").unlink(missing_ok=True)
-        (snapshot / "license").symlink_to(target)
+        link(snapshot / "license", target)
         assert f"license: {LEADS}" in refused("plan", snapshot)
     shutil.move(repository / "blobs", tmp_path / "elsewhere")
     (repository / "blobs").symlink_to(tmp_path / "elsewhere")  # blobs that are a link could lead anywhere
@@ -151,11 +143,9 @@ def test_cache_of_the_hub_keeps_working(source: Path, home: Path, tmp_path: Path
 
 
 def test_broken_and_circular_links_are_named(source: Path) -> None:
-    (source / "license").symlink_to("nothing")
-    assert "license: a link to a file that is not there" in refused("plan", source)
-    (source / "license").unlink()
-    (source / "license").symlink_to("license")
-    assert "license: a link to a file that is not there" in refused("plan", source)
+    for target in ("nothing", "license"):
+        link(source / "license", target)
+        assert "license: a link to a file that is not there" in refused("plan", source)
     (source / "license").unlink()
     (source / "again").symlink_to(".")
     done("plan", source)
@@ -173,8 +163,7 @@ def master(source: Path, tmp_path: Path) -> Path:
 def test_linked_files_of_a_result_are_problems(master: Path, home: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Even the content that the manifest states: who wrote it may know, or guess, what a secret begins with."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (master / "license").unlink()
-    (master / "license").symlink_to(home / ".ssh/id_rsa")
+    link(master / "license", home / ".ssh/id_rsa")
     found = invoke("verify", master)
     assert found.exit_code == 1 and found.stdout.count("\n") == 1 and f"license: {LEADS}" in found.stdout
     assert f"license: {LEADS}" in refused("export", master, tmp_path / "out", "-t", "bf16")
@@ -223,9 +212,9 @@ def test_overwriting_writes_nothing_through_a_link(master: Path, home: Path, sou
     assert folder_bytes(home) == before and not (master / ".pqweights").exists()
 
 
-@pytest.mark.parametrize("planted", ["", "journal.jsonl", "lock", "x", "fetched/x", "config.json.partial"])
+@pytest.mark.parametrize("planted", ["", "journal.jsonl", "lock", "fetched/x", "config.json.partial"])
 def test_links_in_a_work_folder_are_refused(home: Path, source: Path, tmp_path: Path, planted: str) -> None:
-    out, target = tmp_path / "out", home if planted in ("", "x") else home / "license.txt"
+    out, target = tmp_path / "out", home if planted == "" else home / "license.txt"
     link = out / ".pqweights" / planted if planted else out / ".pqweights"
     link.parent.mkdir(parents=True)
     link.symlink_to(target)
@@ -258,17 +247,8 @@ def test_removal_follows_no_link_that_appears_meanwhile(
 @pytest.mark.parametrize(
     "name",
     [
-        "../home/license.txt",
-        "sub/../../home/license.txt",
-        "/etc/x",
-        "C:\\x",
-        "..\\x",
-        "",
-        "a\0b",
-        "x" * 300,
-        ".",
-        "sub",
-        "file/x",
+        *("../home/license.txt", "sub/../../home/license.txt", "/etc/x", "C:\\x", "..\\x"),
+        *("", "a\0b", "x" * 300, ".", "sub", "file/x"),
     ],
 )
 def test_removal_ignores_names_that_are_not_files_of_the_folder(name: str, home: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...], tuple[str, ...]]]
 
 def save(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> Path:
     folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -80,12 +80,8 @@ def static_fp8(folder: Path, layout: str) -> tuple[Path, set[str]]:
         if attention[1]:
             names |= {f"{attention[0]}self_attn.{scale}" for scale in of_attention}
     tensors |= {name: torch.tensor([0.5]) for name in names}
-    stated = config.to_dict() | {
-        "architectures": ["LlamaForCausalLM"],
-        "dtype": "bfloat16",
-        "quantization_config": settings,
-    }
-    return save(folder, tensors, stated), names
+    stated = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "quantization_config": settings}
+    return save(folder, tensors, config.to_dict() | stated), names
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from hostile import case as parts
-from hostile import evaluation, generate, masters, pickles
+from hostile import evaluation, masters, pickles
 from hostile.case import DOWN, UP, Case
 from hostile.generate import CASES
 from hostile.pickles import PAYLOAD

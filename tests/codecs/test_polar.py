@@ -1,4 +1,4 @@
-"""The codec `polar`: codes and radii by definition, an independent decoder, extremes, and the commands."""
+"""The codec `polar`: codes and radii by definition, an independent decoder, and extremes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import families
 import helpers
 import mpmath
 import numpy as np
 import polar_decoder
 import pytest
-from calls import make_card
-from commands import done
 
-from pqweights.codecs import CODECS, nearest_rate, polar_transform
+from pqweights.codecs import CODECS, polar_transform
 from pqweights.codecs.polar import PIECE_BLOCKS, RATE, PolarCoder
-from pqweights.codecs.protocol import VALUE_DTYPES, DamagedBlock
+from pqweights.codecs.protocol import VALUE_DTYPES
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
 from pqweights.codecs.weight import encode_weight
 
@@ -145,23 +142,9 @@ def test_blocks_do_not_depend_on_the_pieces_that_they_are_encoded_in() -> None:
     last = encoded(blocks[-7:])
     assert np.array_equal(angles[-7:], last[0]) and np.array_equal(radii[-7:], last[1])
     assert np.array_equal(measures.errors[-7:], last[2].errors)
-
-
-def test_first_block_that_is_not_finite_is_counted_from_the_first_piece() -> None:
-    blocks = helpers.gaussian(PIECE_BLOCKS + 9, 128, seed=3)
+    # Blocks that are not finite are counted from the first piece.
     blocks[PIECE_BLOCKS + 4, 7] = blocks[PIECE_BLOCKS + 6, 0] = np.nan
     assert encoded(blocks)[2].first_bad_block == PIECE_BLOCKS + 4
-
-
-@pytest.mark.parametrize("first", range(8))
-def test_radius_that_no_encoder_writes_is_found(first: int) -> None:
-    angles, radii, _ = encoded(helpers.gaussian(5, 128))
-    for wrong in (np.inf, np.nan, -1.0, -0.0):
-        damaged = radii.copy()
-        damaged[3, first] = wrong
-        with pytest.raises(DamagedBlock) as found:
-            decoded(angles, damaged)
-        assert (found.value.block, found.value.reason) == (3, "a radius is negative or not finite")
 
 
 # Whole weights
@@ -171,11 +154,6 @@ def test_error_of_gaussian_weights_is_that_of_theory() -> None:
     _, measured = whole(helpers.gaussian(2048, 1024, seed=5))
     assert measured.relative_mse == pytest.approx(polar_transform.RELATIVE_MSE, rel=0.003)
     assert RATE + math.log2(measured.relative_mse) / 2 == pytest.approx(1.394, abs=0.003)
-
-
-def test_weight_takes_62_bits_for_16_weights() -> None:
-    assert sum(part.bytes_per_block for part in CODER.parts) * 8 * 16 == 62 * 128
-    assert nearest_rate("polar", 5) == nearest_rate("polar", 2) == RATE
 
 
 @pytest.mark.parametrize("scale", [2.0**-149, 1e-40, 1e-30, 1e-9, 1e9, 1e30, 1e37])
@@ -206,41 +184,6 @@ def test_group_of_zeros_has_radius_zero() -> None:
     assert (radii[0, 1:] < 1e-6 * radii[0, 0]).all()
     found = decoded(angles, np.where(radii < 1e-3, np.float16(0), radii)) @ helpers.sylvester()
     assert np.abs(found[0, 16:]).max() < 1e-6 * np.abs(found[0, :16]).max()
-
-
-# Commands
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model` and `master`."""
-    folder = tmp_path_factory.mktemp("polar")
-    families.build(families.FAMILIES["llama"], folder / "model")
-    done("quantize", folder / "model", folder / "master", "--codec", "polar")
-    return folder
-
-
-def test_loaded_and_exported_weights_are_the_decoded_ones(folder: Path, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import pqweights
-
-    done("export", folder / "master", tmp_path / "out", "--target", "bf16")
-    weights = helpers.master_weights(folder / "master")
-    exported = helpers.read_all(tmp_path / "out")
-    loaded = dict(pqweights.load_model(folder / "master").named_parameters())
-    for name, values in weights.items():
-        assert np.array_equal(helpers.as_float32(exported[name]), helpers.as_float32(helpers.bf16(values)))
-        assert np.array_equal(loaded[name].detach().to(torch.float32).numpy(), helpers.as_float32(exported[name]))
-    packed = pqweights.load_model(folder / "master", packed=True)
-    assert packed is not None
-
-
-def test_card_names_codec_rate_version_and_paper(folder: Path) -> None:
-    text = make_card(folder / "master", "someone/polar").text
-    assert "Default: `polar`, 3.875 bits" in text
-    assert "The master has format version 3, because of `polar`." in text
-    assert "arXiv:2502.02617" in text
 
 
 def test_codec_is_listed_with_the_others() -> None:

@@ -91,12 +91,6 @@ blocks_of = st.sampled_from([1, 2, 15, 16, 17, 33])
 dtypes = st.sampled_from(list(SIZES))
 
 
-@examples(200)
-@given(st.binary(min_size=1, max_size=700), blocks_of, dtypes, st.booleans())
-def test_property_random_bytes_are_harmless(row: bytes, blocks: int, dtype: str, signed: bool) -> None:
-    decode(row, blocks, dtype=dtype, signed=signed)
-
-
 @st.composite
 def headers(draw: st.DrawFn) -> bytes:
     """Headers with extreme fields, before random states and words."""

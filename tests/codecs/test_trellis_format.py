@@ -52,32 +52,6 @@ def coder_of_row(row: bytes, blocks: int) -> TrellisCoder:
     return TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, blocks, len(row)))
 
 
-def of_kind(kind: str, blocks: int) -> Floats:
-    """Weights [blocks, 128]."""
-    rng = np.random.default_rng(blocks)
-    normal = rng.standard_normal((blocks, 128))
-    values = {
-        "normal": normal,
-        "some zero blocks": normal * (np.arange(blocks)[:, None] % 3 > 0),
-        "constant": np.full((blocks, 128), 0.0125),
-        "wide norms": normal * np.exp2(rng.uniform(-40, 40, (blocks, 1))),
-        "huge": np.clip(normal * 1e38, -3.4e38, 3.4e38),
-        "the largest": np.full((blocks, 128), np.finfo(np.float32).max),
-        "subnormal": normal * 1e-42,
-        "huge and tiny": normal * np.where(np.arange(blocks)[:, None] % 2, 1e30, 1e-30),
-        "one weight": np.where(np.arange(blocks * 128).reshape(blocks, 128) == 5, 3.0, 0.0),
-        "sparse": normal * (rng.random(normal.shape) < 0.01),
-        "zero": np.zeros((blocks, 128)),
-    }[kind]
-    return values.astype(np.float32)
-
-
-KINDS = (
-    *("normal", "some zero blocks", "constant", "wide norms", "huge", "the largest", "subnormal"),
-    *("huge and tiny", "one weight", "sparse", "zero"),
-)
-
-
 def kernel_bits(rows: Rows, coder: TrellisCoder, rotation: str) -> npt.NDArray[np.uint32]:
     return decoded(coder, rows, rotation).view(np.uint32)
 
@@ -99,20 +73,6 @@ def test_integer_tables_are_those_of_the_normal_distribution(exponent: int, pari
     assert [bucket.first for bucket in exact.buckets] == [edge << ours.core_bits for edge in ours.edges[:-1]]
     assert [bucket.low_bits for bucket in exact.buckets] == [ours.bits_of(i) for i in range(len(exact.buckets))]
     assert max(bucket.low_bits for bucket in exact.buckets) <= 4  # so that a state stays positive
-
-
-def test_the_look_up_table_of_the_decoder_has_the_frequencies() -> None:
-    entries = decode_tables().entries
-    for place, exponent in enumerate(trellis_tables.EXPONENTS):
-        for parity in range(2):
-            table = trellis_decoder.table_of(exponent, parity)
-            row = entries[1 + place, parity].astype(np.int64)
-            assert np.array_equal((row >> 12 & 4095) + 1, np.repeat(table.frequencies, table.frequencies))
-            assert np.array_equal(np.arange(4096) - (row & 4095), np.repeat(table.starts, table.frequencies))
-            first = np.array([bucket.first for bucket in table.buckets])
-            base = row >> 25
-            base = np.where(base >= 64, base - 128, base) << trellis_tables.buckets(exponent, parity).core_bits
-            assert np.array_equal(base, np.repeat(first, table.frequencies))
 
 
 def test_classes_and_their_factors_are_those_of_the_page() -> None:
@@ -151,14 +111,14 @@ def test_page_states_the_promise() -> None:
 # --- what is decoded ---
 
 
-@pytest.mark.parametrize("rate", [1.5, 2.125, 4.38, 8.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rate", [1.5, 4.38, 8.0])
+@pytest.mark.parametrize("kind", trellis_writer.KINDS)
 def test_page_and_kernel_decode_the_same_bits(kind: str, rate: float) -> None:
-    states = (8, 64, 256)[(list(KINDS).index(kind) + int(rate)) % 3]
+    states = (8, 64, 256)[(trellis_writer.KINDS.index(kind) + int(rate)) % 3]
     for blocks, rotation in ((1, "hadamard"), (3, "signed-hadamard"), (15, "hadamard"), (17, "signed-hadamard")):
         if blocks > 3 and states > 8:
             continue  # the states matter to the encoder
-        values = of_kind(kind, blocks)
+        values = trellis_writer.hostile(kind, blocks, seed=blocks)
         coder, rows, _ = encoded(values, rate, states, rotation)
         found = kernel_bits(rows, coder, rotation)
         assert np.array_equal(found, page_bits(rows, blocks, rotation)), (blocks, rotation)
@@ -166,7 +126,7 @@ def test_page_and_kernel_decode_the_same_bits(kind: str, rate: float) -> None:
 
 
 def test_page_and_kernel_decode_a_weight_of_two_superblocks() -> None:
-    values = of_kind("normal", 780)
+    values = trellis_writer.hostile("normal", 780, seed=1)
     coder, rows, _ = encoded(values, 2.125, 8, "hadamard")
     assert len(rows) == 2
     found = kernel_bits(rows, coder, "hadamard")
@@ -251,9 +211,9 @@ def test_steps_of_the_worked_example() -> None:
 
 
 def changed(row: bytes, place: int, form: str, value: float) -> bytes:
-    """A row with a field replaced."""
-    field = struct.pack(form, value)
-    return row[:place] + field + row[place + len(field) :]
+    """A row with a field replaced; without a form, what precedes it."""
+    field = struct.pack(form, value) if form else b""
+    return row[:place] + field + (row[place + len(field) :] if form else b"")
 
 
 @pytest.mark.parametrize(
@@ -265,30 +225,21 @@ def changed(row: bytes, place: int, form: str, value: float) -> bytes:
         *((6, "<B", count) for count in (0, 1, 2, 4, 255)),
         *((7, "<B", share) for share in (0, 99, 101, 255)),
         *((10, "<I", state) for state in (0, 1, 65535)),
+        *((length, "", 0) for length in (1, 6, 7, 10, 21, 40)),  # it ends there
     ],
 )
 def test_headers_that_no_encoder_writes_are_refused(place: int, form: str, value: float) -> None:
     row = trellis_writer.superblock(
         np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4, frequencies=(100, 100, 56), unused=300
     )
-    coder = coder_of_row(row, 3)
-    decoded(coder, np.frombuffer(row, dtype=np.uint8)[None], "hadamard")
+    decoded(coder_of_row(row, 3), np.frombuffer(row, dtype=np.uint8)[None], "hadamard")
     wrong = changed(row, place, form, value)
-    with pytest.raises(trellis_decoder.Damaged):
-        trellis_decoder.decode_superblock(wrong, 3, signed=False)
-    with pytest.raises(DamagedBlock) as found:
-        decoded(coder, np.frombuffer(wrong, dtype=np.uint8)[None], "hadamard")
-    assert found.value.block == 0
-
-
-@pytest.mark.parametrize("length", [1, 6, 7, 10, 21, 40])
-def test_superblocks_that_are_too_short_are_refused(length: int) -> None:
-    row = trellis_writer.superblock(np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4)[:length]
-    if length >= 7:
+    if len(wrong) >= 7:
         with pytest.raises(trellis_decoder.Damaged):
-            trellis_decoder.decode_superblock(row, 3, signed=False)
-    with pytest.raises(DamagedBlock):
-        decoded(coder_of_row(row, 3), np.frombuffer(row, dtype=np.uint8)[None], "hadamard")
+            trellis_decoder.decode_superblock(wrong, 3, signed=False)
+    with pytest.raises(DamagedBlock) as found:
+        decoded(coder_of_row(wrong, 3), np.frombuffer(wrong, dtype=np.uint8)[None], "hadamard")
+    assert found.value.block == 0
 
 
 def test_the_reason_says_what_is_wrong() -> None:

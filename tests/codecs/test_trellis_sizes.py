@@ -11,14 +11,13 @@ from blocks import examples
 from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
+from trellis_writer import KINDS, hostile
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
-from pqweights.codecs.protocol import Bytes, Measures, PassResult
-from pqweights.codecs.scalar import RotatedState
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.protocol import PassResult
 from pqweights.codecs.weight import EncodedWeight, encode_weight
-from pqweights.errors import SourceError
 
 CODEC = HadamardTrellis()
 Floats = npt.NDArray[np.float32]
@@ -85,41 +84,6 @@ def test_small_weights_keep_the_promise(blocks: int, rate: float) -> None:
 # --- hostile weights ---
 
 
-def hostile(kind: str, blocks: int, seed: int) -> Floats:
-    """Finite weights [blocks, 128] of a kind."""
-    rng = np.random.default_rng(seed)
-    normal = rng.standard_normal((blocks, 128))
-    odd = np.arange(blocks)[:, None] % 2
-    largest = float(np.finfo(np.float32).max)
-    values = {
-        "normal": normal,
-        "huge": np.clip(normal * 1e38, -largest, largest),
-        "largest": np.full((blocks, 128), largest),
-        "signs of the largest": np.where(normal > 0, largest, -largest),
-        "subnormal": normal * 1e-41,
-        "smallest": np.full((blocks, 128), 1e-45),
-        "constant": np.full((blocks, 128), -0.37),
-        "constant rows": np.repeat(normal[:, :1], 128, axis=1),
-        "sparse": normal * (rng.random(normal.shape) < 0.002),
-        "one weight": np.where(np.arange(blocks * 128).reshape(blocks, 128) == seed % (blocks * 128), 1.0, 0.0),
-        "one block": normal * (np.arange(blocks)[:, None] == seed % blocks),
-        "huge and tiny blocks": normal * np.where(odd, 1e35, 1e-35),
-        "steps of scale": normal * np.exp2(np.arange(blocks)[:, None] % 60),
-        "lognormal": normal * np.exp(2 * rng.standard_normal((blocks, 1))),
-        "heavy tails": np.clip(rng.standard_t(1.1, normal.shape), -1e30, 1e30),
-        "integers": np.rint(normal * 3),
-        "zero": np.zeros_like(normal),
-    }[kind]
-    return values.astype(np.float32)
-
-
-KINDS = (
-    *("normal", "huge", "largest", "signs of the largest", "subnormal", "smallest", "constant", "constant rows"),
-    *("sparse", "one weight", "one block", "huge and tiny blocks", "steps of scale", "lognormal", "heavy tails"),
-    *("integers", "zero"),
-)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("blocks", [1, 4, 17, 130])
 def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(kind: str, blocks: int) -> None:
@@ -137,62 +101,7 @@ def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(
         assert measured.error <= energy * (1 + 1e-6)
 
 
-@examples(60)
-@given(
-    st.sampled_from(KINDS),
-    st.integers(1, 60),
-    st.floats(1.5, 8),
-    st.integers(0, 10**6),
-    st.integers(-40, 40),
-)
-def test_property_whatever_is_encoded_is_decoded(kind: str, blocks: int, rate: float, seed: int, power: int) -> None:
-    """With a mixture of two kinds in one weight: no damage, finite, and the error that was stated."""
-    values = hostile(kind, blocks, seed)
-    largest = np.float64(np.finfo(np.float32).max)
-    other = np.clip(gaussian(blocks, 128, seed=seed).astype(np.float64) * 2.0**power, -largest, largest)
-    values[blocks // 2 :] = other[blocks // 2 :]
-    weight, measured = encode(values, rate)
-    found, exact = decoded(weight), values.reshape(-1).astype(np.float64)
-    assert np.isfinite(found).all()
-    error, energy = ((found - exact) ** 2).sum(), (exact**2).sum()
-    assert error <= measured.error * 1.005 + 1e-9 * energy
-    assert measured.error <= energy * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_are_refused_by_superblock(bad: float) -> None:
-    values = gaussian(1600, 128)
-    assert CODEC.coder(3.0).sized(values.size).block_size == 400 * 128
-    values[1200, 3] = bad
-    with pytest.raises(SourceError, match="NaN or infinity in block 3 of the weight"):
-        encode(values, 3.0)
-
-
-# --- bytes ---
-
-
-def parts_of(coder: TrellisCoder, values: Bytes, superblocks: list[tuple[int, int]]) -> tuple[bytes, list[Measures]]:
-    """The bytes of ranges of superblocks, each encoded in a call."""
-    data, measures, size = [], [], coder.block_size * 4
-    for first, last in superblocks:
-        rows = np.full((last - first, coder.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
-        piece = values[first * size : last * size]
-        measures.append(coder.encode(piece, [rows], dtype="F32", state=RotatedState("hadamard")))
-        data.append(rows.tobytes())
-    return b"".join(data), measures
-
-
-def test_bytes_do_not_depend_on_the_chunks() -> None:
-    coder = CODEC.coder(3.0).sized(4 * 512 * 128)
-    values = gaussian(4 * 512, 128, seed=9).view(np.uint8).reshape(-1)
-    whole, _ = parts_of(coder, values, [(0, 4)])
-    # What is in the workspace from other superblocks changes nothing either.
-    parts_of(coder, np.ascontiguousarray(values[::-1]) & 0x3F, [(0, 4)])
-    for cuts in ([(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]):
-        assert parts_of(coder, values, cuts)[0] == whole
-
-
-@pytest.mark.parametrize("magnitude", [1.0, 1e4, 1e15])
+@pytest.mark.parametrize("magnitude", [1.0, 1e15])
 def test_modelled_error_of_one_block_among_zeros_is_a_small_number(magnitude: float) -> None:
     blocks = np.zeros((1000, 128), dtype=np.float32)
     blocks[0] = magnitude

@@ -4,14 +4,19 @@ import itertools
 import math
 
 import helpers
+import independent_reader
+import independent_writer
 import numpy as np
 import pytest
-from scalar import encode_scalar
+from blocks import DTYPES, examples, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from scalar import encode_scalar, exponent_of
 
-from pqweights.codecs import get_codec
+from pqweights.codecs import get_codec, polar
 from pqweights.codecs.lloyd_max import DISTORTION
-from pqweights.codecs.protocol import Measures, PassResult, exceeds_promise
-from pqweights.codecs.scalar import NormRange, ScalarState, norm_exponent_for
+from pqweights.codecs.protocol import Measures, NormRange, PassResult, exceeds_promise
+from pqweights.codecs.scalar import SIGNED_HADAMARD, ScalarState, norm_exponent_for
 from pqweights.codecs.weight import PassTotals, encode_weight
 from pqweights.kernels import SIGNS
 
@@ -29,7 +34,7 @@ LARGER = (1.0, 2.0**18)  # exponent 4
 
 def result(rotation, exponent, *, norms, relative_mse):
     return PassResult(
-        state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, observed=NormRange(*norms)
+        state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, norms=NormRange(*norms)
     )
 
 
@@ -170,8 +175,8 @@ def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
 
 
 def blocks_of_errors(energies, errors, norms):
-    observed = NormRange(min(norms, default=math.inf), max(norms, default=0.0))
-    return Measures(energies=energies, errors=errors, first_bad_block=-1, observed=observed)
+    seen = NormRange(min(norms, default=math.inf), max(norms, default=0.0))
+    return Measures(energies=energies, errors=errors, first_bad_block=-1, norms=seen)
 
 
 def test_totals_do_not_depend_on_the_size_of_chunks():
@@ -187,9 +192,9 @@ def test_totals_do_not_depend_on_the_size_of_chunks():
         totals = PassTotals(ScalarState(S, 4))
         for a, b in itertools.pairwise(cuts):
             totals.add(blocks_of_errors(energies[a:b], errors[a:b], norms[a:b].tolist()))
-        observed = NormRange(norms.min(), norms.max())
+        seen = NormRange(norms.min(), norms.max())
         assert totals.result() == PassResult(
-            state=ScalarState(S, 4), energy=expected_energy, error=expected_error, observed=observed
+            state=ScalarState(S, 4), energy=expected_energy, error=expected_error, norms=seen
         )
 
 
@@ -217,3 +222,82 @@ def test_some_blocks_decode_to_their_part_of_the_weight():
         assert np.array_equal(weight.decode_blocks(start, stop, "F16"), whole[start * 256 : stop * 256])
     single = weight.decode_blocks(0, 8, "F32").view(np.float32)
     assert np.array_equal(single.astype(np.float16).view(np.uint8), whole)
+
+
+# --- reported errors ---
+
+FAMILIES = helpers.block_families()
+FAMILIES["constant and noise"] = 0.02 + helpers.gaussian(48, 128, seed=6, scale=0.002)  # one large rotated coordinate
+
+each = pytest.mark.parametrize("bits", CODEC.rates)
+
+
+def assert_errors_are_those_of_the_decoded(values, bits, *, dtype="F32", rounding=0.0):
+    """Check the measured energy and error of a whole weight, and return the encoding and what was measured.
+
+    rounding: relative error from rounding z and the decoded values, if errors of both signs do not cancel it
+    """
+    weight, measured = encoded(values, dtype, bits)
+    exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64).reshape(-1)
+    back = weight.decode_blocks(0, len(weight.codes), "F32").view(np.float32)[: exact.size].astype(np.float64)
+    energy, error = (exact**2).sum(), ((back - exact) ** 2).sum()
+    assert measured.energy == pytest.approx(energy, rel=1e-6, abs=0)
+    assert abs(measured.error - error) <= 1e-5 * error + 2 * rounding * math.sqrt(error * energy) + rounding**2 * energy
+    assert (weight.norms & 0x7FFF < 0x7C00).all()
+    assert measured.norm_exponent == exponent_of(measured)
+    return weight, measured
+
+
+@each
+def test_reported_errors_match_the_decoded_weights(bits):
+    for dtype in DTYPES:
+        assert_errors_are_those_of_the_decoded(helpers.gaussian(512, 128, seed=3, scale=0.05), bits, dtype=dtype)
+    for family in ("heavy-tailed", "with blocks of zeros"):
+        assert_errors_are_those_of_the_decoded(FAMILIES[family], bits)
+    for family in ("few distinct values", "Walsh-aligned", "constant and noise"):
+        assert_errors_are_those_of_the_decoded(FAMILIES[family], bits, rounding=2.0**-21)
+
+
+@each
+def test_zeros_are_exact_and_have_no_norms(bits):
+    for values in (np.zeros((3, 128), np.float32), np.full((2, 128), -0.0, np.float32), np.zeros((2, 0), np.float32)):
+        weight, measured = encoded(values, bits=bits)
+        assert not weight.norms.any() and not weight.decode().view(np.float32).any()
+        assert (measured.relative_mse, measured.norm_exponent, measured.energy) == (0, 0, 0)
+        assert (measured.smallest_norm, measured.largest_norm) == (math.inf, 0.0)
+        assert (independent_reader.unpack(weight.codes, bits) == 2 ** (bits - 1)).all()
+
+
+@each
+@pytest.mark.parametrize("scale", [2.0**-141, 1e-38, 1e-20, 1e20, 1e36])
+def test_relative_error_does_not_depend_on_scale(bits, scale):
+    """Weights from subnormal to huge; a power of two gives the same codes, other scales round the norms differently."""
+    plain = helpers.gaussian(64, 128, seed=7, scale=1.0)
+    values = (plain.astype(np.float64) * scale).astype(np.float32)
+    weight, measured = encoded(values, bits=bits)
+    assert weight.norm_exponent != 0 and np.isfinite(weight.decode().view(np.float32)).all()
+    assert (weight.norms & 0x7FFF < 0x7C00).all() and (weight.norms & 0x7FFF >= 0x0400).all()
+    if scale >= 1e-38:
+        _, at_one = encoded(plain, bits=bits)
+        assert measured.relative_mse == pytest.approx(at_one.relative_mse, rel=0.01)  # norms are rounded elsewhere
+    power, at_power = encoded(plain * np.float32(2.0**-60), bits=bits)
+    assert same_bits(power.codes, encoded(plain, bits=bits)[0].codes)
+    assert at_power.norm_exponent < 0
+
+
+@each
+def test_constant_blocks_have_a_small_error(bits):
+    """A constant is the worst case of the rotation, which the signed rotation rescues."""
+    for constant in (0.0125, -3.0, 2.0**-10):
+        values = np.full((5, 128), constant, np.float32)
+        weight, _ = assert_errors_are_those_of_the_decoded(values, bits, rounding=2.0**-22)
+        assert weight.rotation == SIGNED_HADAMARD
+
+
+@given(st.integers(0, 2**32 - 1))
+@examples(30)
+def test_column_butterfly_and_sum_match_the_format(seed):
+    values = np.random.default_rng(seed).standard_normal((5, 128)).astype(np.float32)
+    turned = polar.hadamard(np.ascontiguousarray(values.T))
+    assert same_bits(np.ascontiguousarray(turned.T), independent_reader.hadamard(values))
+    assert same_bits(polar.tree_sum(values.T.copy()), independent_writer.tree(values))

@@ -13,7 +13,7 @@ import pytest
 from external_runtimes import need
 
 from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.errors import OptionError
 from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
 from pqweights.inference.runtimes import llama_library

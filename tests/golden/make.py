@@ -21,6 +21,7 @@ import independent_reader
 import numpy as np
 import numpy.typing as npt
 from calls import quantize
+from commands import done
 
 from pqweights.planning.recipe import parse_recipe
 
@@ -124,6 +125,21 @@ def write_source(folder: Path) -> Path:
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
     """Quantize the source with the golden recipe."""
     quantize(source, out, parse_recipe(RECIPE, "golden"), threads=threads, max_shard_bytes=MAX_SHARD_BYTES)
+
+
+def write_by_command(source: Path, out: Path, recipe: str, threads: int) -> None:
+    """Quantize a source with the text of a recipe, by the command."""
+    path = source.parent / "golden.yaml"
+    path.write_text(recipe, encoding="utf-8")
+    done("quantize", source, out, "--recipe", path, "--threads", threads, "--max-shard-size", "5GB")
+
+
+def mixed_scales(seed: int) -> npt.NDArray[np.float32]:
+    """34 blocks with norms from 2**-20 to 2**20, one of zeros, and one of a single weight."""
+    norms = np.ldexp(1.0, (np.arange(34) * 7) % 41 - 20).astype(np.float32)
+    mixed = weights(34, 128, seed=seed) * norms[:, None]
+    mixed[5], mixed[9, 1:] = 0, 0
+    return mixed
 
 
 def described(tensor: independent_reader.Tensor) -> dict[str, Any]:

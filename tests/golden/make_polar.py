@@ -16,8 +16,7 @@ import helpers
 import independent_reader
 import numpy as np
 import polar_decoder
-from commands import done
-from golden.make import HERE, weights, write_golden
+from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 
 MASTER = HERE / "polar"
 EXPECTED = HERE / "polar.json"
@@ -34,14 +33,11 @@ rules:
 
 def source() -> dict[str, helpers.Tensor]:
     """Return the tensors of the source."""
-    norms = np.ldexp(1.0, (np.arange(34) * 7) % 41 - 20).astype(np.float32)
-    mixed = weights(34, 128, seed=44) * norms[:, None]
-    mixed[5], mixed[9, 1:] = 0, 0
     return {
         "model.layers.rows.weight": helpers.bf16(weights(12, 256, seed=41)),
         "model.layers.flat.weight": helpers.f32(weights(17, 130, seed=42)),
         "model.layers.half.weight": helpers.f16(weights(3, 129, seed=43)),
-        "model.layers.mixed.weight": helpers.f32(mixed),
+        "model.layers.mixed.weight": helpers.f32(mixed_scales(44)),
         "model.layers.tiny.weight": helpers.f32(weights(4, 128, seed=45, exponent=-130)),
         "model.layers.huge.weight": helpers.f32(weights(4, 128, seed=46, exponent=110)),
         "model.layers.constant.weight": helpers.bf16(np.full((15, 128), 0.0125, np.float32)),
@@ -60,9 +56,7 @@ def write_source(folder: Path) -> Path:
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
     """Quantize the source with the golden recipe, by the command."""
-    recipe = source.parent / "golden-polar.yaml"
-    recipe.write_text(RECIPE, encoding="utf-8")
-    done("quantize", source, out, "--recipe", recipe, "--threads", threads, "--max-shard-size", "5GB")
+    write_by_command(source, out, RECIPE, threads)
 
 
 def read_master(folder: Path) -> Iterator[independent_reader.Tensor]:

@@ -18,8 +18,7 @@ import independent_reader
 import numpy as np
 import numpy.typing as npt
 import trellis_decoder
-from commands import done
-from golden.make import HERE, weights, write_golden
+from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 
 MASTER = HERE / "trellis"
 EXPECTED = HERE / "trellis.json"
@@ -40,14 +39,11 @@ rules:
 
 def source() -> dict[str, helpers.Tensor]:
     """Return the tensors of the source."""
-    norms = np.ldexp(1.0, (np.arange(34) * 7) % 41 - 20).astype(np.float32)
-    mixed = weights(34, 128, seed=34) * norms[:, None]
-    mixed[5], mixed[9, 1:] = 0, 0
     return {
         "model.layers.least.weight": helpers.bf16(weights(60, 1664, seed=31)),  # 780 blocks: two superblocks
         "model.layers.middle.weight": helpers.f32(weights(17, 130, seed=32)),
         "model.layers.most.weight": helpers.f16(weights(3, 129, seed=33)),
-        "model.layers.mixed.weight": helpers.f32(mixed),
+        "model.layers.mixed.weight": helpers.f32(mixed_scales(34)),
         "model.layers.one.weight": helpers.bf16(weights(1, 7, seed=35)),
         "model.layers.constant.weight": helpers.bf16(np.full((15, 128), 0.0125, np.float32)),
         "model.layers.aligned.weight": helpers.f32(weights(8, 1, seed=39) + weights(8, 128, seed=40, exponent=-17)),
@@ -65,9 +61,7 @@ def write_source(folder: Path) -> Path:
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
     """Quantize the source with the golden recipe, by the command."""
-    recipe = source.parent / "golden-trellis.yaml"
-    recipe.write_text(RECIPE, encoding="utf-8")
-    done("quantize", source, out, "--recipe", recipe, "--threads", threads, "--max-shard-size", "5GB")
+    write_by_command(source, out, RECIPE, threads)
 
 
 def read_master(folder: Path) -> Iterator[independent_reader.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hostile.case import Case, stored
-from hostile.evaluation import GOOD_MODEL, LONG_TEXT, evaluating, language_model, of_broken_models
+from hostile.evaluation import GOOD_MODEL, evaluating, language_model, of_broken_models
 from hostile.exports import TEXT
 
 CALIBRATE = "calibrate model scales.safetensors --text text.txt"

@@ -398,7 +398,7 @@ def test_hostile_cards_are_read_in_a_second(name: str, tmp_path: Path) -> None:
     path.write_bytes(b"---\n" + CARDS_TOO_MUCH[name] + b"\n---\n# x\n")
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (2, 2)); from pathlib import Path\n"
-        "from pqweights.checkpoint.model_card import model_facts\n"
+        "from pqweights.checkpoint.config import model_facts\n"
         "from pqweights.checkpoint.storage import LocalStorage\n"
         "model_facts(LocalStorage(Path(sys.argv[1])))\n"
     )

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.scalar import NormRange, norm_exponent_for
+from pqweights.codecs.protocol import NormRange
+from pqweights.codecs.scalar import norm_exponent_for
 from pqweights.kernels import BACKENDS, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook
 

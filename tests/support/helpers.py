@@ -18,7 +18,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import added_codecs
 import numpy as np
 import numpy.typing as npt
 from shared import skip_flushes
@@ -214,7 +213,7 @@ SMALL_CHUNK = 4096
 def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Run `command` once per point in a forked process, to the point where it kills itself.
 
-    command: {"quantize" or "export": source, **keywords}, and "added_codecs" if it may use those of added_codecs.py
+    command: {"quantize" or "export": source, **keywords}
     points: for each run {"out", "function" to die at, "number" of its call, "when": before, half (of the bytes written)
         or after}, with "may_end" if that call may not come; without a function, the run is undisturbed
 
@@ -309,8 +308,6 @@ def _child(command: dict[str, Any], point: dict[str, Any], answer: int) -> None:
 def _drive(command: dict[str, Any], points: list[dict[str, Any]]) -> None:
     small_chunks()
     skip_flushes()
-    if command.pop("added_codecs", False):
-        added_codecs.add()
     with tempfile.TemporaryDirectory() as folder:
         run_command(command, Path(folder) / "out")  # imports and compiles before the forks what every child needs
     answers = []

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax, ScalarCoder
-from pqweights.codecs.protocol import PassResult
-from pqweights.codecs.scalar import SIGNED_HADAMARD, NormRange, ScalarState, norm_exponent_for
+from pqweights.codecs.lloyd_max import ScalarCoder
+from pqweights.codecs.protocol import NormRange, PassResult
+from pqweights.codecs.scalar import ScalarState, norm_exponent_for
 from pqweights.codecs.weight import EncodedWeight, encode_weight
-from pqweights.kernels import BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook
 
 Bytes = npt.NDArray[np.uint8]
@@ -51,20 +50,10 @@ class ScalarPass(NamedTuple):
 
     @staticmethod
     def of(measured: PassResult) -> ScalarPass:
-        state, norms = measured.state, measured.observed
-        assert isinstance(state, ScalarState) and isinstance(norms, NormRange)
+        state, norms = measured.state, measured.norms
+        assert isinstance(state, ScalarState)
         sums = (measured.energy, measured.error, measured.relative_mse)
         return ScalarPass(state.rotation, state.norm_exponent, norms.smallest, norms.largest, *sums)
-
-
-class ScalarBlocks(NamedTuple):
-    """Encoded blocks, with the measurements of each."""
-
-    codes: Bytes
-    norms: Halves
-    energies: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-    stats: EncodeStats
 
 
 def encode_scalar(
@@ -73,17 +62,6 @@ def encode_scalar(
     """Encode a whole weight, with as many passes as it needs."""
     weight, measured = encode_weight(values, dtype=dtype, shape=shape, coder=codec.coder(bits))
     return ScalarWeight(weight), ScalarPass.of(measured)
-
-
-def encode_scalar_blocks(
-    codec: HadamardLloydMax, raw: Bytes, dtype: str, bits: int, rotation: str, exponent: int = 0
-) -> ScalarBlocks:
-    """Encode whole blocks in one pass."""
-    blocks = len(raw) // (128 * {"BF16": 2, "F16": 2, "F32": 4}[dtype])
-    codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
-    out = EncodedArrays(codes, norms, np.full(blocks, -1.0), np.full(blocks, -1.0))
-    coding = BlockCoding(codebook=codec.codebook(bits), signed=rotation == SIGNED_HADAMARD, norm_exponent=exponent)
-    return ScalarBlocks(*out, codec.encode_blocks(raw, dtype, coding, out))
 
 
 def exponent_of(measured: ScalarPass) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from trellis_decoder import BLOCK, LANES, LEAST, TRELLISES, kind_of, table_of
 
 
@@ -87,3 +88,43 @@ def _coded(steps: list[list[Symbol]]) -> tuple[list[int], list[int]]:
             quotient, rest = divmod(state, symbol.frequency)
             states[symbol.lane] = (quotient << symbol.table_bits) + rest + symbol.start
     return states, words[::-1]
+
+
+# --- weights for encoders ---
+
+
+def hostile(kind: str, blocks: int, seed: int) -> npt.NDArray[np.float32]:
+    """Finite weights [blocks, 128] of a kind, on which searches for steps and classes could fail."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal((blocks, 128))
+    odd = np.arange(blocks)[:, None] % 2
+    largest = float(np.finfo(np.float32).max)
+    values = {
+        "normal": normal,
+        "huge": np.clip(normal * 1e38, -largest, largest),
+        "largest": np.full((blocks, 128), largest),
+        "signs of the largest": np.where(normal > 0, largest, -largest),
+        "subnormal": normal * 1e-41,
+        "smallest": np.full((blocks, 128), 1e-45),
+        "constant": np.full((blocks, 128), -0.37),
+        "constant rows": np.repeat(normal[:, :1], 128, axis=1),
+        "sparse": normal * (rng.random(normal.shape) < 0.002),
+        "one weight": np.where(np.arange(blocks * 128).reshape(blocks, 128) == seed % (blocks * 128), 1.0, 0.0),
+        "one block": normal * (np.arange(blocks)[:, None] == seed % blocks),
+        "some zero blocks": normal * (np.arange(blocks)[:, None] % 3 > 0),
+        "wide norms": normal * np.exp2(rng.uniform(-40, 40, (blocks, 1))),
+        "huge and tiny blocks": normal * np.where(odd, 1e35, 1e-35),
+        "steps of scale": normal * np.exp2(np.arange(blocks)[:, None] % 60),
+        "lognormal": normal * np.exp(2 * rng.standard_normal((blocks, 1))),
+        "heavy tails": np.clip(rng.standard_t(1.1, normal.shape), -1e30, 1e30),
+        "integers": np.rint(normal * 3),
+        "zero": np.zeros_like(normal),
+    }[kind]
+    return values.astype(np.float32)
+
+
+KINDS = (
+    *("normal", "huge", "largest", "signs of the largest", "subnormal", "smallest", "constant", "constant rows"),
+    *("sparse", "one weight", "one block", "huge and tiny blocks", "steps of scale", "lognormal", "heavy tails"),
+    *("integers", "some zero blocks", "wide norms", "zero"),
+)

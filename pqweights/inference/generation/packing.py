@@ -10,7 +10,7 @@ from typing import Any
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
-from pqweights.codecs.hadamard_lloyd_max import HadamardLloydMax
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.common.units import size_text as shown
 from pqweights.errors import GenerationError
 from pqweights.exports.target import MLX

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.companions import LEADS_OUTSIDE, leads_outside
-from pqweights.checkpoint.model_card import MAX_CARD_BYTES
+from pqweights.checkpoint.config import MAX_CARD_BYTES
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole

@@ -14,9 +14,8 @@ from pqweights.planning.roles import ROLES
 from pqweights.publish.card.text import as_number
 from pqweights.quality.evaluate.report import beginning, masked_tokens
 from pqweights.rewrite.manifest import Manifest
-from pqweights.rewrite.records import TensorRecord, mean_error
+from pqweights.rewrite.records import TensorRecord, is_rescued, mean_error
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Figure
-from pqweights.rewrite.tensor_report import is_rescued
 
 Item = TypeVar("Item")
 Pair = tuple[TensorPlan, TensorRecord]

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from pqweights.checkpoint.model_card import FENCE, front_matter
+from pqweights.checkpoint.config import FENCE, front_matter
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.errors import OutputError
 from pqweights.storage.hub.ids import is_repository_id
