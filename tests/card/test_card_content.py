@@ -259,7 +259,7 @@ def test_export_names_the_awq_scales_of_its_master(by_source: bool, base: Path, 
         (
             {"target_bpw": 6, "bpw_of": "checkpoint"},
             {"kind": "heuristic"},
-            "to meet the target of 6 bits per parameter of the checkpoint with",
+            "to meet the target of the recipe with",
         ),
         (
             {"target_bpw": 4},

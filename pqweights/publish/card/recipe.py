@@ -120,8 +120,8 @@ def _fit(fit: Mapping[str, Any], recipe: Mapping[str, Any], subject: str) -> str
     target = "the target of the recipe"
     if output_bytes is not None:
         target = f"the target of {output_bytes:.0f} bytes"
-    elif per_weight is not None:
-        target = f"the target of {SizeTarget(bits_per_weight=per_weight, bpw_of=as_text(recipe.get('bpw_of')))}"
+    elif per_weight is not None and "bpw_of" not in recipe:  # a mean over other weights, in development versions
+        target = f"the target of {SizeTarget(bits_per_weight=per_weight)}"
     by = fit.get("sensitivity")
     by = by if isinstance(by, dict) else {}
     kind, rise = as_text(by.get("kind")), as_number(fit.get("predicted_rise"))
