@@ -12,7 +12,7 @@ from pqweights.options import PlanArguments, QuantizeArguments
 from . import options, output, report, report_plan
 from .flags import taking
 from .report import warn_if_nothing_is_quantized
-from .report_fit import curve_lines, fit_lines
+from .report_fit import fit_lines
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
@@ -84,5 +84,5 @@ def show_plan(
         return
     lines = report_plan.plan_lines(made, summary)
     if made.fit is not None:
-        lines += ["", *fit_lines(made.fit), "", *curve_lines(made.fit)]
+        lines += ["", *fit_lines(made.fit)]
     output.show(*lines)

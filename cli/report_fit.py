@@ -7,17 +7,15 @@ from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pqweights.common.units import counted, first_names, size_text
+from pqweights.common.units import counted, first_names
 
-from .tables import folded, table
+from .tables import folded
 
 if TYPE_CHECKING:
     from pqweights.planning.fit import Fit
 
 # With fewer bits the loss rises faster than in proportion to the error, which the prediction does not know.
 FEWEST_LINEAR_BITS = 3
-# The least share that four digits of a percentage show.
-LEAST_GAP = 1e-6
 _NUMBERS = re.compile(r"\.\d+\.")
 
 
@@ -30,7 +28,7 @@ def fit_lines(fit: Fit) -> list[str]:
         f"target: {fit.target}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
         f"bits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes{_left(fit)}, "
         f"{fit.bits_per_parameter:.4f} per parameter",
-        f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)}), {_gap(fit.gap)}",
+        f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)})",
         *_warnings(fit),
     ]
 
@@ -49,11 +47,6 @@ def _left(fit: Fit) -> str:
     """Return that the mean is also over weights that the target leaves as they are, if there are any."""
     left = sum(group.parameters for group in fit.groups if group.bits is None)
     return f" ({left} of them kept for the target)" if left else ""
-
-
-def _gap(gap: float) -> str:
-    """Return how far the choice may be from the best one, as a share that is not rounded to zero."""
-    return f"within {max(gap, LEAST_GAP):.4%} of the optimum" if gap else "optimal"
 
 
 def _unit(fit: Fit) -> str:
@@ -79,26 +72,3 @@ def _warnings(fit: Fit) -> list[str]:
             f"{counted(len(few), 'group')}: {first_names(few)}"
         )
     return lines
-
-
-def curve_lines(fit: Fit) -> list[str]:
-    """Return the predicted rise at other sizes."""
-    rows = []
-    for point in fit.curve:
-        mark = "<- the target" if point.output_bytes == fit.output_bytes else ""
-        rows.append([size_text(point.output_bytes), *_bits(fit, point.output_bytes), f"{point.rise:.5f}", mark])
-    bits = "bits/param" if fit.target.bounds_files else "bits/weight"
-    unit = [] if fit.target.bits_per_weight is None else [f"#{bits}"]
-    columns = ["#safetensors files", *unit, "#predicted rise", ""]
-    return ["predicted rise by size:", *table(columns, rows)]
-
-
-def _bits(fit: Fit, output_bytes: int) -> list[str]:
-    """Return the bits per weight of a result of this size as the target counts them; nothing if it counts bytes."""
-    if fit.target.bits_per_weight is None:
-        return []
-    if fit.target.bounds_files:
-        return [f"{fit.bits_per_parameter * output_bytes / fit.output_bytes:.3f}"]
-    # The rest of the files hardly depends on the bit widths.
-    parameters = sum(group.parameters for group in fit.groups)
-    return [f"{fit.bits_per_weight + 8 * (output_bytes - fit.output_bytes) / parameters:.3f}"]

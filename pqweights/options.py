@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights import parameters as checks
-from pqweights.common.units import BPW_OF, parse_size
+from pqweights.common.units import parse_size
 from pqweights.errors import OptionError
 from pqweights.parameters import Options, StrPath, option, options
 
@@ -215,17 +215,10 @@ class RecipeOptions(CodecOptions, RuleOptions):
         metavar="SIZE",
     )
     target_bpw: float | None = option(
-        "Choose the bit width of each weight so that the mean is at most BITS, all overhead counted: per "
-        "weight that the recipe quantizes, or per parameter of the checkpoint (`bpw_of`).",
+        "Choose the bit width of each weight so that the mean over the weights that the recipe quantizes is at "
+        "most BITS, all overhead counted.",
         default=None,
         metavar="BITS",
-    )
-    bpw_of: str | None = option(
-        "Mean that `target_bpw` limits: over the weights that the recipe quantizes, or over all parameters of "
-        "the checkpoint, with every byte of the safetensors files.",
-        default=None,
-        choices=BPW_OF,
-        default_text="quantized",
     )
     sensitivity: StrPath | None = option(
         "Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights sensitivity.",

@@ -15,9 +15,6 @@ UNITS = {"": 1, "B": 1} | {
 }
 _BY_CASE = {name.upper(): value for name, value in UNITS.items()}
 
-# What bits per weight are a mean over: the weights that a recipe quantizes, or all parameters of the checkpoint.
-BPW_OF = ("quantized", "checkpoint")
-
 
 def parse_size(text: str | int) -> int:
     """Parse a size such as "5GB", "500 MiB" or "1000000" into bytes.

@@ -119,7 +119,7 @@ class IntegerExport:
         """Measure what the fold depends on, and check that a fold that was found again is the master's."""
         measure_fold(self.fold, preparation)
         if self.fold is not None and self.folded_master is not None:
-            self.fold.check_master(self.folded_master, self.master_factors)
+            self.fold.check_master(self.master_factors)
 
     def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)

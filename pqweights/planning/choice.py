@@ -11,7 +11,7 @@ from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
 from pqweights.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, Rule, load_recipe
-from pqweights.planning.target import SizeTarget, make_target
+from pqweights.planning.target import make_target
 
 
 def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions = RecipeOptions()) -> Recipe:
@@ -24,7 +24,10 @@ def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions =
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe if isinstance(recipe, str) else Path(recipe))
-    target = _target(recipe, options)
+    try:
+        target = make_target(options.target_size, options.target_bpw)
+    except RecipeError as error:
+        raise OptionError(str(error)) from None
     if options.bits is not None and (options.target_size is not None or options.target_bpw is not None):
         raise OptionError("expected either `bits` or a target, which chooses the bit widths; found both")
     if options.effort is not None:
@@ -39,21 +42,6 @@ def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions =
     widths = options.set_bits.items() if isinstance(options.set_bits, Mapping) else options.set_bits or ()
     added = (*map(_keeping, options.keep), *_setting_bits(recipe.codec, widths))
     return replace(recipe, overrides=(*added, *recipe.overrides))
-
-
-def _target(recipe: Recipe, options: RecipeOptions) -> SizeTarget | None:
-    """Return the target that the options give; None if they leave that of the recipe."""
-    bits, bpw_of, old = options.target_bpw, options.bpw_of, recipe.target
-    if options.target_size is None and old is not None and old.bits_per_weight is not None:
-        # One of the two given alone changes that one.
-        if bits is None and bpw_of is not None:
-            bits = old.bits_per_weight
-        elif bits is not None and bpw_of is None:
-            bpw_of = old.bpw_of
-    try:
-        return make_target(options.target_size, bits, bpw_of=bpw_of)
-    except RecipeError as error:
-        raise OptionError(str(error)) from None
 
 
 def _known_codec(name: str) -> str:

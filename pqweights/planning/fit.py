@@ -1,25 +1,35 @@
 """Fitting: a bit width for every weight, so that the result has a given size and the loss is predicted to rise least.
 
 The predicted rise is the sum of alpha * t^2 over groups of weights (sensitivity_file.py), where t^2 is the relative
-error that a codec promises at a bit width. Groups are weights that runtimes fuse, sizes are counted to the byte, and
-the choice is the optimum (knapsack.py). docs/fit.md describes the method.
+error that a codec promises at a bit width. Groups are weights that runtimes fuse (fit_groups.py), sizes are counted to
+the byte, and a knapsack is solved (knapsack.py). docs/fit.md describes the method.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
 from pqweights.planning.decisions import RatePlanner, Rates
-from pqweights.planning.fit_problem import FitProblem, FreeGroup, free_groups
+from pqweights.planning.fit_groups import FreeGroup, free_groups
+from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity
 from pqweights.planning.target import SizeTarget
+from pqweights.planning.totals import count
+
+# How often the budget is corrected to meet a file size: headers depend a little on what the files hold.
+MOST_ROUNDS = 8
+# A result may be smaller than its target by this share; for more, codecs of any rate get finer ones.
+MOST_UNUSED = 0.0005
+# The steps between finer rates, in bits: what is left of a step of rates is divided by one after the other.
+FINER_STEPS = (0.01, 0.001)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +54,6 @@ class FittedGroup:
     rise: float
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """The least predicted rise of the loss at a size."""
-
-    output_bytes: int
-    rise: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """Bit widths for all groups of weights.
@@ -63,9 +65,7 @@ class Fit:
     bits_per_weight: mean over all weights that the recipe would quantize; those that are kept count as they are
     bits_per_parameter: mean over all parameters of the checkpoint, with all bytes of the safetensors files
     smallest_bytes: the smallest size that is possible
-    gap: the predicted rise is at most this share above the least possible one with the rates in Codec.rates
     unknown: groups that the sensitivity file does not have
-    curve: the least rise at sizes from the smallest one on
     free: the weights whose bit width no rule gives
     """
 
@@ -76,9 +76,7 @@ class Fit:
     bits_per_weight: float
     bits_per_parameter: float
     smallest_bytes: int
-    gap: float
     unknown: tuple[str, ...]
-    curve: tuple[CurvePoint, ...]
     free: frozenset[str]
 
     @property
@@ -106,10 +104,8 @@ class Fit:
             "bits_per_weight": self.bits_per_weight,
             "bits_per_parameter": self.bits_per_parameter,
             "smallest_bytes": self.smallest_bytes,
-            "gap": self.gap,
             "unknown_groups": list(self.unknown),
             "groups": [asdict(group) | {"weights": list(group.weights)} for group in self.groups],
-            "curve": [asdict(point) for point in self.curve],
         }
 
 
@@ -134,28 +130,137 @@ def fit(
             "a target size: expected weights whose bit width is free, found none that the recipe quantizes without "
             "bits of their own"
         )
-    groups, unknown = free_groups(checkpoint, target, sensitivity=sensitivity, planner=planner)
-    problem = FitProblem(groups=groups, planner=planner, file_bytes=file_bytes)
-    chosen, solution, output_bytes = problem.solved(target)
-    fitted = tuple(_fitted(group, choice) for group, choice in zip(chosen.groups, solution.choices, strict=True))
+    groups, unknown = free_groups(checkpoint, sensitivity=sensitivity, planner=planner)
+    problem = _Problem(target=target, groups=groups, planner=planner, file_bytes=file_bytes)
+    _check_target(problem)
+    smallest_bytes, solution = problem.size(problem.smallest), problem.best()
+    for step in FINER_STEPS:
+        if problem.limit - problem.measured(solution) <= MOST_UNUSED * problem.limit:
+            break
+        finer = [
+            group.with_finer_rates(chosen, step, planner)
+            for group, chosen in zip(problem.groups, solution.choices, strict=True)
+        ]
+        problem = replace(problem, groups=finer)
+        solution = problem.best()
+    fitted = tuple(_fitted(group, chosen) for group, chosen in zip(problem.groups, solution.choices, strict=True))
+    output_bytes = problem.size(solution)
     return Fit(
         target=target,
         sensitivity=sensitivity,
         groups=fitted,
         output_bytes=output_bytes,
         bits_per_weight=8 * sum(group.bytes for group in fitted) / problem.parameters,
-        bits_per_parameter=8 * output_bytes / problem.all_weights,
-        smallest_bytes=problem.smallest_bytes,
-        gap=solution.gap,
-        unknown=unknown,
-        curve=tuple(CurvePoint(size, rise) for size, rise in problem.curve(solution, output_bytes)),
+        bits_per_parameter=8 * output_bytes / count(planner.planned({})).weights,
+        smallest_bytes=smallest_bytes,
+        unknown=tuple(unknown),
         free=planner.free,
     )
 
 
-def _fitted(group: FreeGroup, choice: int) -> FittedGroup:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Problem:
+    """The knapsack of all groups.
+
+    target: what is to be met
+    groups: the groups with their options
+    planner, file_bytes: see `fit`
+    """
+
+    target: SizeTarget
+    groups: Sequence[FreeGroup]
+    planner: RatePlanner
+    file_bytes: Callable[[Sequence[TensorPlan]], int]
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all groups."""
+        return sum(group.parameters for group in self.groups)
+
+    @property
+    def limit(self) -> int:
+        """The bytes that files may have, or the data of all groups if the target is bits per weight."""
+        if self.target.output_bytes is not None:
+            return self.target.output_bytes
+        assert self.target.bits_per_weight is not None
+        return math.floor(min(self.target.bits_per_weight * self.parameters / 8, 2.0**62))
+
+    @property
+    def counts_files(self) -> bool:
+        """Whether the target limits files, with their headers."""
+        return self.target.output_bytes is not None
+
+    @property
+    def smallest(self) -> Solution:
+        """The cheapest solution."""
+        choices = self._choices
+        solution = solve(choices, cheapest(choices))
+        assert solution is not None
+        return solution
+
+    @property
+    def all_kept(self) -> Solution:
+        """The solution that keeps all free weights."""
+        return Solution(
+            tuple(len(group.options) - 1 for group in self.groups), sum(c[-1].cost for c in self._choices), 0.0
+        )
+
+    @cached_property
+    def _choices(self) -> list[list[Choice]]:
+        return [group.choices(with_headers=self.counts_files) for group in self.groups]
+
+    def size(self, solution: Solution) -> int:
+        """Return the size of a solution's files, in bytes."""
+        chosen = zip(self.groups, solution.choices, strict=True)
+        rates = {name: group.options[choice].bits for group, choice in chosen for name in group.weights}
+        return self.file_bytes(self.planner.planned(rates))
+
+    def measured(self, solution: Solution) -> int:
+        """Return what the target limits."""
+        return self.size(solution) if self.counts_files else solution.cost
+
+    def best(self) -> Solution:
+        """Return the best solution within the limit.
+
+        Costs count headers except for the digits of offsets and the padding, so the budget is corrected by the size
+        that a solution turns out to have.
+        """
+        best = solution = self.smallest
+        tried: set[int] = set()
+        while len(tried) < MOST_ROUNDS:
+            budget = self.limit - (self.measured(solution) - solution.cost)
+            within = None if budget in tried else solve(self._choices, budget)
+            if within is None:
+                break
+            tried.add(budget)
+            solution = within
+            if solution.loss <= best.loss and self.measured(solution) <= self.limit:
+                best = solution
+        return best
+
+
+def _check_target(problem: _Problem) -> None:
+    """Raise RecipeError for a target that cannot be met, or that leaves nothing to quantize."""
+    if problem.measured(problem.smallest) > problem.limit:
+        least = _figure(problem, problem.smallest, math.ceil)
+        raise RecipeError(f"target: {problem.target}: below the smallest possible, {least}")
+    if problem.measured(problem.all_kept) <= problem.limit:
+        most = _figure(problem, problem.all_kept, math.floor)
+        raise RecipeError(f"target: {problem.target}: leaves nothing to quantize; expected less than {most}")
+
+
+def _figure(problem: _Problem, solution: Solution, rounding: Callable[[float], int]) -> str:
+    """Return the size of a solution as the target counts it. rounding: that of the last of four digits of bits."""
+    output_bytes = problem.size(solution)
+    if problem.counts_files:
+        return f"{output_bytes} bytes"
+    bits = rounding(80_000 * solution.cost / problem.parameters) / 10_000
+    return f"{bits:.4f} bits per weight ({output_bytes} bytes)"
+
+
+def _fitted(group: FreeGroup, chosen: int) -> FittedGroup:
     """Return a group with the chosen bit width."""
-    option = group.options[choice]
+    option = group.options[chosen]
     return FittedGroup(
         name=group.name,
         weights=group.weights,

@@ -48,7 +48,7 @@ class RuleFile(ClosedDocument, frozen=True, kw_only=True):
 
 
 class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
-    """A recipe as YAML has it: the fields of Recipe, with a target in three parts (target.py)."""
+    """A recipe as YAML has it: the fields of Recipe, with the two kinds of targets (target.py)."""
 
     name: str | None = None
     description: str | None = None
@@ -57,7 +57,6 @@ class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
     effort: int | None = None
     target_size: str | int | None = None
     target_bpw: int | float | None = None
-    bpw_of: str | None = None
     sensitivity: str | None = None
     rules: tuple[Any, ...] | None = None
 
@@ -266,7 +265,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     file = read_yaml(text, where, RecipeFile)
     codec = _checked_codec(where, file.codec or DEFAULT_CODEC)
     bits = nearest_rate(codec, DEFAULT_BITS) if file.bits is None else file.bits
-    target = make_target(file.target_size, file.target_bpw, bpw_of=file.bpw_of, file=where)
+    target = make_target(file.target_size, file.target_bpw, file=where)
     if file.sensitivity is not None and target is None:
         raise RecipeError(f"{where}: sensitivity needs target_size or target_bpw")
     recipe = Recipe(

@@ -4,7 +4,7 @@ It holds one or both of two things. *Moments*: for each distinct vector that ent
 X' X / tokens as `inputs.N.moments` (F32 [K, K]) and rows that were held back as `inputs.N.held_back` (F32 [rows, K]).
 *Scales*: one float16 scale for each input channel of a weight (Lin et al., arXiv:2306.00978) as `X_awq_scale`. The
 description, under `pqweights_statistics`, says of which checkpoint they are and what belongs to which weight;
-docs/moments.md has its keys. Earlier versions wrote only one of the two, under a key that says which.
+docs/moments.md has its keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -36,8 +35,6 @@ MOMENTS: Kind = "moments"
 SCALES: Kind = "scales"
 # What writes each kind.
 COMMANDS: dict[Kind, str] = {SCALES: "pqweights calibrate", MOMENTS: "pqweights calibrate --moments"}
-# What the keys of earlier versions hold; their descriptions have the same fields.
-EARLIER_KEYS: dict[str, Kind] = {"pqweights_awq": SCALES, "pqweights_moments": MOMENTS}
 # A safetensors file of ours holds at least one tensor: this empty one if no weight is scaled.
 NO_SCALES = awq_name("no_weight_is_scaled")
 # Rows of a matrix of moments that are read together.
@@ -60,14 +57,15 @@ class InputVector:
     windows: int
 
 
-class WeightInputs(Document, frozen=True, kw_only=True):
-    """Which vectors a weight reads; in the description, the key of `vectors` is `inputs`.
+@dataclass(frozen=True, kw_only=True)
+class WeightInputs:
+    """Which vectors a weight reads.
 
     vectors: for each of its matrices the number of the vector; None for a matrix that had no inputs
     transposed: whether input channels run along its columns, [..., K, N], not along its rows, [..., N, K]
     """
 
-    vectors: tuple[Count | None, ...] = msgspec.field(name="inputs")
+    vectors: tuple[int | None, ...]
     transposed: bool
 
 
@@ -80,17 +78,19 @@ class _Vector(Document, frozen=True):
     windows: Count
 
 
-class _SearchedWeight(Document, frozen=True):
-    codec: str
-    bits: Number
-    scaled: bool
+class _Weight(Document, frozen=True, kw_only=True):
+    """What the description says of a weight: what it reads, in files of moments, and for which codec it is scaled."""
+
+    inputs: tuple[Count | None, ...] | None = None
+    transposed: bool = False
+    scaled: bool = False
+    codec: str = ""
+    bits: Number = 0
 
 
 class _Description(Document, frozen=True, kw_only=True):
-    """The description of a file. `holds` is not in files of earlier versions; each weight has the keys of its kinds."""
-
     checkpoint: str
-    holds: tuple[Kind, ...] = ()
+    holds: tuple[Kind, ...]
     inputs: tuple[_Vector, ...] = ()
     weights: dict[str, dict[str, Any]]
 
@@ -195,47 +195,22 @@ def open_statistics(path: Path, kind: Kind | None = None) -> Statistics:
         raise SourceError(f"{path}: no such file; expected {what} that {command} wrote")
     file = open_local(path)
     (name,) = file.weight_files
-    stored, metadata = read_header(file.storage, name)
-    key = next((key for key in (KEY, *EARLIER_KEYS) if key in metadata), None)
-    if key is None:
-        raise SourceError(f"{path}: expected {what} that {command} wrote, found another file")
-    told = metadata[key].encode("utf-8", "surrogatepass")
-    if key in EARLIER_KEYS:
-        holds: tuple[Kind, ...] = (EARLIER_KEYS[key],)
-    else:
-        _check_version(path, told)
-        holds = read_document(told, _Description, _damaged(path, ())).holds
-    if kind is not None and kind not in holds:
-        held = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in holds) or "nothing"
+    parts, metadata = read_header(file.storage, name)
+    if KEY not in metadata:
+        raise SourceError(f"{path}: expected {what} that {command} wrote, found another file, or an earlier version's")
+    told = metadata[KEY].encode("utf-8", "surrogatepass")
+    version = read_document(told, _Version, _damaged(path, ())).version
+    if version != VERSION:
+        raise SourceError(f"{path}: version: expected {VERSION}, found {version!r}; a newer pqweights may read it")
+    about = read_document(told, _Description, _damaged(path, ()))
+    if kind is not None and kind not in about.holds:
+        held = " and ".join(f"{other}, which {COMMANDS[other]} writes" for other in about.holds) or "nothing"
         raise SourceError(f"{path}: expected {what} that {command} wrote, found {held}")
-    return _opened(path, file, holds=holds, told=told, stored={part.name: part for part in stored})
-
-
-def _opened(
-    path: Path, file: Checkpoint, *, holds: tuple[Kind, ...], told: bytes, stored: dict[str, StoredTensor]
-) -> Statistics:
-    """Return the statistics of an opened file, by its description."""
-    damaged = _damaged(path, holds)
-    _check_version(path, told)
-    about = read_document(told, _Description, damaged)
+    damaged, stored = _damaged(path, about.holds), {part.name: part for part in parts}
     vectors = tuple(_vector(entry, number, stored, damaged) for number, entry in enumerate(about.inputs))
-    weights, searched = {}, {}
-    for name, entry in about.weights.items():
-
-        def wrong(problem: str, name: str = name) -> SourceError:
-            return damaged(f"{name!r}: {problem}")
-
-        if MOMENTS in holds and (len(holds) == 1 or "inputs" in entry):
-            weights[name] = as_document(entry, WeightInputs, wrong)
-            if any(number is not None and number >= len(vectors) for number in weights[name].vectors):
-                raise wrong("expected numbers of its inputs")
-        if SCALES in holds and (len(holds) == 1 or "scaled" in entry):
-            search = as_document(entry, _SearchedWeight, wrong)
-            if search.scaled:
-                searched[name] = (search.codec, search.bits)
+    weights, searched = _described_weights(about, damaged)
     scales = [awq_name(name) for name in searched]
-    described = {spec.name for spec in specs_of(vectors)} | set(scales)
-    if stored.keys() != (described or {NO_SCALES}):
+    if stored.keys() != ({spec.name for spec in specs_of(vectors)} | set(scales) or {NO_SCALES}):
         raise damaged("its metadata does not describe its tensors")
     if any(stored[name].dtype != "F16" for name in scales):
         raise damaged("expected float16 scales")
@@ -244,7 +219,7 @@ def _opened(
         file=file,
         sha256=sha256_of_file(path),
         checkpoint=about.checkpoint,
-        holds=holds,
+        holds=about.holds,
         vectors=vectors,
         weights=weights,
         searched=searched,
@@ -252,10 +227,27 @@ def _opened(
     )
 
 
-def _check_version(path: Path, told: bytes) -> None:
-    version = read_document(told, _Version, _damaged(path, ())).version
-    if version != VERSION:
-        raise SourceError(f"{path}: version: expected {VERSION}, found {version!r}; a newer pqweights may read it")
+def _described_weights(
+    about: _Description, damaged: Damaged
+) -> tuple[dict[str, WeightInputs], dict[str, tuple[str, float]]]:
+    """Return what each weight reads, and for which codec and bit width each scaled one was searched."""
+    weights, searched = {}, {}
+    for name, value in about.weights.items():
+
+        def wrong(problem: str, name: str = name) -> Exception:
+            return damaged(f"{name!r}: {problem}")
+
+        entry = as_document(value, _Weight, wrong)
+        for needed, key in ((entry.inputs is not None, "transposed"), (entry.scaled, "codec"), (entry.scaled, "bits")):
+            if needed and key not in value:
+                raise wrong(f"missing key {key}")
+        if entry.inputs is not None:
+            if any(number is not None and number >= len(about.inputs) for number in entry.inputs):
+                raise wrong("expected numbers of its inputs")
+            weights[name] = WeightInputs(vectors=entry.inputs, transposed=entry.transposed)
+        if entry.scaled:
+            searched[name] = (entry.codec, entry.bits)
+    return weights, searched
 
 
 def _damaged(path: Path, holds: Sequence[Kind]) -> Callable[[str], SourceError]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pqweights.checkpoint.digests import REMEDY, CheckedReads
 from pqweights.checkpoint.companions import REASONS, is_needed, outside
+from pqweights.checkpoint.digests import REMEDY, CheckedReads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor

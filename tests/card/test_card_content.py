@@ -221,7 +221,7 @@ def test_export_states_what_is_known_of_its_master(base: Path, tmp_path: Path) -
             {"kind": "text", "sha256": "ab" * 32},
             f"were measured (file with sha256 `{'ab' * 32}`) to meet the target of 4.25 bits per weight with",
         ),
-        ({"target_bpw": 6, "bpw_of": "checkpoint"}, {}, "of 6 bits per parameter of the checkpoint with"),
+        ({"target_bpw": 6, "bpw_of": "checkpoint"}, {}, "to meet the target of the recipe with"),
         ({"target_size": "x"}, ["<b>"], "to meet the target of the recipe with"),
     ],
 )

@@ -92,26 +92,21 @@ def test_decoded_weights_are_folded_without_rounding_them(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("part", ["values", "rows", "columns"])
-@pytest.mark.parametrize("has_digest", [True, False])
 def test_original_is_refused_if_its_factors_are_not_those_of_the_master(
-    part: str, has_digest: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a later version found others; of masters that have no digest of them, only the norms can be compared."""
-    shutil.copytree(folder / "folded", tmp_path / "folded")
-    if not has_digest:
-        remove_digest(tmp_path / "folded")
-    command = ("export", tmp_path / "folded", tmp_path / "out", "--target", "vllm", "--source", folder / "src")
+    """As if a later version found others."""
+    command = ("export", folder / "folded", tmp_path / "out", "--target", "vllm", "--source", folder / "src")
     other = fold.Fold.factors
 
     def changed(self: fold.Fold, tensor: str) -> TensorFactors:
-        found = other(self, tensor)
-        values = getattr(found, part)
-        return found if values is None else replace(found, **{part: values * np.float32(1.0078125)})
+        factors = other(self, tensor)
+        values = getattr(factors, part)
+        return factors if values is None else replace(factors, **{part: values * np.float32(1.0078125)})
 
-    if has_digest or part == "values":
-        with monkeypatch.context() as patch:
-            patch.setattr(fold.Fold, "factors", changed)
-            assert "not those that the master was folded with" in refused(*command)
+    with monkeypatch.context() as patch:
+        patch.setattr(fold.Fold, "factors", changed)
+        assert "--source: its factors are not those that the master was folded with" in refused(*command)
     done(*command)
 
 
@@ -141,12 +136,15 @@ def test_digest_of_factors_is_over_the_stated_fields(folder: Path, tmp_path: Pat
     }
 
 
-def test_master_without_the_digest_is_not_made_again(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "folded", tmp_path / "folded")
-    remove_digest(tmp_path / "folded")
-    before = folder_bytes(tmp_path / "folded")
-    run_command({"quantize": str(folder / "src"), "fold": "equalize"}, tmp_path / "folded")
-    assert folder_bytes(tmp_path / "folded") == before
+def test_master_without_the_digest_is_not_made_again_and_takes_no_source(folder: Path, tmp_path: Path) -> None:
+    master = Path(shutil.copytree(folder / "folded", tmp_path / "folded"))
+    remove_digest(master)
+    before = folder_bytes(master)
+    run_command({"quantize": str(folder / "src"), "fold": "equalize"}, master)
+    assert folder_bytes(master) == before
+    command = ("export", master, tmp_path / "out", "--target", "vllm")
+    assert "leave out --source, or quantize again" in refused(*command, "--source", folder / "src")
+    done(*command)
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def test_unknown_architecture_is_left_with_a_warning(source: Path, tmp_path: Pat
     (own / "config.json").write_text(json.dumps(config))
     report = run_command(command(own), tmp_path / "folded")
     (warning,) = report.warnings
-    assert "'falcon' is not known to --fold" in warning
+    assert "'falcon' is not known to `fold`" in warning
     run_command({"quantize": str(own)}, tmp_path / "plain")
     found, expected = folder_bytes(tmp_path / "folded"), folder_bytes(tmp_path / "plain")
     assert found.pop("pqweights.json") != expected.pop("pqweights.json")

@@ -107,6 +107,7 @@ ABSENT: dict[str, Content] = {
     "mlx/__init__.py": "raise ImportError(\"No module named 'mlx'\")\n",
     "mlx/__pycache__": "",  # a file, so that none is written
 }
+SCALES_ALONE = '{"version": 1, "holds": ["scales"], "checkpoint": "", "weights": {}}'
 COMPENSATED = " --rounding gptq --calibration m.safetensors"
 
 
@@ -123,6 +124,7 @@ def moments(cut: int = 0, value: float = 1.0, **about: Any) -> Damage:
 
         told = {
             "version": 1,
+            "holds": ["moments"],
             "checkpoint": open_local(folder / "src").fingerprint(),
             "inputs": [{"tokens": 1000, "windows": 8}],
             "weights": {UP: {"inputs": [0], "transposed": False}},
@@ -132,7 +134,7 @@ def moments(cut: int = 0, value: float = 1.0, **about: Any) -> Damage:
             "inputs.0.moments": ("F32", [128, 128], struct.pack("<f", value) * 128 * 128),
             "inputs.0.held_back": ("F32", [200, 128], struct.pack("<f", 1.0) * 200 * 128),
         }
-        data = stored(parts, {"pqweights_moments": json.dumps(told)})
+        data = stored(parts, {"pqweights_statistics": json.dumps(told)})
         (folder / "m.safetensors").write_bytes(data[: len(data) - cut])
 
     return damage
@@ -214,7 +216,7 @@ EXPORT_CASES = [
     exporting(
         "moments-that-are-scales",
         {VLLM + COMPENSATED: ("m.safetensors", "found scales", "--moments")},
-        files={"m.safetensors": stored({"a_awq_scale": ("F16", [1], b"\0\0")}, {"pqweights_awq": "{}"})},
+        files={"m.safetensors": stored({"a_awq_scale": ("F16", [1], b"\0\0")}, {"pqweights_statistics": SCALES_ALONE})},
     ),
     exporting(
         "moments-as-scales",

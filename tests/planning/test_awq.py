@@ -252,10 +252,10 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
 
     def other(metadata: Any, tensors: dict[str, Tensor]) -> Callable[[Path], None]:
         text = metadata if isinstance(metadata, str) else json.dumps(metadata)
-        return lambda path: path.write_bytes(safetensors_bytes(tensors, {"pqweights_awq": text})) and None
+        return lambda path: path.write_bytes(safetensors_bytes(tensors, {"pqweights_statistics": text})) and None
 
     good = {name + "_awq_scale": f16(values) for name, values in SCALES.items()}
-    entry = {"version": 1, "checkpoint": fingerprint, "weights": searched()}
+    entry = {"version": 1, "holds": ["scales"], "checkpoint": fingerprint, "weights": searched()}
 
     def with_scale(value: float) -> dict[str, Tensor]:
         return good | {MATRIX + "_awq_scale": f16(np.full(256, value))}

@@ -117,14 +117,12 @@ def test_set_without_pattern_or_bits_is_wrong_usage(source: Path, text: str) -> 
     assert "expected PATTERN=BITS" in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_each_option_of_a_target_replaces_its_own_key(tmp_path: Path) -> None:
+def test_target_of_an_option_replaces_that_of_the_recipe(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("{target_bpw: 6, bpw_of: checkpoint}")
+    mine.write_text("{target_bpw: 6}")
     for options, target in (
-        (RecipeOptions(), SizeTarget(bits_per_weight=6, bpw_of="checkpoint")),
-        (RecipeOptions(target_bpw=4), SizeTarget(bits_per_weight=4, bpw_of="checkpoint")),
-        (RecipeOptions(bpw_of="quantized"), SizeTarget(bits_per_weight=6)),
-        (RecipeOptions(target_bpw=4, bpw_of="quantized"), SizeTarget(bits_per_weight=4)),
+        (RecipeOptions(), SizeTarget(bits_per_weight=6)),
+        (RecipeOptions(target_bpw=4), SizeTarget(bits_per_weight=4)),
         (RecipeOptions(target_size="1GB"), SizeTarget(output_bytes=10**9)),
     ):
         assert choose_recipe(mine, options).target == target
@@ -136,7 +134,6 @@ def test_each_option_of_a_target_replaces_its_own_key(tmp_path: Path) -> None:
         ({"bits": 4, "target_bpw": 4}, "found both"),
         ({"target_size": 5, "target_bpw": 4}, "give either `target_size` or `target_bpw`, not both"),
         ({"target_size": "9XB"}, "'9XB'"),
-        ({"bpw_of": "checkpoint"}, "`bpw_of` needs `target_bpw`"),
         ({"bits": 9}, "2 to 8"),
     ],
 )

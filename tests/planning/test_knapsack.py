@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pqweights.planning import knapsack
-from pqweights.planning.knapsack import Choice, Solution, cheapest, curve, solve
+from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 
 Groups = list[list[Choice]]
 
@@ -36,8 +35,6 @@ def checked(groups: Groups, solution: Solution | None, budget: int) -> Solution:
     chosen = [group[number] for group, number in zip(groups, solution.choices, strict=True)]
     assert solution.cost == sum(choice.cost for choice in chosen) <= budget
     assert solution.loss == pytest.approx(math.fsum(choice.loss for choice in chosen), abs=1e-12)
-    assert solution.bound <= solution.loss
-    assert 0 <= solution.gap <= 1
     return solution
 
 
@@ -67,7 +64,6 @@ def test_solution_is_the_best_of_all_combinations(groups: Groups, budget: int) -
     checked(groups, solution, budget)
     assert solution is not None
     assert solution.loss <= best * (1 + 2e-6) + 1e-12
-    assert solution.bound <= best + 1e-12
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -95,22 +91,21 @@ def test_budget_below_the_cheapest_has_no_solution() -> None:
     groups = [[Choice(5, 1.0), Choice(3, 2.0)], [Choice(7, 0.0)]]
     assert cheapest(groups) == 10
     assert solve(groups, 9) is None
-    assert solve(groups, 10) == Solution(choices=(1, 0), cost=10, loss=2.0, bound=2.0)
-    assert solve(groups, 12) == Solution(choices=(0, 0), cost=12, loss=1.0, bound=1.0)
+    assert solve(groups, 10) == Solution(choices=(1, 0), cost=10, loss=2.0)
+    assert solve(groups, 12) == Solution(choices=(0, 0), cost=12, loss=1.0)
 
 
 def test_large_budget_buys_everything() -> None:
     groups = layers(30, [1, 5, 9], 1)
     solution = checked(groups, solve(groups, 10**12), 10**12)
     assert solution.loss == 0
-    assert solution.gap == 0
     assert solution.choices == (7,) * 30
 
 
 def test_cheapest_is_chosen_without_losses() -> None:
     groups = [[Choice(8, 0.0), Choice(3, 0.0), Choice(3, 0.0)] for _ in range(20)]
-    assert solve(groups, 60) == Solution(choices=(1,) * 20, cost=60, loss=0.0, bound=0.0)
-    assert solve(groups, 10**6) == Solution(choices=(1,) * 20, cost=60, loss=0.0, bound=0.0)
+    assert solve(groups, 60) == Solution(choices=(1,) * 20, cost=60, loss=0.0)
+    assert solve(groups, 10**6) == Solution(choices=(1,) * 20, cost=60, loss=0.0)
     assert solve(groups, 59) is None
 
 
@@ -171,49 +166,39 @@ KINDS = {
 }
 
 
+def bound(groups: Groups, budget: int) -> float:
+    """A loss that no choices within the budget are below, by the price of a byte that gives the largest (Lagrange)."""
+
+    def at(logarithm: float) -> float:
+        price = 10**logarithm
+        return math.fsum(min(c.loss + price * c.cost for c in group) for group in groups) - price * budget
+
+    low, high = -25.0, 3.0
+    for _ in range(50):  # the bound is concave in the price
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if at(left) >= at(right) else (left, high)
+    return max(0.0, at(low))
+
+
+def bound_by_cases(groups: Groups, budget: int) -> float:
+    """The same for each choice of the group that costs most: the bound is far from the best of one group alone."""
+    most = max(groups, key=lambda group: max(choice.cost for choice in group))
+    rest = [group for group in groups if group is not most]
+    return min(c.loss + bound(rest, budget - c.cost) for c in most if c.cost + cheapest(rest) <= budget)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [0.001, 0.3, 0.97])
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.6])
 def test_a_thousand_groups_are_solved_to_within_a_thousandth(kind: str, share: float) -> None:
     groups = KINDS[kind]
     least, most = cheapest(groups), sum(max(choice.cost for choice in group) for group in groups)
     budget = least + int((most - least) * share)
     solution = checked(groups, solve(groups, budget), budget)
-    assert solution.gap <= 1e-3
-    (envelope,) = curve(groups, [budget])
-    assert envelope is not None
-    assert envelope <= solution.loss * (1 + 1e-12) + 1e-12
-    assert solution.bound >= envelope - abs(envelope) * 1e-9 - 1e-12
+    assert solution.loss <= bound_by_cases(groups, budget) * 1.001 + 1e-12
 
 
-def test_bound_holds_with_too_many_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search gives up exactness step by step, and states the gap; the answer stays within the budget."""
-    groups = layers(6, [1, 2, 3, 7], 11)
-    budget = cheapest(groups) * 2 + 1
-    best = min(loss for loss, _ in combinations([group[:8] for group in groups], budget))
-    for most in (200_000, 20, 3, 1):
-        monkeypatch.setattr(knapsack, "MOST_STATES", most)
-        solution = checked(groups, solve(groups, budget), budget)
-        assert solution.bound <= best * (1 + 1e-12)
-        assert solution.loss >= best * (1 - 1e-12)
-    monkeypatch.undo()
-    assert checked(groups, solve(groups, budget), budget).loss == pytest.approx(best, rel=1e-6)
-
-
-# --- curve ---
-
-
-@settings(max_examples=100, deadline=None)
-@given(GROUPS)
-def test_curve_is_a_falling_convex_lower_bound(groups: Groups) -> None:
-    least = cheapest(groups)
-    most = sum(max(choice.cost for choice in group) for group in groups)
-    budgets = range(least, most + 3)
-    losses = curve(groups, [least - 1, *budgets])
-    assert losses[0] is None
-    found = [loss for loss in losses[1:] if loss is not None]
-    assert len(found) == len(budgets)
-    for budget in list(budgets)[:: max(1, len(budgets) // 10)]:
-        assert found[budget - least] <= min(loss for loss, _ in combinations(groups, budget)) + 1e-9
-    steps = [before - after for before, after in itertools.pairwise(found)]
-    assert all(step >= -1e-9 for step in steps)
-    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(steps))
+def test_bound_of_this_test_is_one() -> None:
+    groups = layers(5, [1, 2, 3, 7], 11)
+    for budget in range(cheapest(groups), 3 * cheapest(groups), 50):
+        best = min(loss for loss, _ in combinations(groups, budget))
+        assert bound(groups, budget) * (1 - 1e-6) <= bound_by_cases(groups, budget) <= best + 1e-12

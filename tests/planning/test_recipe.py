@@ -195,10 +195,6 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("target_bpw: .inf", ["bits per weight", "found inf"]),
         (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
         ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
-        ("{target_bpw: 4.5, bpw_of: model}", ["bpw_of", "quantized or checkpoint", "'model'"]),
-        ("{target_bpw: 4.5, bpw_of: 5}", ["bpw_of", "a text", "found 5"]),
-        ("{bpw_of: checkpoint}", ["test.yaml: bpw_of needs target_bpw"]),
-        ("{target_size: 1GB, bpw_of: checkpoint}", ["bpw_of needs target_bpw"]),
         ("{target_bpw: 4.5, sensitivity: 5}", ["sensitivity", "a text", "found 5"]),
         ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
     ],
@@ -406,8 +402,6 @@ def test_single_string_is_a_list_of_one(kind: str) -> None:
         ("target_size: 123456", SizeTarget(output_bytes=123_456)),
         ("target_bpw: 4.5", SizeTarget(bits_per_weight=4.5)),
         ("target_bpw: 4", SizeTarget(bits_per_weight=4.0)),
-        ("{target_bpw: 4, bpw_of: quantized}", SizeTarget(bits_per_weight=4.0)),
-        ("{target_bpw: 4, bpw_of: checkpoint}", SizeTarget(bits_per_weight=4.0, bpw_of="checkpoint")),
         ("{}", None),
     ],
 )
@@ -446,9 +440,3 @@ def test_only_bit_widths_without_a_rule_are_free() -> None:
         "model.layers.0.self_attn.q_proj.weight",
         "model.layers.0.mlp.experts.down_proj",
     }
-
-
-def test_target_is_printed_with_its_unit() -> None:
-    assert str(SizeTarget(output_bytes=9 * 10**9)) == "9000000000 bytes"
-    assert str(SizeTarget(bits_per_weight=4.5)) == "4.5 bits per weight"
-    assert str(SizeTarget(bits_per_weight=6, bpw_of="checkpoint")) == "6 bits per parameter of the checkpoint"

@@ -29,30 +29,18 @@ SMALLEST_SHARE = 1e-4
 LARGEST_FACTOR = 4096.0
 
 
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """The factors of one vector.
-
-    columns: by what the columns of readers are multiplied, [matrices, channels] f32 with 8 significant bits; None for
-        a vector that is left as it is
-    gain: the share of the readers' error that is expected to go
-    """
-
-    columns: Floats | None
-    gain: float
-
-
-def factors_of(inputs: Doubles, weights: Doubles, *, powers_of_two: bool) -> Factors:
-    """Return the factors c = sqrt(x / w) of a vector, around 1.
+def factors_of(inputs: Doubles, weights: Doubles, *, powers_of_two: bool) -> tuple[Floats, float]:
+    """Return the factors c = sqrt(x / w) of a vector, around 1, and the share of its readers' error that should go.
 
     inputs: the size of each channel x, [matrices, channels]
     weights: the root mean square of the columns that read it, [matrices, channels]
     powers_of_two: round to powers of two, which multiply numbers of any floating dtype exactly
 
-    Sizes that are not finite, as of a weight with a NaN, have no factors: what encodes that weight names it.
+    Factors are [matrices, channels] f32 with 8 significant bits. Sizes that are not finite, as of a weight with a NaN,
+    have none to gain by: what encodes that weight names it.
     """
     if not (np.isfinite(inputs).all() and np.isfinite(weights).all()):
-        return Factors(np.ones(inputs.shape, dtype=np.float32), 0.0)
+        return np.ones(inputs.shape, dtype=np.float32), 0.0
     x, w = _at_least_small(inputs), _at_least_small(weights)
     gain = 1 - float(((x * w).mean(axis=1) ** 2).sum() / ((x**2).mean(axis=1) * (w**2).mean(axis=1)).sum())
     logarithms = (np.log2(x) - np.log2(w)) / 2
@@ -60,7 +48,7 @@ def factors_of(inputs: Doubles, weights: Doubles, *, powers_of_two: bool) -> Fac
     if powers_of_two:
         logarithms = np.rint(logarithms)
     columns = np.exp2(np.clip(logarithms, -np.log2(LARGEST_FACTOR), np.log2(LARGEST_FACTOR)))
-    return Factors(rounded_to_8_bits(columns.astype(np.float32)), gain)
+    return rounded_to_8_bits(columns.astype(np.float32)), gain
 
 
 def rounded_to_8_bits(values: Floats) -> Floats:

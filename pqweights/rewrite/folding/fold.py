@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from pqweights.planning.plan import TensorPlan
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding.factors import (
     SMALLEST_GAIN,
-    Factors,
     FoldedGain,
     factors_of,
     folded_gain,
@@ -49,21 +47,18 @@ def check_fold(fold: str | None) -> None:
         raise OptionError(f"`fold` {fold}: {instead(fold, [EQUALIZE])}")
 
 
-def _record(number: int, factors: Factors) -> list[Any]:
-    """Return the entry of vector `number` in the journal of factors, which holds them as BF16."""
-    columns = factors.columns
+def _record(number: int, columns: Floats | None) -> list[Any]:
+    """Return the entry of vector `number` in the journal of factors: how many matrices, and their factors as BF16."""
     if columns is None:
-        return [number, factors.gain, None]
+        return [number, 0, ""]
     raw = from_float32(np.ascontiguousarray(columns).reshape(-1), "BF16")
-    return [number, factors.gain, [len(columns), base64.b64encode(raw.tobytes()).decode()]]
+    return [number, len(columns), base64.b64encode(raw.tobytes()).decode()]
 
 
-def _parsed(gain: float, stored: tuple[int, str] | None) -> Factors:
+def _recorded(matrices: int, stored: str) -> Floats | None:
     """Return what an entry of the journal says of its vector."""
-    if stored is None:
-        return Factors(None, gain)
-    raw = np.frombuffer(base64.b64decode(stored[1]), dtype=np.uint8)
-    return Factors(to_float32(raw, "BF16").reshape(stored[0], -1), gain)
+    raw = np.frombuffer(base64.b64decode(stored), dtype=np.uint8)
+    return to_float32(raw, "BF16").reshape(matrices, -1) if matrices else None
 
 
 class Fold:
@@ -89,20 +84,12 @@ class Fold:
             for side in link.readers:
                 self._sides.setdefault(side.tensor, []).append((number, side, True))
         self._norms = {link.norm: number for number, link in enumerate(self.structure.links) if link.norm}
-        self._known: dict[int, Factors] = {}
+        # By the number of a link: by what its readers' columns are multiplied, [matrices, channels]; None for nothing.
+        self._known: dict[int, Floats | None] = {}
         self._gains: dict[str, Floats] = {}  # the weights of norms
         self._biases: dict[str, Floats] = {}
+        self._cached: dict[str, TensorFactors] = {}  # of the tensors that were read last
         self._lock = ProcessLock()
-        self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        del state["_factors"]  # cached by each process for itself
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._factors = functools.lru_cache(maxsize=KEPT_TENSORS)(self._new_factors)
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the fold."""
@@ -117,7 +104,7 @@ class Fold:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Why nothing is folded, if nothing is."""
-        return (f"--fold {EQUALIZE}: {self.structure.unfolded}",) if self.structure.unfolded else ()
+        return (f"`fold` {EQUALIZE}: {self.structure.unfolded}",) if self.structure.unfolded else ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the key `fold` of the JSON of quantize and plan: the vectors, and what is left as it is."""
@@ -190,7 +177,7 @@ class Fold:
         if tensor in self._norms:
             numbers.append(self._norms[tensor])
         links = self.structure.links
-        return tuple(dict.fromkeys(links[n].name for n in numbers if self._known[n].columns is not None))
+        return tuple(dict.fromkeys(links[n].name for n in numbers if self._known[n] is not None))
 
     def measure(self, folder: Path, *, fetched: Path, threads: int, progress: Progress) -> None:
         """Find the factors, with one pass over the weights that they depend on.
@@ -207,7 +194,7 @@ class Fold:
         entries = read_journal(path)
         if not entries:
             path.unlink(missing_ok=True)
-        self._known |= {number: _parsed(gain, stored) for number, gain, stored in entries}
+        self._known |= {number: _recorded(matrices, stored) for number, matrices, stored in entries}
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
@@ -226,32 +213,22 @@ class Fold:
     def digest(self) -> str:
         """Return the digest of all factors, see digest_of. `measure` must have been called."""
         names = (tensor.name for tensor in self.original.tensors if self._touches(tensor.name))
-        return digest_of((name, self.factors(name)) for name in names)
+        digest = digest_of((name, self.factors(name)) for name in names)
+        self._cached.clear()  # it would travel to other machines with the fold
+        return digest
 
-    def check_master(self, master: Checkpoint, digest: str | None) -> None:
+    def check_master(self, digest: str | None) -> None:
         """Check that a master was folded with the factors of this fold, which was found again for its original.
 
-        digest: that of the master's factors; None for a master of a version that did not write it, of which only the
-            norms can be compared
+        digest: that of the master's factors; None for a master of a version that did not write it
 
-        Raises SourceError if its factors are others: the values of the original would not fit to its plain tensors.
+        Raises SourceError if its factors may be others: the values of the original would not fit to its plain tensors.
         """
-        if digest is None:
-            others = [tensor.name for tensor in master.tensors if self._is_other_norm(tensor)]
-        else:
-            others = [] if digest == self.digest() else ["its tensors"]
-        if others:
+        if digest != self.digest():
             raise SourceError(
-                f"--source: the factors for {others[0]} are not those that the master was folded with, by another "
-                "version of pqweights; leave out --source, or quantize again"
+                "`source`: its factors are not those that the master was folded with, by another version of "
+                "pqweights; leave out `source`, or quantize again"
             )
-
-    def _is_other_norm(self, tensor: LogicalTensor) -> bool:
-        """Whether a tensor of a folded master is a norm with another gain than this fold gives it."""
-        if tensor.name not in self._norms:
-            return False
-        folded = self.factors(tensor.name).values
-        return not np.array_equal(_values(tensor), self._gains[tensor.name] if folded is None else folded)
 
     def _read_gains(self) -> None:
         """Read norms and biases before files are fetched: others would wait for room that nothing frees.
@@ -263,16 +240,15 @@ class Fold:
         self._gains = {norm: self._norm_weight(norm) for norm in self._norms_read}
         self._biases = {name: _values(self._tensors[name]) for name in self._biases_read}
 
-    def _decided(self, link: Link, sizes: Sizes) -> Factors:
+    def _decided(self, link: Link, sizes: Sizes) -> Floats | None:
         measured = None if self._moments is None else mean_squares(link, self._moments)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
-        factors = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
-        if factors.columns is None or factors.gain < SMALLEST_GAIN:
-            return Factors(None, factors.gain)
+        columns, gain = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
+        if gain < SMALLEST_GAIN:
+            return None
         if link.exact and link.matrices == 1:
-            columns = keeping_bits(factors.columns[0], self._plain_vectors(link))
-            return Factors(columns[None], factors.gain)
-        return factors
+            return keeping_bits(columns[0], self._plain_vectors(link))[None]
+        return columns
 
     def _plain_vectors(self, link: Link) -> list[tuple[Floats, str]]:
         """Return the gain and the biases of a link, [channels], each with the dtype that it is stored in."""
@@ -296,7 +272,11 @@ class Fold:
     def factors(self, tensor: str) -> TensorFactors:
         """Return what a tensor is multiplied by."""
         with self._lock:
-            return self._factors(tensor)
+            if tensor not in self._cached:
+                if len(self._cached) >= KEPT_TENSORS:
+                    self._cached.clear()
+                self._cached[tensor] = self._new_factors(tensor)
+            return self._cached[tensor]
 
     def factors_of_inputs(self, tensor: str) -> Floats | None:
         """Return the factors along the inputs of a weight, [matrices or 1, K]; None if it has none."""
@@ -335,10 +315,10 @@ class Fold:
         if self.structure.links[number].norm is not None:
             folded = self._folded_gain(number)
             return None if folded is None else folded.columns[None]
-        return self._known[number].columns
+        return self._known[number]
 
     def _folded_gain(self, number: int) -> FoldedGain | None:
-        link, columns = self.structure.links[number], self._known[number].columns
+        link, columns = self.structure.links[number], self._known[number]
         if columns is None or link.norm is None:
             return None
         return folded_gain(

@@ -6,7 +6,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
@@ -35,7 +35,6 @@ from pqweights.rewrite.folding.links import (
 
 _HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 _NARROW = "a weight stays plain in float16, whose range factors may leave"
-_UNKNOWN_HEADS = "config.json does not say how large or how many the heads are"
 
 
 def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor], *, plain: Collection[str]) -> Links:
@@ -51,25 +50,13 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
         types = model_types(config or {})
         known = ", ".join(sorted(FAMILIES))
         model_type = types[0] if types else None
-        return Links(unfolded=f"the architecture {model_type!r} is not known to --fold; those that are: {known}")
+        return Links(unfolded=f"the architecture {model_type!r} is not known to `fold`; those that are: {known}")
     search = _LinkSearch(config or {}, tensors, family=family, plain=plain)
     search.run()
     if not search.links:
         reasons = "; ".join(sorted(search.left)) or "no layer has the names of its family"
         return Links(left=search.frozen_left, unfolded=f"nothing of this model can be folded: {reasons}")
     return Links(links=tuple(search.links), notes=search.notes, left=search.frozen_left)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Norm:
-    """A norm. short: its name in notes. repeated: see NormReaders."""
-
-    name: str
-    short: str
-    gain: LogicalTensor
-    bias: LogicalTensor | None
-    zero_centred: bool
-    repeated: bool
 
 
 class _LinkSearch:
@@ -125,58 +112,65 @@ class _LinkSearch:
         gain, name = layer.weight(norm.norm), layer.prefix + norm.norm
         if gain is None:
             raise SourceError(
-                f"--fold: expected the norm {name}.weight, whose output {layer.prefix}{readers[0]} reads, found none; "
-                "leave out --fold, or give the complete checkpoint"
+                f"`fold`: expected the norm {name}.weight, whose output {layer.prefix}{readers[0]} reads, found none; "
+                "leave out `fold`, or give the complete checkpoint"
             )
-        written = _Norm(
-            name=name,
-            short=norm.norm,
-            gain=gain,
-            bias=layer.bias(norm.norm),
-            zero_centred=self._family.zero_centred and norm.norm not in NOT_CENTRED,
-            repeated=norm.repeated,
-        )
-        self._add_gain(written, [tensor for m in readers if (tensor := layer.weight(m)) is not None])
+        weights = [weight for module in readers if (weight := layer.weight(module)) is not None]
+        self._add_gain(name, norm, gain, bias=layer.bias(norm.norm), readers=weights)
 
-    def _add_gain(self, norm: _Norm, readers: Sequence[LogicalTensor]) -> None:
+    def _add_gain(
+        self,
+        name: str,
+        norm: NormReaders,
+        gain: LogicalTensor,
+        *,
+        bias: LogicalTensor | None,
+        readers: Sequence[LogicalTensor],
+    ) -> None:
         """Add the link of a norm."""
-        sides = [self._side(norm, reader) for reader in readers]
-        fitting = [side for side in sides if side is not None]
+        zero_centred = self._is_zero_centred(norm)
+        sides = [self._side(gain, reader, norm.repeated) for reader in readers]
+        fitting = tuple(side for side in sides if side is not None)
         plain = [side.tensor for side in fitting if side.tensor in self._plain]
         reason = ""
         if len(fitting) < len(sides):
-            reason = f"the shapes of a norm and of {norm.short}'s readers do not fit"
+            reason = f"the shapes of a norm and of {norm.norm}'s readers do not fit"
         elif len(plain) == len(sides):
             reason = "all that reads the norm stays plain"
-        elif norm.zero_centred and (plain or norm.bias is not None):
+        elif zero_centred and (plain or bias is not None):
             reason = "the norm stores its gain minus 1, which no power of two multiplies, and a reader stays plain"
         elif any(reader.name in plain and reader.plain_dtype == "F16" for reader in readers):
             reason = _NARROW
         if reason:
-            self.left[reason].append(norm.name)
+            self.left[reason].append(name)
             return
-        vectors = () if norm.bias is None else (_whole(norm.bias),)
+        vectors = () if bias is None else (_whole(bias),)
         link = Link(
-            name=norm.name,
-            norm=norm.gain.name,
-            zero_centred=norm.zero_centred,
+            name=name,
+            norm=gain.name,
+            zero_centred=zero_centred,
             writers=(),
             vectors=vectors,
-            readers=tuple(fitting),
+            readers=fitting,
             input_norm=None,
             exact=bool(plain or vectors),
             matrices=1,
-            channels=norm.gain.shape[0],
+            channels=gain.shape[0],
         )
-        self._add(link, writer=norm.short, reader="")
+        self._add(link, writer=norm.norm, reader="")
 
-    def _side(self, norm: _Norm, reader: LogicalTensor) -> Side | None:
+    def _is_zero_centred(self, norm: NormReaders) -> bool:
+        return self._family.zero_centred and norm.norm not in NOT_CENTRED
+
+    def _side(self, gain: LogicalTensor, reader: LogicalTensor, repeated: bool) -> Side | None:
         """Return the side of a weight that reads a norm; None if their shapes do not fit."""
-        if len(norm.gain.shape) != 1 or len(reader.shape) < 2 or not norm.gain.shape[0] or not element_count(reader):
+        if len(gain.shape) != 1 or len(reader.shape) < 2 or not gain.shape[0] or not element_count(reader):
             return None
-        axis, channels = self._input_axis(reader), norm.gain.shape[0]
+        # gpt-oss stores its experts as [E, in, out].
+        is_turned = self._config.get("model_type") == "gpt_oss" and len(reader.shape) == 3
+        axis, channels = ROWS if is_turned else COLUMNS, gain.shape[0]
         count = reader.shape[axis]
-        if count % channels or (count != channels and not norm.repeated):
+        if count % channels or (count != channels and not repeated):
             return None
         return Side(tensor=reader.name, axis=axis, count=count, repeats=count // channels, width=channels)
 
@@ -191,31 +185,25 @@ class _LinkSearch:
 
     def _add_pair(self, layer: Layer, writer: str, reader: str, pair: WriterReader) -> None:
         """Add one link between two modules."""
-        name = layer.prefix + writer
-        rows, columns = layer.weight(writer), layer.weight(reader)
+        rows, columns, bias = layer.weight(writer), layer.weight(reader), layer.bias(writer)
         if rows is None or columns is None or not (element_count(rows) and element_count(columns)):
             return
+        name, sides, reason = layer.prefix + writer, self._sides(rows, columns, pair), ""
         if columns.name in self._plain:
-            self.left["the weight that reads it stays plain"].append(name)
-            return
-        if rows.name in self._plain and rows.plain_dtype == "F16":
-            self.left[_NARROW].append(name)
-            return
-        if pair.rows == VALUE_HEADS and 0 in self._head_sizes:
-            self.left[_UNKNOWN_HEADS].append(name)
-            return
-        sides = self._sides(rows, columns, pair)
-        if sides is None:
-            self.left["the shapes of a module and its reader do not fit"].append(name)
+            reason = "the weight that reads it stays plain"
+        elif rows.name in self._plain and rows.plain_dtype == "F16":
+            reason = _NARROW
+        elif pair.rows == VALUE_HEADS and 0 in self._head_sizes:
+            reason = "config.json does not say how large or how many the heads are"
+        elif sides is None:
+            reason = "the shapes of a module and its reader do not fit"
+        elif bias is not None and bias.shape != rows.shape[-2:-1]:
+            reason = "a bias that is not a vector"
+        if reason or sides is None:
+            self.left[reason].append(name)
             return
         written, read = sides
-        bias = layer.bias(writer)
-        vectors: tuple[Side, ...] = ()
-        if bias is not None:
-            if bias.shape != rows.shape[-2:-1]:
-                self.left["a bias that is not a vector"].append(name)
-                return
-            vectors = (replace(written, tensor=bias.name, axis=COLUMNS),)
+        vectors = () if bias is None else (replace(written, tensor=bias.name, axis=COLUMNS),)
         self._add(
             Link(
                 name=name,
@@ -225,7 +213,7 @@ class _LinkSearch:
                 vectors=vectors,
                 readers=(read,),
                 input_norm=self._input_norm(layer, writer),
-                exact=bool(vectors or {rows.name, columns.name} & set(self._plain)),
+                exact=bool(vectors or rows.name in self._plain),
                 matrices=rows.shape[0] if len(rows.shape) == 3 else 1,
                 channels=written.channels,
             ),
@@ -266,42 +254,26 @@ class _LinkSearch:
         """Return the weight of the norm that a module reads, and whether it is zero-centred."""
         for norm in self._family.norms:
             if any(re.fullmatch(expression, writer) for expression in norm.readers):
-                gain = layer.weight(norm.norm)
-                centred = self._family.zero_centred and norm.norm not in NOT_CENTRED
-                weight = layer.weight(writer)
+                gain, weight = layer.weight(norm.norm), layer.weight(writer)
                 fits = gain is not None and weight is not None and gain.shape == weight.shape[-1:]
-                return (gain.name, centred) if gain is not None and fits else None
+                return (gain.name, self._is_zero_centred(norm)) if gain is not None and fits else None
         return None
-
-    def _input_axis(self, reader: LogicalTensor) -> int:
-        """Return along which axis a weight reads its input: gpt-oss stores its experts as [E, in, out]."""
-        return ROWS if self._config.get("model_type") == "gpt_oss" and len(reader.shape) == 3 else COLUMNS
 
     def _add_head(self) -> None:
         """Add the link from the last norm to the head, unless the head is tied, or something else may use it."""
         by_name = {tensor.name: tensor for tensor in self._tensors}
         head = next((by_name[f"{name}.weight"] for name in _HEADS if f"{name}.weight" in by_name), None)
         prefixes = {match[1] for tensor in self._tensors if (match := LAYER.fullmatch(tensor.name))}
-        if len(prefixes) != 1:
-            return
-        name = prefixes.pop().removesuffix("layers.") + "norm"
+        name = "".join(prefixes).removesuffix("layers.") + "norm"
         gain = by_name.get(f"{name}.weight")
-        if gain is None:
+        if len(prefixes) != 1 or gain is None:
             return
         if head is None or self._tied is not False:
             self.left["the head is tied to the embedding, which no norm writes"].append(name)
         elif (other := self._other_head(name, head.name)) is not None:
             self.left[f"{other} may read the last norm or the head, too"].append(name)
         else:
-            norm = _Norm(
-                name=name,
-                short="norm",
-                gain=gain,
-                bias=by_name.get(f"{name}.bias"),
-                zero_centred=self._family.zero_centred,
-                repeated=False,
-            )
-            self._add_gain(norm, [head])
+            self._add_gain(name, NormReaders("norm", ()), gain, bias=by_name.get(f"{name}.bias"), readers=[head])
 
     def _other_head(self, norm: str, head: str) -> str | None:
         """Return a tensor outside of the layers that is neither the last norm nor the head, nor an embedding."""

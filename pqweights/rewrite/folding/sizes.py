@@ -6,9 +6,10 @@ checkpoint, so they do not depend on the number of threads.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class _Use(NamedTuple):
     link: its number
     side: the side
     writes: whether it is a writer's
-    input_norm: the norm before a writer: its weight, and whether it is zero-centred
+    input_norm: of a writer, the norm before it: its weight, and whether it is zero-centred
     """
 
     link: int
@@ -60,27 +61,12 @@ class _Use(NamedTuple):
     input_norm: tuple[str, bool] | None
 
 
-class _Sums(NamedTuple):
-    """Sums of squares of some channels of one vector of a link, from `first` on."""
+class _Rows(NamedTuple):
+    """Some rows of one matrix of a tensor. share: the share of the matrix's rows that are read at all."""
 
-    use: _Use
     matrix: int
     first: int
-    sums: Doubles
-
-
-class _RowRange(NamedTuple):
-    """Some rows of one matrix of a tensor.
-
-    tensor: its index
-    matrix, row, rows: which rows
-    share: the share of the matrix's rows that are read at all
-    """
-
-    tensor: int
-    matrix: int
-    row: int
-    rows: int
+    count: int
     share: float
 
 
@@ -114,22 +100,31 @@ class SizesPass:
         """
         uses = _uses(links, plain)
         wanted = [tensor for tensor in tensors if tensor.name in uses]
+        files = file_uses(wanted)
         left = Counter(use.link for of_tensor in uses.values() for use in of_tensor)
-        last_uses = {name: use.last for name, use in file_uses(wanted).items()}
-        sums: dict[int, Sizes] = {}
-        for index, parts in self._measured(wanted, uses):
-            for part in parts:
-                sizes = sums.setdefault(part.use.link, self._empty(links[part.use.link]))
-                into = sizes.inputs if part.use.writes else sizes.weights
-                into[part.matrix, part.first : part.first + len(part.sums)] += part.sums
-            if index is None:
-                continue
-            for number in [use.link for use in uses[wanted[index].name]]:
-                left[number] -= 1
-                if not left[number]:
-                    yield number, sums.pop(number)
-            for name in [name for name, last in last_uses.items() if last == index]:
-                self.storage.release(name)
+        sizes = {number: self._empty(link) for number, link in links.items()}
+        total, done = sum(element_count(tensor) for tensor in wanted), 0
+        pool = ThreadPoolExecutor(self.threads, "pqweights-sizes")
+        try:
+            with self.storage.fetching(self.fetched, {name: use.together for name, use in files.items()}):
+                for index, tensor in enumerate(wanted):
+                    own = uses[tensor.name]
+                    chunks = list(_chunks(tensor, own))
+                    summed = pool.map(functools.partial(self._sums, tensor, own), chunks)
+                    for chunk, (of_columns, of_rows) in zip(chunks, summed, strict=True):
+                        for use in own:
+                            _add(use, chunk, of_columns, of_rows, sizes[use.link])
+                        done += chunk.count * tensor.shape[-1]
+                        self.progress(done, total, tensor.name)
+                    for use in own:
+                        left[use.link] -= 1
+                        if not left[use.link]:
+                            yield use.link, sizes.pop(use.link)
+                    for name, use_of_file in files.items():
+                        if use_of_file.last == index:
+                            self.storage.release(name)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _empty(self, link: Link) -> Sizes:
         """Return the sums of a link before anything is added: those of a norm's output are its gain's."""
@@ -137,64 +132,29 @@ class SizesPass:
         inputs = np.zeros(shape) if link.norm is None else self.gain(link.norm, link.zero_centred)[None] ** 2
         return Sizes(inputs, np.zeros(shape))
 
-    def _measured(
-        self, wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]
-    ) -> Iterator[tuple[int | None, list[_Sums]]]:
-        """Yield the sums of each chunk, in order, with the index of its tensor if it is the last chunk of it."""
-        total, done = sum(element_count(tensor) for tensor in wanted), 0
-        files = {name: use.together for name, use in file_uses(wanted).items()}
-        under_way: deque[tuple[_RowRange, bool, Future[list[_Sums]]]] = deque()
-        pool = ThreadPoolExecutor(self.threads, "pqweights-sizes")
-        try:
-            with self.storage.fetching(self.fetched, files):
-                for chunk, is_last in [*_chunks(wanted, uses), (None, True)]:
-                    if chunk is not None:
-                        tensor = wanted[chunk.tensor]
-                        result = pool.submit(self._sums, tensor, uses[tensor.name], chunk)
-                        under_way.append((chunk, is_last, result))
-                    while len(under_way) > (2 * self.threads if chunk is not None else 0):
-                        first, ends, result = under_way.popleft()
-                        parts = result.result()
-                        done += first.rows * wanted[first.tensor].shape[-1]
-                        self.progress(done, total, wanted[first.tensor].name)
-                        yield (first.tensor if ends else None), parts
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _RowRange) -> list[_Sums]:
-        """Read some rows, and return their sums of squares for each use."""
+    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _Rows) -> tuple[Floats, Floats]:
+        """Read some rows, and return the sums of squares of their columns, and of each row, weighted by a norm."""
         height, columns = tensor.shape[-2:]
         dtype = exact_dtype(tensor)
-        raw = scratch("squares", chunk.rows * columns * item_bytes(dtype))
-        tensor.read((chunk.matrix * height + chunk.row) * columns, chunk.rows * columns, dtype, raw)
+        raw = scratch("squares", chunk.count * columns * item_bytes(dtype))
+        tensor.read((chunk.matrix * height + chunk.first) * columns, chunk.count * columns, dtype, raw)
         along_rows = [use for use in uses if use.side.axis == ROWS]
-        weights = next((gain for use in along_rows if (gain := self._squared_gain(use)) is not None), None)
-        of_columns, of_rows = squares(
-            raw,
-            dtype,
-            rows=chunk.rows,
-            weights=np.ones(columns, dtype=np.float32) if weights is None else weights,
-            along_rows=bool(along_rows),
-        )
-        parts = [_part(use, chunk, of_columns, of_rows) for use in uses]
-        return [part for part in parts if len(part.sums)]
-
-    def _squared_gain(self, use: _Use) -> Floats | None:
-        """Return the squares of what the columns of a writer read, if a norm tells."""
-        if not use.writes or use.input_norm is None:
-            return None
-        return np.square(self.gain(*use.input_norm)).astype(np.float32)
+        norms = [use.input_norm for use in along_rows if use.input_norm is not None]
+        weights = np.square(self.gain(*norms[0])) if norms else np.ones(columns)
+        return squares(raw, dtype, rows=chunk.count, weights=weights.astype(np.float32), along_rows=bool(along_rows))
 
 
-def _part(use: _Use, chunk: _RowRange, of_columns: Floats, of_rows: Floats) -> _Sums:
-    """Return the sums of one use."""
-    side, matrix = use.side, chunk.matrix if use.side.stacked else 0
+def _add(use: _Use, chunk: _Rows, of_columns: Floats, of_rows: Floats, sizes: Sizes) -> None:
+    """Add the sums of some rows to those of a link."""
+    side, into = use.side, sizes.inputs if use.writes else sizes.weights
+    channels = into[chunk.matrix if side.stacked else 0]
     if side.axis == COLUMNS:
         sums = of_columns[side.first : side.first + side.count].astype(np.float64) / chunk.share
-        return _Sums(use, matrix, 0, sums.reshape(-1, side.repeats, side.width).sum(axis=1).reshape(-1))
-    low, high = max(side.first, chunk.row), min(side.first + side.count, chunk.row + chunk.rows)
-    sums = of_rows[low - chunk.row : max(low, high) - chunk.row].astype(np.float64)
-    return _Sums(use, matrix, low - side.first, sums)
+        channels += sums.reshape(-1, side.repeats, side.width).sum(axis=1).reshape(-1)
+        return
+    low, high = max(side.first, chunk.first), min(side.first + side.count, chunk.first + chunk.count)
+    if low < high:
+        channels[low - side.first : high - side.first] += of_rows[low - chunk.first : high - chunk.first]
 
 
 def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use]]:
@@ -209,33 +169,23 @@ def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use
     return uses
 
 
-def _chunks(wanted: Sequence[LogicalTensor], uses: dict[str, list[_Use]]) -> Iterator[tuple[_RowRange, bool]]:
-    """Yield the chunks of all tensors, each within one matrix, and whether it is the last of its tensor."""
-    for index, tensor in enumerate(wanted):
-        *stack, height, columns = tensor.shape
-        matrices = stack[0] if stack else 1
-        everything = any(use.side.axis == ROWS for use in uses[tensor.name])
-        runs = list(_runs(height, max(1, CHUNK_WEIGHTS // columns)) if everything else _sampled_runs(height, columns))
-        share = sum(rows for _, rows in runs) / height
-        for matrix in range(matrices):
-            for number, (row, rows) in enumerate(runs):
-                yield _RowRange(index, matrix, row, rows, share), matrix == matrices - 1 and number == len(runs) - 1
+def _chunks(tensor: LogicalTensor, uses: Sequence[_Use]) -> Iterator[_Rows]:
+    """Yield the rows of a tensor that are read, in runs within one matrix.
 
-
-def _runs(height: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((row, min(step, height - row)) for row in range(0, height, step))
-
-
-def _sampled_runs(height: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows that are spread evenly over a matrix, SAMPLED_ROWS in all, or all of its rows."""
+    All of them if a vector lies along them; else runs that are spread evenly over a matrix, SAMPLED_ROWS in all.
+    """
+    *stack, height, columns = tensor.shape
     step = max(1, CHUNK_WEIGHTS // columns)
-    if height <= SAMPLED_ROWS:
-        yield from _runs(height, step)
-        return
-    rows = min(step, SAMPLED_ROWS // SAMPLED_RUNS)
-    count = SAMPLED_ROWS // rows
-    for number in range(count):
-        yield number * height // count, rows
+    if height <= SAMPLED_ROWS or any(use.side.axis == ROWS for use in uses):
+        runs = [(row, min(step, height - row)) for row in range(0, height, step)]
+    else:
+        rows = min(step, SAMPLED_ROWS // SAMPLED_RUNS)
+        count = SAMPLED_ROWS // rows
+        runs = [(number * height // count, rows) for number in range(count)]
+    share = sum(rows for _, rows in runs) / height
+    for matrix in range(stack[0] if stack else 1):
+        for first, rows in runs:
+            yield _Rows(matrix, first, rows, share)
 
 
 def mean_squares(link: Link, moments: Statistics) -> Doubles | None:
