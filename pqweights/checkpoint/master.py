@@ -6,7 +6,6 @@ docs/format.md, section "config.json", has the format.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTens
 from pqweights.checkpoint.scales import scale_shape
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
-from pqweights.codecs.protocol import Codec, Coder, Part, State, exact_rate
+from pqweights.codecs.protocol import Codec, Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.common.documents import Document, Number, Size, as_document
 from pqweights.common.dtypes import FLOAT_DTYPES
@@ -62,27 +61,17 @@ def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool 
     depends on the size of the weight, the blocks run over the flattened weight: [blocks, n], or [blocks] for n = 1.
     """
     sized = coder.sized(math.prod(shape))
-    layout = _encoded_layout(shape, sized.block_size, sized.parts, has_whole_rows(shape, sized))
-    specs = [TensorSpec(name + suffix, dtype, stored) for suffix, dtype, stored in layout]
-    if awq:
-        specs.append(TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape)))
-    return tuple(specs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _encoded_layout(
-    shape: tuple[int, ...], block_size: int, parts: tuple[Part, ...], whole_rows: bool
-) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return suffix, dtype and shape of each part, cached because a model has many weights in a dozen shapes."""
-    blocks = block_count(math.prod(shape), block_size)
-    layout = []
-    for suffix, dtype, count in parts:
+    block_size, whole_rows = sized.block_size, has_whole_rows(shape, sized)
+    blocks, specs = block_count(math.prod(shape), block_size), []
+    for suffix, dtype, count in sized.parts:
         if whole_rows:
             stored = (*shape[:-1], shape[-1] // block_size * count)
         else:
             stored = (blocks, count) if count > 1 else (blocks,)
-        layout.append((suffix, dtype, stored))
-    return tuple(layout)
+        specs.append(TensorSpec(name + suffix, dtype, stored))
+    if awq:
+        specs.append(TensorSpec(name + AWQ_SUFFIX, "F16", scale_shape(shape)))
+    return tuple(specs)
 
 
 def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:
@@ -150,8 +139,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
         for stored_name in stored
         if stored_name not in settings.kept and (name := settings.weight_of(stored_name)) is not None
     ]
-    settings.check_version(encoded)
-    settings.check_block_size(encoded)
+    settings.check_codecs(encoded)
     taken = {part.name for tensor in encoded for part in tensor.parts}
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
     if unknown:
@@ -201,16 +189,14 @@ class _Reader:
         # The longest first: one suffix may be the end of another.
         self._first_suffixes = sorted({codec.suffixes[0] for codec in CODECS.values()}, key=len, reverse=True)
 
-    def check_version(self, encoded: Sequence[EncodedTensor]) -> None:
-        """Raise MasterError if format_version does not have the codec of a weight."""
-        for name in sorted({tensor.coder.codec for tensor in encoded}):
+    def check_codecs(self, encoded: Sequence[EncodedTensor]) -> None:
+        """Raise MasterError unless version and block size are those of the codecs, or of the default one."""
+        names = sorted({tensor.coder.codec for tensor in encoded})
+        for name in names:
             first = CODECS[name].format_version
             if self._version < first:
                 raise _damaged(f"format_version: expected {first} or later for {name}, found {self._version}")
-
-    def check_block_size(self, encoded: Sequence[EncodedTensor]) -> None:
-        """Raise MasterError if block_size is not that of any codec, or of the default codec if there are no weights."""
-        sizes = sorted({CODECS[name].block_size for name in {t.coder.codec for t in encoded} or {DEFAULT_CODEC}})
+        sizes = sorted({CODECS[name].block_size for name in names or [DEFAULT_CODEC]})
         if self._block_size not in sizes:
             raise _damaged(f"block_size: expected {' or '.join(map(str, sizes))}, found {self._block_size}")
 

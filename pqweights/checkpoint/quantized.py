@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor, SmallFloatTensor
+from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
@@ -80,7 +80,9 @@ def _activation_scales(
             yield name
 
 
-def _decoded(storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]) -> Iterator[SmallFloatTensor]:
+def _decoded(
+    storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]
+) -> Iterator[Float8Tensor | Mxfp4Tensor]:
     """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)
     for name, tensor in stored.items():

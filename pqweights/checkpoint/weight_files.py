@@ -89,24 +89,18 @@ def find_weight_files(
     gguf = [name for name in here if name.endswith(".gguf")]
     if gguf:
         raise gguf_refused(gguf[0])
-    return _pickled_files(storage, [name for name in here if name.endswith(PICKLE_SUFFIXES)], allow_pickle)
-
-
-def _pickled_files(storage: Storage, pickles: list[str], allow_pickle: bool) -> tuple[tuple[str, ...], Index | None]:
-    """Return the weight files of a folder without safetensors, and their index, if there is one."""
+    pickles = [name for name in here if name.endswith(PICKLE_SUFFIXES)]
     if pickles and not allow_pickle:
         raise _pickle_refused(pickles[0])
-    if PICKLE_INDEX_FILE in storage.files():
+    if PICKLE_INDEX_FILE in files:
         return indexed_files(storage, PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
-    if PICKLE_FILE in pickles:
-        return (PICKLE_FILE,), None
-    if len(pickles) > 1:
+    if PICKLE_FILE not in pickles and len(pickles) > 1:
         raise SourceError(
             f"expected {PICKLE_INDEX_FILE} or {PICKLE_FILE}, found {', '.join(pickles[:4])}: give one file"
         )
-    if pickles:
-        return (pickles[0],), None
-    raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
+    if not pickles:
+        raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
+    return (PICKLE_FILE if PICKLE_FILE in pickles else pickles[0],), None
 
 
 def _pickle_refused(file: str) -> SourceError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from pqweights.codecs.protocol import (
     Bytes,
     Codec,
     Coder,
-    Doubles,
     Floats,
     Measures,
     NormRange,
@@ -166,8 +165,8 @@ class PolarCoder(Coder):
             if len(bad):
                 x[:, bad] = 0
                 first_bad = here.start + int(bad[0]) if first_bad < 0 else first_bad
-            piece = _encode(x, state)
-            angles[here], radii[here] = piece.angles.T, piece.radii.T
+            of_angles, of_radii, piece = _encode(x, state)
+            angles[here], radii[here] = of_angles.T, of_radii.T
             energies[here], errors[here] = piece.energies, piece.errors
             norms = norms.merged(piece.norms)
         return Measures(energies=energies, errors=errors, first_bad_block=first_bad, norms=norms)
@@ -186,23 +185,6 @@ class PolarCoder(Coder):
         check_norms(parts[1], state, "a radius")
 
 
-class _PolarPiece(NamedTuple):
-    """The encoding of some blocks.
-
-    angles: packed codes, [46, blocks]
-    radii: as they are stored, [8, blocks]
-    energies: sums of squares, [blocks]
-    errors: sums of squared errors, [blocks]
-    norms: the range of the radii before the exponent and before rounding
-    """
-
-    angles: Bytes
-    radii: npt.NDArray[np.float16]
-    energies: Doubles
-    errors: Doubles
-    norms: NormRange
-
-
 def _pieces(values: Bytes, blocks: int, dtype: str) -> Iterator[tuple[slice, Bytes]]:
     """Yield slices of the blocks with their raw values."""
     block_bytes = BLOCK_SIZE * item_bytes(dtype)
@@ -211,8 +193,8 @@ def _pieces(values: Bytes, blocks: int, dtype: str) -> Iterator[tuple[slice, Byt
         yield here, values[here.start * block_bytes : here.stop * block_bytes]
 
 
-def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
-    """Encode blocks of finite values, [128, blocks]."""
+def _encode(x: Floats, state: ScalarState) -> tuple[Bytes, npt.NDArray[np.float16], Measures]:
+    """Encode blocks of finite values, [128, blocks]; return packed angle codes [46, blocks] and radii [8, blocks]."""
     if state.rotation == SIGNED_HADAMARD:
         x = x * SIGNS[:, None]
     x, squares, k = prescale(x)
@@ -226,13 +208,13 @@ def _encode(x: Floats, state: ScalarState) -> _PolarPiece:
     z -= _directions(codes) * np.repeat(decoded, len(z) // len(decoded), axis=0)
     z *= z
     used = exact[exact > 0]
-    return _PolarPiece(
-        angles=polar_transform.pack(codes),
-        radii=radii,
+    measures = Measures(
         energies=np.ldexp(squares.astype(np.float64), 2 * k),
         errors=np.ldexp(tree_sum(z).astype(np.float64) / BLOCK_SIZE, 2 * k),
+        first_bad_block=-1,
         norms=NormRange(float(used.min(initial=math.inf)), float(used.max(initial=0.0))),
     )
+    return polar_transform.pack(codes), radii, measures
 
 
 def _decode(angles: Bytes, radii: npt.NDArray[np.float16], state: ScalarState) -> Floats:

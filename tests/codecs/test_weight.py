@@ -11,7 +11,7 @@ import pytest
 from blocks import DTYPES, examples, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from scalar import encode_scalar, exponent_of
+from scalar import encode_scalar
 
 from pqweights.codecs import get_codec, polar
 from pqweights.codecs.lloyd_max import DISTORTION
@@ -135,7 +135,7 @@ def test_weights_of_any_shape(shape, dtype):
     blocks = -(-math.prod(shape) // 128)
     assert weight.codes.shape == (blocks, 16 * BITS) and weight.norms.shape == (blocks,)
     assert (weight.shape, weight.dtype, weight.bits, weight.codec) == (shape, dtype, BITS, CODEC.name)
-    assert (weight.rotation, weight.norm_exponent) == (measured.rotation, measured.norm_exponent)
+    assert (weight.rotation, weight.norm_exponent) == (measured.state.rotation, measured.state.norm_exponent)
     back = decoded(weight)
     assert back.shape == shape and len(weight.decode()) == raw(values, dtype).nbytes
     exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64)
@@ -156,7 +156,7 @@ def test_a_partial_last_block_is_padded_with_zeros(bits):
     padded[:1000] = values
     part, whole = encoded(values, bits=bits), encoded(padded, bits=bits)
     assert np.array_equal(part[0].codes, whole[0].codes) and np.array_equal(part[0].norms, whole[0].norms)
-    assert (part[1].energy, part[1].largest_norm) == (whole[1].energy, whole[1].largest_norm)
+    assert (part[1].energy, part[1].norms) == (whole[1].energy, whole[1].norms)
     assert np.array_equal(decoded(part[0]), decoded(whole[0])[:1000])
     # The error is that of the weight alone, without that of the padding.
     true_error = ((decoded(part[0]).astype(np.float64) - values) ** 2).sum()
@@ -169,7 +169,7 @@ def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
         values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
         weight, measured = encoded(values)
         assert exceeds_promise(CODER, measured.relative_mse)
-        assert measured.rotation == weight.rotation == better
+        assert measured.state.rotation == weight.rotation == better
         wrong = measured.relative_mse * 4  # one block of four carries the error of a Walsh function
         assert wrong == pytest.approx(0.0493 + 3 * 0.00203, rel=0.01)
 
@@ -244,7 +244,7 @@ def assert_errors_are_those_of_the_decoded(values, bits, *, dtype="F32", roundin
     assert measured.energy == pytest.approx(energy, rel=1e-6, abs=0)
     assert abs(measured.error - error) <= 1e-5 * error + 2 * rounding * math.sqrt(error * energy) + rounding**2 * energy
     assert (weight.norms & 0x7FFF < 0x7C00).all()
-    assert measured.norm_exponent == exponent_of(measured)
+    assert measured.state.norm_exponent == norm_exponent_for(measured.norms)
     return weight, measured
 
 
@@ -263,8 +263,8 @@ def test_zeros_are_exact_and_have_no_norms(bits):
     for values in (np.zeros((3, 128), np.float32), np.full((2, 128), -0.0, np.float32), np.zeros((2, 0), np.float32)):
         weight, measured = encoded(values, bits=bits)
         assert not weight.norms.any() and not weight.decode().view(np.float32).any()
-        assert (measured.relative_mse, measured.norm_exponent, measured.energy) == (0, 0, 0)
-        assert (measured.smallest_norm, measured.largest_norm) == (math.inf, 0.0)
+        assert (measured.relative_mse, measured.state.norm_exponent, measured.energy) == (0, 0, 0)
+        assert measured.norms == NormRange()
         assert (independent_reader.unpack(weight.codes, bits) == 2 ** (bits - 1)).all()
 
 
@@ -282,7 +282,7 @@ def test_relative_error_does_not_depend_on_scale(bits, scale):
         assert measured.relative_mse == pytest.approx(at_one.relative_mse, rel=0.01)  # norms are rounded elsewhere
     power, at_power = encoded(plain * np.float32(2.0**-60), bits=bits)
     assert same_bits(power.codes, encoded(plain, bits=bits)[0].codes)
-    assert at_power.norm_exponent < 0
+    assert at_power.state.norm_exponent < 0
 
 
 @each

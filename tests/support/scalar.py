@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.lloyd_max import ScalarCoder
-from pqweights.codecs.protocol import NormRange, PassResult
-from pqweights.codecs.scalar import ScalarState, norm_exponent_for
+from pqweights.codecs.protocol import PassResult
+from pqweights.codecs.scalar import ScalarState
 from pqweights.codecs.weight import EncodedWeight, encode_weight
 from pqweights.kernels.codebook import Codebook
 
@@ -37,36 +37,12 @@ class ScalarWeight:
         return self.whole.decode_blocks(start, stop, dtype)
 
 
-class ScalarPass(NamedTuple):
-    """The measurements of one pass over a weight."""
-
-    rotation: str
-    norm_exponent: int
-    smallest_norm: float
-    largest_norm: float
-    energy: float
-    error: float
-    relative_mse: float
-
-    @staticmethod
-    def of(measured: PassResult) -> ScalarPass:
-        state, norms = measured.state, measured.norms
-        assert isinstance(state, ScalarState)
-        sums = (measured.energy, measured.error, measured.relative_mse)
-        return ScalarPass(state.rotation, state.norm_exponent, norms.smallest, norms.largest, *sums)
-
-
 def encode_scalar(
     values: Bytes, dtype: str, shape: tuple[int, ...], codec: Any, bits: int
-) -> tuple[ScalarWeight, ScalarPass]:
+) -> tuple[ScalarWeight, PassResult]:
     """Encode a whole weight, with as many passes as it needs."""
     weight, measured = encode_weight(values, dtype=dtype, shape=shape, coder=codec.coder(bits))
-    return ScalarWeight(weight), ScalarPass.of(measured)
-
-
-def exponent_of(measured: ScalarPass) -> int:
-    """The exponent that fits the norms."""
-    return norm_exponent_for(NormRange(measured.smallest_norm, measured.largest_norm))
+    return ScalarWeight(weight), measured
 
 
 def norm_ties(book: Codebook) -> npt.NDArray[np.float32]:
