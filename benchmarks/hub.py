@@ -190,7 +190,6 @@ def measure_large(work: Path, shards: int) -> dict[str, Any]:
         "shards": shards,
         "source_bytes": said["totals"]["source_bytes"],
         "output_bytes": said["totals"]["output_bytes"],
-        "reported": said["hub"],
     }
 
 
@@ -240,7 +239,7 @@ def large_text(large: Document) -> str:
     """What planning the large model took."""
     return (
         f"`pqweights plan` of a repository of {large['shards']} shards, {large['source_bytes']} bytes: "
-        f"**{large['seconds']:.2f} s**, {large['reported']['requests']} requests, {large['reported']['bytes']} bytes "
+        f"**{large['seconds']:.2f} s**, {large['requests']} requests, {large['sent_bytes']} bytes "
         f"fetched; the master's safetensors files would have {large['output_bytes']} bytes."
     )
 

@@ -103,8 +103,8 @@ OPTIONAL = {
         "pqweights.publish.card.front_matter",
         "pqweights.publish.card.old_card",
     },
-    "fsspec": {"pqweights.storage.remote.opening", "pqweights.storage.remote.s3"},
-    "huggingface_hub": set(),  # by name, in pqweights.storage.hub.official
+    "fsspec": {"pqweights.storage.remote.folder", "pqweights.storage.remote.opening"},
+    "huggingface_hub": set(),  # by name, in pqweights.storage.hub.client
     "matplotlib": {
         "pqweights.quality.plots.distribution",
         "pqweights.quality.plots.evaluation",

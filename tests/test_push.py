@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers import folder_bytes, run_command
 from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
-from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
+from loopback_hub import Blob, Cut, Drop, Fault, LoopbackHub, Status
 
 from pqweights.publish.push import hashing
 from pqweights.storage.hub.repository import pieces_of
@@ -783,7 +783,7 @@ def test_xet_gets_the_hash(
 
         def start_upload_file(self, path: str, sha256: str) -> None:
             given.append((Path(path).name, sha256))
-            hub.objects[sha256] = (Path(path), Path(path).stat().st_size)
+            hub.objects[sha256] = Blob(content=Path(path), size=Path(path).stat().st_size, sha256=sha256)
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
     monkeypatch.setattr("huggingface_hub.utils._xet.get_xet_session", Session)

@@ -35,7 +35,7 @@ from pqweights.gguf.package import ALIGNMENT, FilePart, GgufTensor, MetadataEntr
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles, Transform
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 if TYPE_CHECKING:
     from pqweights.gguf.model import GgufModel

@@ -101,7 +101,7 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     """Return the manifest in the output folder if the folder already holds the finished result of this task."""
     if MANIFEST_FILE not in task.out.names() or is_under_way(task.out):
         return None
-    newest = max(checkpoint.storage.newest(checkpoint.weight_files) for checkpoint in task.checkpoints)
+    newest = max(_newest(checkpoint) for checkpoint in task.checkpoints)
     if newest > task.out.modified(MANIFEST_FILE):
         return None  # the source may have changed since, in bytes that its fingerprint does not cover
     found = _manifest_in(task.out)
@@ -115,6 +115,13 @@ def _finished_result(task: RewriteTask) -> Manifest | None:
     # What the transform adds follows from its account of itself, which the manifests have in common.
     stated = {name: record.sha256 for name, record in found.files.items() if name not in task.small_files}
     return found if digests == stated and task.small_files.keys() <= found.files.keys() else None
+
+
+def _newest(checkpoint: Checkpoint) -> int:
+    """Return when the last weight file was changed, in nanoseconds since 1970; those of a commit never are."""
+    storage = checkpoint.storage
+    times = (storage.files()[name].modified for name in checkpoint.weight_files)
+    return max(times, default=0) if storage.origin is None else 0
 
 
 def _manifest_in(store: Store) -> Manifest:

@@ -12,8 +12,8 @@ import pytest
 
 from pqweights.errors import StorageError
 from pqweights.storage.remote import blocks
-from pqweights.storage.remote.attempts import TransferStopped
 from pqweights.storage.remote.blocks import BlockCache
+from pqweights.storage.remote.failures import TransferStopped
 
 SIZE = 1_003_333
 
@@ -97,11 +97,10 @@ def test_single_reads_fetch_no_more_than_their_block() -> None:
     assert len(files.requests) == 3
 
 
-def test_small_reads_are_alone_until_there_are_several_of_a_block() -> None:
-    files, buffer = Files(), np.empty(10, dtype=np.uint8)
-    filled = [files.cache.read_small("a", 500_000 + at, buffer) for at in range(0, 100, 10)]
-    assert filled == [False] * blocks.SMALL_READS_ALONE + [True] * (10 - blocks.SMALL_READS_ALONE)
-    assert (buffer == files.contents["a"][500_090:500_100]).all() and len(files.requests) == 1
+def test_a_block_is_held_from_its_request_on() -> None:
+    files = Files()
+    assert not files.cache.holds("a", 5000) and files.read("a", 8191, 1)
+    assert files.cache.holds("a", 4096) and not files.cache.holds("a", 4095)
 
 
 def test_a_block_that_failed_is_requested_again_when_it_is_needed_again() -> None:

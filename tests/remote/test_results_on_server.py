@@ -12,7 +12,7 @@ from helpers import folder_bytes, run_command, small_checkpoint
 from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
 from pqweights.errors import OutputError, StorageError
-from pqweights.storage.remote import opening, s3
+from pqweights.storage.remote import folder, opening
 
 OUT = f"s3://{BUCKET}/out"
 
@@ -40,8 +40,10 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads and copies go in parts of a few thousand bytes."""
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
-    for name in ("PART_BYTES", "COPY_PART_BYTES", "SINGLE_BYTES"):
-        monkeypatch.setattr(s3, name, 6000)
+    monkeypatch.setattr(folder, "PART_BYTES", 6000)
+    monkeypatch.setattr(folder, "COPY_PART_BYTES", 5 << 20)  # s3fs refuses smaller ones
+    monkeypatch.setattr(folder, "SINGLE_COPY_BYTES", 6000)
+    monkeypatch.setattr("s3fs.core.MANAGED_COPY_THRESHOLD", 6000)
 
 
 def command(source: Path, **options: Any) -> dict[str, Any]:
@@ -90,13 +92,13 @@ def test_requests_that_get_no_reply_in_time_are_sent_again(
     server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every eighth request waits for longer than a client does, and is then carried out all the same."""
-    monkeypatch.setattr(opening, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(opening, "READ_SECONDS", 0.2)
     slow = []
 
     def wait(request: dict[str, Any]) -> None:
         if len(server.log) % 8 == 4:
             slow.append(request["REQUEST_METHOD"])
-            time.sleep(1.0)
+            time.sleep(0.4)
 
     server.fault = wait
     run_command(command(source), OUT)

@@ -33,7 +33,7 @@ from pqweights.publish.options import CardOptions
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord, read_records
 from pqweights.rewrite.results.inspect import Inspection, inspect
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 __all__ = ["Card", "check_branch", "make_card", "read_card", "save_card", "write_card"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from pqweights.publish.card.old_card import OldCard
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 LICENSE_KEYS = ("license", "license_name", "license_link")
 # Keys of the original model, which the manifest carries on. A group that the manifest lacks is left to the user.

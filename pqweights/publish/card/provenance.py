@@ -15,7 +15,7 @@ from pqweights.planning.totals import Totals
 from pqweights.publish.card.values import as_text
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.inspect import Inspection
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 HUB = "https://huggingface.co"
 PAPERS = "https://arxiv.org/abs"

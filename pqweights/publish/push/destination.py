@@ -15,8 +15,7 @@ from pqweights.publish.card import check_branch
 from pqweights.publish.options import PushOptions
 from pqweights.rewrite.manifest import parse_manifest, shards_of
 from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.ids import is_repository_id
-from pqweights.storage.hub.repository import Repository
+from pqweights.storage.hub.repository import Repository, is_repository_id
 from pqweights.storage.hub.transfers import read_whole
 
 MAIN = "main"

@@ -1,7 +1,7 @@
-"""Failed requests to object storage: which are sent again, and what to tell the user, in one line without credentials.
+"""Failed requests to object storage: what to tell the user, in one line without credentials.
 
-The messages of servers and clients may quote keys, signatures and whole requests. So nothing of them is shown but the
-code of the error.
+The clients of the storages send requests again that may succeed later. The messages of servers and clients may quote
+keys, signatures and whole requests. So nothing of them is shown but the code of the error.
 """
 
 from __future__ import annotations
@@ -9,28 +9,16 @@ from __future__ import annotations
 import errno
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pqweights.errors import StorageError
 
-ATTEMPTS = 5
-FIRST_ATTEMPTS = 3  # until the storage has answered once
-FIRST_WAIT_SECONDS = 0.3  # then 0.6, 1.2 and 2.4
+Stop = Callable[[], bool]  # whether to stop
 
 TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
-TEMPORARY_CODES = (
-    "BandwidthLimitExceeded",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-)
+TEMPORARY_CODES = ("InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "TooManyRequests")
 REFUSED_CREDENTIALS = (
     "ExpiredToken",
     "InvalidAccessKeyId",
@@ -55,16 +43,6 @@ NO_CREDENTIALS = {
     "ProfileNotFound",
     "RefreshError",
 }
-# Failures that another attempt does not change although no server answered.
-PERMANENT_ERRORS = {*NO_CREDENTIALS, "ParamValidationError", "SSLError"}
-UNANSWERED = {
-    "ConnectionError",
-    "HTTPClientError",
-    "ResponseParserError",
-    "ClientError",
-    "TransportError",
-    "ChecksumError",
-}
 GIVE_CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in with `aws configure`",
     "gs": "log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
@@ -87,6 +65,10 @@ PERMISSIONS = {
 }
 FAMILIES = {"s3a": "s3", "gcs": "gs"}
 CODE = re.compile(r"[A-Za-z0-9_.]{1,60}")
+
+
+class TransferStopped(Exception):
+    """A transfer was stopped by this program, because something else failed or the user asked for it."""
 
 
 class Truncated(Exception):
@@ -147,53 +129,21 @@ def status_and_code(error: Exception) -> tuple[int, str]:
     return 0, ""
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: failing servers, throttling, lost connections, cut replies."""
-    status, code = status_and_code(error)
-    if status or code:
-        return status in TEMPORARY_STATUSES or code in TEMPORARY_CODES
-    names = _names(error)
-    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError | IsADirectoryError):
-        return False
-    if names & PERMANENT_ERRORS:
-        return False
-    return isinstance(error, Truncated | ConnectionError | TimeoutError) or bool(names & UNANSWERED)
-
-
-class RequestFailures:
-    """Failures of one request, for `attempted`. FileNotFoundError is the caller's, unless the bucket is missing."""
-
-    def __init__(self, request: Request, attempts: int = ATTEMPTS) -> None:
-        """attempts: how often it is sent at most"""
-        self.kinds, self._request, self._attempts = expected_errors(), request, attempts
-
-    def pause(self, error: Exception, wait: float, attempt: int) -> float | None:
-        """Return the seconds to wait, see Failures."""
-        return wait if may_pass(error) and attempt < self._attempts else None
-
-    def explained(self, error: Exception, attempt: int) -> Exception:
-        """Return what to tell the user, see Failures."""
-        if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
-            return error
-        return explained(self._request, error, attempt)
-
-
-def explained(request: Request, error: Exception, attempts: int) -> StorageError:
-    """Return what to tell the user about a request that is not sent again."""
+def explained(request: Request, error: Exception) -> StorageError:
+    """Return what to tell the user about a request that failed for good."""
     problem = _refusal(request, error)
     if problem is None:
         status, code = status_and_code(error)
         shown, at = _shown(error), f" at {request.endpoint}" if request.endpoint else ""
-        tried = f"{shown}, {attempts} attempts" if attempts > 1 else shown
         if isinstance(error, Truncated):
-            problem = f"{tried}: the file was cut, or the connection fails: run the same command again"
-        elif not may_pass(error):
+            problem = f"{shown}: the file was cut, or the connection fails: run the same command again"
+        elif status in TEMPORARY_STATUSES or code in TEMPORARY_CODES:
+            problem = f"the storage{at} is failing ({shown}): run the same command again later"
+        elif status or code or "ParamValidationError" in _names(error):
             problem = f"the storage{at} refuses to {request.action} it ({shown})"
-        elif status or code:
-            problem = f"the storage{at} is failing ({tried}): run the same command again later"
         else:
             check = "check the connection and AWS_ENDPOINT_URL" if request.family == "s3" else "check the connection"
-            problem = f"the storage{at} cannot be reached, or does not answer ({tried}): {check}, then run it again"
+            problem = f"the storage{at} cannot be reached, or does not answer ({shown}): {check}, then run it again"
     return StorageError(f"{request.what}: {problem}")
 
 

@@ -1,4 +1,4 @@
-"""Opening fsspec's file systems: with bounded waiting, and without their own retries and caches.
+"""Opening fsspec's file systems: with bounded waiting, requests that are sent again, and no caches.
 
 Credentials and endpoints are those that fsspec and its clients find themselves.
 """
@@ -16,6 +16,8 @@ CONNECT_SECONDS = 10
 READ_SECONDS = 60
 # Connections to a server at once, of one process and folder.
 CONNECTIONS = 16
+# How often a request to S3 is sent if it fails in a way that may pass.
+ATTEMPTS = 5
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -47,7 +49,7 @@ def open_file_system(address: Address) -> Any:
     try:
         opened = file_system(**_options(file_system, address))
         if EXTRAS.get(scheme) == "s3":
-            opened.retries = 1  # those of this package are the only ones
+            opened.retries = 1  # botocore sends requests again, see _options
             opened.connect()
     except (ValueError, KeyError, TypeError) as error:
         hint = ": check AWS_ENDPOINT_URL and the configuration" if EXTRAS.get(scheme) == "s3" else ""
@@ -56,7 +58,7 @@ def open_file_system(address: Address) -> Any:
         ) from None
     except expected_errors() as error:
         request = Request(scheme=scheme, what=str(address), bucket=str(address), action="open")
-        raise explained(request, error, 1) from None
+        raise explained(request, error) from None
     return opened
 
 
@@ -71,7 +73,10 @@ def _options(file_system: Any, address: Address) -> dict[str, Any]:
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "max_pool_connections": CONNECTIONS,
-            "retries": {"total_max_attempts": 1},
+            "retries": {
+                "mode": "legacy",
+                "total_max_attempts": ATTEMPTS,
+            },  # the only mode that takes 429 for throttling
         }
         options["config_kwargs"] = ours | conf.get("s3", {}).get("config_kwargs", {})
     return options
