@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -124,6 +125,9 @@ output.flag_names = _flag_names
 
 def main() -> None:
     """Run the command line, as the console script does."""
+    # The official client of the Hub is not to show what this package does.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # At exit Python would search all live objects for reference cycles once more.
     atexit.register(gc.freeze)
     interrupts.answer_at_once()

@@ -105,7 +105,7 @@ def _cells(tensor: TensorPlan) -> list[str]:
 
 
 def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
-    """Return what was fetched for the plan, and what fetching the source needs.
+    """Return which commit was planned, and what fetching the source needs.
 
     where: what --low-disk keeps files in
     """
@@ -114,6 +114,5 @@ def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
     return [
         f"fetching the source needs, in addition, {size_text(hub.source_bytes)} in the Hub's cache, or with --low-disk "
         f"{size_text(hub.low_disk_bytes)} {where}",
-        f"{hub.repository} at {hub.revision}: {counted(hub.requests, 'request')}, {size_text(hub.bytes)} fetched for "
-        "this plan",
+        f"planned from {hub.repository} at {hub.revision}",
     ]

@@ -73,8 +73,8 @@ OPTIONAL = {
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
-    "fsspec": "storage.remote.opening storage.remote.s3",
-    "huggingface_hub": "",  # by name, in pqweights.storage.hub.official
+    "fsspec": "storage.remote.folder storage.remote.opening",
+    "huggingface_hub": "",  # by name, in pqweights.storage.hub.client
     "matplotlib": "",
     "transformers": """
         inference.kv.cache inference.kv.layer inference.kv.model inference.kv.on_codes integrations.conversion

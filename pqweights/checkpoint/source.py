@@ -43,6 +43,8 @@ from pqweights.errors import SourceError
 
 # A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096
+# How many are read at once: where the files are elsewhere, each waits for a reply.
+SAMPLES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,7 +109,7 @@ class Checkpoint:
         if file not in self._fingerprints:
             digest = hashlib.sha256(f"{self.storage.files()[file].byte_count}\n".encode())
             tensors = self._by_file[file]
-            with ThreadPoolExecutor(self.storage.reads_at_once, "pqweights-samples") as pool:
+            with ThreadPoolExecutor(SAMPLES_AT_ONCE, "pqweights-samples") as pool:
                 for stored, sample in zip(tensors, pool.map(self._sample, tensors), strict=True):
                     digest.update(f"{stored.name}\n{stored.dtype}\n{stored.shape}\n".encode())
                     digest.update(sample)
@@ -170,7 +172,7 @@ def open_folder(storage: Storage, allow_pickle: bool = False, *, include: Sequen
     Raises SourceError, MasterError for a damaged master or an unfinished one.
     """
     check_not_interrupted(storage)
-    check_links(storage.broken_links, storage.outside_links)
+    check_links(storage.links.broken, storage.links.outside)
     return open_checkpoint(storage, allow_pickle, include=include)
 
 
@@ -242,7 +244,7 @@ def open_checkpoint(
         first = tensor.parts[0]
         return order[first.file], first.offset, tensor.name
 
-    beside = companions(files, weight_files, include, outside_links=storage.outside_links)
+    beside = companions(files, weight_files, include, outside_links=storage.links.outside)
     return Checkpoint(
         storage=storage,
         config=config,

@@ -33,11 +33,15 @@ class Origin(NamedTuple):
     revision: str
 
 
-class FetchedBytes(NamedTuple):
-    """What was fetched of a repository so far: requests, and the bytes of their replies."""
+class Links(NamedTuple):
+    """Links in a folder.
 
-    requests: int
-    bytes: int
+    broken: those to files that are not there, which are not listed
+    outside: those out of the folder (companions.py); those that may be weights are listed, and all others are not
+    """
+
+    broken: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
 
 class WorkFolder(NamedTuple):
@@ -61,10 +65,6 @@ class Storage(Protocol):
         """Return the folder, if it is on this machine."""
         return None
 
-    def traffic(self) -> FetchedBytes | None:
-        """Return what was fetched so far; None if nothing has to be."""
-        return None
-
     @property
     def frees(self) -> int:
         """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
@@ -75,28 +75,14 @@ class Storage(Protocol):
         """How many bytes it may hold in memory, beside what its readers hold."""
         return 0
 
-    @property
-    def reads_at_once(self) -> int:
-        """How many small reads are best made at once: many where each waits for a reply, 1 for a disk."""
-        return 1
-
     def files(self) -> dict[str, FileState]:
         """Return the state of every regular file by its relative POSIX path, in sorted order."""
         ...
 
-    def newest(self, files: Sequence[str]) -> int:
-        """Return when the last of these files was changed, in nanoseconds since 1970; 0 if none can change."""
-        return 0
-
     @property
-    def broken_links(self) -> tuple[str, ...]:
-        """Links to files that are not there, which `files` leaves out."""
-        return ()
-
-    @property
-    def outside_links(self) -> tuple[str, ...]:
-        """Links out of the folder (companions.py); `files` has those that may be weights, and leaves out all others."""
-        return ()
+    def links(self) -> Links:
+        """The links that are not simply files or folders of it."""
+        return Links()
 
     def work_folder(self) -> WorkFolder | None:
         """Look for what an unfinished run into this folder left, which `files` leaves out."""
@@ -198,8 +184,7 @@ class LocalStorage(Storage):
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         self._read: set[str] = set()
         self._unchecked: set[str] = set()  # those that were read since `check_read`
-        self._broken_links: tuple[str, ...] = ()
-        self._outside_links: tuple[str, ...] = ()
+        self._links = Links()
         names = sorted(self._walk()) if only is None else only
         self._files = {name: FileState.of(os.stat(root / name)) for name in names}
 
@@ -231,7 +216,7 @@ class LocalStorage(Storage):
                     is_outside = self._leads_outside(path)
                     outside += [self._relative(path)] * is_outside
                     inside += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
-        self._broken_links, self._outside_links = tuple(broken), tuple(outside)
+        self._links = Links(tuple(broken), tuple(outside))
         return inside
 
     def _leads_outside(self, path: Path) -> bool:
@@ -252,19 +237,10 @@ class LocalStorage(Storage):
         """See Storage."""
         return self.root
 
-    def newest(self, files: Sequence[str]) -> int:
-        """Return when the last of these files was changed; the content of a commit does not change."""
-        return 0 if self._origin is not None else max((self._files[name].modified for name in files), default=0)
-
     @property
-    def broken_links(self) -> tuple[str, ...]:
-        """Links to files that were not there when the folder was listed."""
-        return self._broken_links
-
-    @property
-    def outside_links(self) -> tuple[str, ...]:
-        """Links that led out of the folder when it was listed."""
-        return self._outside_links
+    def links(self) -> Links:
+        """See Storage. As they were when the folder was listed."""
+        return self._links
 
     def work_folder(self) -> WorkFolder | None:
         """Look for the work folder."""

@@ -36,7 +36,7 @@ from pqweights.gguf.model import (
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles, Transform
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 MODELFILE = "Modelfile"
 GENERATION_CONFIG = "generation_config.json"

@@ -14,8 +14,7 @@ from pqweights.errors import HubError, MasterError
 from pqweights.publish.card import MAIN, card_text, check_branch
 from pqweights.rewrite.manifest import parse_manifest, shards_of
 from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.ids import is_repository_id
-from pqweights.storage.hub.repository import Repository
+from pqweights.storage.hub.repository import Repository, is_repository_id
 from pqweights.storage.hub.transfers import read_whole
 
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at

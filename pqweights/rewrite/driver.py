@@ -145,7 +145,7 @@ def _difference(task: RewriteTask, manifest: Manifest) -> str | None:
     contents = _small_files(task, manifest.records)
     if contents.keys() | task.small_files.keys() != manifest.files.keys():
         return "holds this result, but other files were copied to it (`include_files`)"
-    newest = max(checkpoint.storage.newest(checkpoint.weight_files) for checkpoint in task.checkpoints)
+    newest = max(_newest(checkpoint) for checkpoint in task.checkpoints)
     # A source that is newer may have changed in bytes that its fingerprint does not cover. What the transform adds
     # follows from its account of itself, which the manifests have in common.
     if newest > task.out.modified(MANIFEST_FILE) or any(
@@ -153,6 +153,13 @@ def _difference(task: RewriteTask, manifest: Manifest) -> str | None:
     ):
         return "holds this result, but files of its source were changed or copied since"
     return None
+
+
+def _newest(checkpoint: Checkpoint) -> int:
+    """Return when the last weight file was changed, in nanoseconds since 1970; those of a commit never are."""
+    storage = checkpoint.storage
+    times = (storage.files()[name].modified for name in checkpoint.weight_files)
+    return max(times, default=0) if storage.origin is None else 0
 
 
 def _named(identity: RunIdentity) -> str:

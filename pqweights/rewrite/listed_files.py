@@ -39,7 +39,7 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
     """
     if manifest is None:
         return open_folder(storage)
-    for name in storage.outside_links:
+    for name in storage.links.outside:
         if name in manifest.files:
             raise MasterError(f"{storage}: {outside(name)}")
     for problem in file_problems(storage, manifest):

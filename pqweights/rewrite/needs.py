@@ -12,7 +12,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan
 from pqweights.rewrite.folding.fold import Fold
-from pqweights.storage.remote.s3 import upload_bytes_held
+from pqweights.storage.remote.folder import upload_bytes_held
 
 if TYPE_CHECKING:
     from pqweights.rewrite.run import Run

@@ -10,8 +10,10 @@ from typing import Protocol
 
 from pqweights.common.documents import Count
 from pqweights.storage.remote.addresses import Address
+from pqweights.storage.remote.failures import Stop
 
-Stop = Callable[[], bool]
+__all__ = ["CheckLock", "FileRecord", "Stop", "Store"]
+
 # Raises OutputError if another process has taken the store over.
 CheckLock = Callable[[], None]
 

@@ -14,7 +14,7 @@ from cards import change_manifest, facts, sections
 from pqweights.common.markdown import code, words
 from pqweights.errors import OptionError, OutputError
 from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-x", "a..b", "a-->b", "a\nb", "\u00e4", "x" * 300])

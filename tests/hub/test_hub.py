@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from hub_cases import CASES, NOT_NEEDED, RUN, SOURCE, Case, Client, files_of, write_source
-from loopback_hub import Corrupt, Cut, Fault, LoopbackHub, Request, Run, Stall, Status
+from loopback_hub import Fault, LoopbackHub, Request, Run, Stall
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.quantizing import EncodeJob
 from pqweights.rewrite.jobs import Sink
-from pqweights.storage.hub import transfers
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
@@ -35,9 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 LOG_IN = "hf auth login"
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
-# Larger than what is read from the network at once, which a killed process loses.
-LARGE_BYTES = 4 << 20
-STALL_AT = 3 << 20
+LARGE_BYTES = 1 << 20
+STALL_AT = 1 << 19
 
 
 @pytest.fixture
@@ -50,14 +47,12 @@ def source(hub: LoopbackHub, tmp_path: Path) -> Path:
 
 def fetched(requests: list[Request]) -> list[str]:
     """Return the names of the requested files, in order."""
-    return [
-        request.path.partition("/resolve/")[2].partition("/")[2] for request in requests if "/resolve/" in request.path
-    ]
+    paths = [request.path for request in requests if request.method == "GET" and "/resolve/" in request.path]
+    return [path.partition("/resolve/")[2].partition("/")[2] for path in paths]
 
 
-def model_of(folder: Path) -> dict[str, object]:
-    model: dict[str, object] = json.loads((folder / "pqweights.json").read_bytes())["model"]
-    return model
+def model_of(folder: Path) -> Any:
+    return json.loads((folder / "pqweights.json").read_bytes())["model"]
 
 
 def without_origin(folder: Path) -> tuple[dict[str, bytes], dict[str, object]]:
@@ -92,9 +87,7 @@ def test_commands_survive_or_report_faults(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cdn", [False, True])
-def test_a_plan_takes_one_request_for_each_header_and_counts_what_it_fetched(
-    cdn: bool, hub: LoopbackHub, client: Client, source: Path
-) -> None:
+def test_a_plan_takes_one_request_for_each_header(cdn: bool, hub: LoopbackHub, client: Client, source: Path) -> None:
     hub.cdn = cdn
     planned = json.loads(client.well("plan", SOURCE, "--json").stdout)
     names = fetched(hub.requests)
@@ -109,8 +102,6 @@ def test_a_plan_takes_one_request_for_each_header_and_counts_what_it_fetched(
     assert found == {
         "repository": SOURCE,
         "revision": hub.repositories[SOURCE].sha(),
-        "requests": len(hub.requests),
-        "bytes": sum(request.bytes_sent for request in hub.requests),
         "source_bytes": sum(sizes),
         "low_disk_bytes": sum(sorted(sizes)[1:]),
     }
@@ -188,31 +179,13 @@ def test_verify_inspect_and_export_fetch_only_needed_files(
     assert not set(fetched(hub.requests[sent:])) & {"model.gguf", "pytorch_model.bin"}
 
 
-@pytest.mark.parametrize("options", [[], ["--low-disk"]], ids=["cache", "low-disk"])
-def test_files_that_the_hub_sends_by_xet_only_are_fetched_by_the_official_client(
-    options: list[str], hub: LoopbackHub, client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_file_that_the_hub_sends_by_xet_only_needs_a_package(
+    client: Client, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loopback Hub does not speak xet, and the client takes HTTP; the hash is checked all the same."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(transfers, "MOST_HTTP_BYTES", 100_000)
-    run_command({"quantize": str(source)}, tmp_path / "expected")
-    asked = Fault(Corrupt(50_000), "GET", rf"resolve/.*{SHARDS[0]}", after=1)
-    hub.inject(asked, Fault(Status(503), "HEAD", rf"resolve/.*{SHARDS[0]}"))
-    client.well("quantize", SOURCE, tmp_path / "out", *options)
-    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
-    heads = [request.path.rpartition("/")[2] for request in hub.requests if request.method == "HEAD"]
-    assert set(heads) == {SHARDS[0]} and hub.faults == []
-    assert not list(client.home.rglob("*.xet")) and not list(tmp_path.rglob("*.incomplete"))
-
-    shutil.rmtree(client.home, ignore_errors=True)
-    hub.inject(replace(asked, times=1000))
-    line = client.line("quantize", SOURCE, tmp_path / "damaged", *options)
-    assert f"{SHARDS[0]}: fetched 3 times, and its content never had the hash" in line
-    hub.clear_faults()
-    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", 100_000)
-    line = client.line("quantize", SOURCE, tmp_path / "refused", *options)
-    assert "more than the Hub sends by HTTP: pip install hf_xet" in line
+    monkeypatch.setattr("huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE", 100_000)
+    for options in ([], ["--low-disk"]):
+        line = client.line("quantize", SOURCE, tmp_path / "out", *options)
+        assert "more than the Hub sends by HTTP: pip install hf_xet" in line
 
 
 def test_cached_files_are_not_fetched_again(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
@@ -335,12 +308,10 @@ def test_token_that_no_header_can_carry_is_refused(client: Client, hub: Loopback
 
 
 @pytest.mark.usefixtures("source")
-@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["export", "--target", "bf16"]])
-def test_repository_that_pqweights_did_not_push_is_refused(command: list[str], client: Client, tmp_path: Path) -> None:
-    name, *options = command
-    out = [tmp_path / "out"] if name == "export" else []
-    line = client.line(name, "me/source", *out, *options)
-    assert "me/source: expected " in line and "pqweights.json" in line and "found no" in line
+def test_repository_that_pqweights_did_not_push_is_refused(client: Client, tmp_path: Path) -> None:
+    for command in ("verify me/source", "inspect me/source", f"export me/source {tmp_path / 'out'} --target bf16"):
+        line = client.line(*command.split())
+        assert "me/source: expected " in line and "pqweights.json" in line and "found no" in line
 
 
 @pytest.mark.parametrize(("arguments", "token", "says"), REFUSED, ids=lambda value: str(value)[:40])
@@ -445,37 +416,28 @@ def six_shards(hub: LoopbackHub, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("slow", [(EncodeJob, "run"), (Checkpoint, "file_fingerprint")], ids=["encoding", "releasing"])
 def test_low_disk_holds_two_files_at_most(
-    hub: LoopbackHub, client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: tuple[Any, str],
+    hub: LoopbackHub,
+    client: Client,
+    six_shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = EncodeJob.run
+    step = getattr(*slow)
 
-    def slow(job: EncodeJob, chunk: int, sink: Sink) -> Any:
+    def slowly(*arguments: Any) -> Any:
         threading.Event().wait(0.05)  # leaves time to fetch more files than are allowed
-        return run(job, chunk, sink)
+        return step(*arguments)
 
-    monkeypatch.setattr(EncodeJob, "run", slow)
+    monkeypatch.setattr(*slow, slowly)
     hub.inject(*(Fault(Stall(0.01, at=20_000), "GET", rf"resolve/.*-0000{n}-of", after=1) for n in range(1, 7)))
     with most_files(tmp_path / "out") as most:
         client.well("quantize", SOURCE, tmp_path / "out", "--low-disk", "--threads", "1")
     assert most == [2]
     assert not (tmp_path / "out/.pqweights").exists()
     assert not list(client.home.rglob("*.safetensors"))
-
-
-def test_low_disk_holds_two_files_at_most_if_releasing_is_slow(
-    client: Client, six_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fingerprint = Checkpoint.file_fingerprint
-
-    def slow(checkpoint: Checkpoint, file: str) -> str:
-        threading.Event().wait(0.1)
-        return fingerprint(checkpoint, file)
-
-    monkeypatch.setattr(Checkpoint, "file_fingerprint", slow)
-    with most_files(tmp_path / "out") as most:
-        client.well("quantize", SOURCE, tmp_path / "out", "--low-disk")
-    assert most == [2]
 
 
 FP8_NAMES = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(4)]
@@ -568,14 +530,6 @@ def until(condition: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-def sizes_in(folder: Path) -> list[tuple[str, int]]:
-    """The suffixes and sizes of the files in a folder; none while one of them goes."""
-    try:
-        return [(path.suffix, path.stat().st_size) for path in folder.iterdir()]
-    except FileNotFoundError:
-        return []
-
-
 @pytest.fixture
 def large(hub: LoopbackHub, tmp_path: Path) -> Path:
     """A small shard and two large ones, in a local folder and on the Hub."""
@@ -589,19 +543,15 @@ def large(hub: LoopbackHub, tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def stalled(
-    hub: LoopbackHub, home: Path, out: Path, *options: str, at: int = STALL_AT
-) -> Iterator[subprocess.Popen[str]]:
-    """Run quantize until what the first shard holds is encoded and the second one stalls after `at` bytes."""
-    hub.inject(Fault(Stall(100, at=at), "GET", r"resolve/.*-00002-of", after=1))
+def stalled(hub: LoopbackHub, home: Path, out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Run quantize until the second shard stalls."""
+    hub.inject(Fault(Stall(100, at=STALL_AT), "GET", r"resolve/.*-00002-of", after=1))
     command = [sys.executable, str(RUN), "quantize", SOURCE, str(out), "--quiet", *options]
     process = subprocess.Popen(
         command, env=hub.environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        until(lambda: any(request.fault and request.bytes_sent == at for request in hub.requests))
-        if "--low-disk" in options:
-            until(lambda: [sizes_in(path) for path in out.glob(".pqweights/*/fetched")] == [[(".partial", at)]])
+        until(lambda: any(request.fault and request.bytes_sent == STALL_AT for request in hub.requests))
         yield process
     finally:
         process.kill()
@@ -609,13 +559,7 @@ def stalled(
         hub.clear_faults()
 
 
-def ranges(requests: list[Request], shard: str) -> list[int]:
-    """Return the offsets at which the requests for a shard began."""
-    found = [request.range or "bytes=0-" for request in requests if request.path.endswith(shard)]
-    return [int(each.removeprefix("bytes=").partition("-")[0]) for each in found]
-
-
-def test_killed_run_continues_in_the_middle_of_a_shard(
+def test_killed_run_continues_with_the_shard_that_was_fetched(
     hub: LoopbackHub, client: Client, large: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -625,16 +569,14 @@ def test_killed_run_continues_in_the_middle_of_a_shard(
         process.wait()
     killed = tmp_path / "killed"
     shutil.copytree(out, killed)
+    assert list(killed.rglob("*.incomplete"))
 
     sent = len(hub.requests)
     continued = client.well("quantize", SOURCE, out, "--low-disk")
     assert "continued" not in continued.stderr  # no output file was finished
     assert without_origin(out) == without_origin(tmp_path / "expected")
-    again = hub.requests[sent:]
-    assert ranges(again, SHARDS[0]) == [0, 0]  # its header, and all of it: it was deleted
-    header, begin = ranges(again, SHARDS[1])
-    assert (header, begin) == (0, STALL_AT)  # everything that had come was on the disk
-    assert ranges(again, SHARDS[2]) == [0, 0]
+    names = fetched(hub.requests[sent:])
+    assert [names.count(name) for name in SHARDS[1:]] == [2, 2]  # once for the header, once whole
     check_new_commit(hub, client, large, out=out, killed=killed)
 
 
@@ -659,10 +601,8 @@ def check_new_commit(hub: LoopbackHub, client: Client, large: Path, *, out: Path
     renewed = killed.with_name("renewed")
     shutil.copytree(killed, renewed)
 
-    sent = len(hub.requests)
     client.well("quantize", SOURCE, killed, "--low-disk", "--revision", old)
     assert folder_bytes(killed) == folder_bytes(out)
-    assert ranges(hub.requests[sent:], SHARDS[1])[1] == STALL_AT
 
     client.well("quantize", SOURCE, renewed, "--low-disk", "--overwrite")
     assert model_of(renewed)["revision"] == new
@@ -672,25 +612,6 @@ def check_new_commit(hub: LoopbackHub, client: Client, large: Path, *, out: Path
     expected = killed.with_name("expected-new")
     run_command({"quantize": str(large)}, expected)
     assert without_origin(renewed) == without_origin(expected)
-
-
-def test_damaged_partial_file_is_fetched_again(hub: LoopbackHub, client: Client, large: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run_command({"quantize": str(large)}, tmp_path / "expected")
-    hub.inject(
-        Fault(Cut(STALL_AT), "GET", r"resolve/.*-00002-of", after=1),
-        Fault(Cut(0), "GET", r"resolve/.*-00002-of", after=1, times=1000),
-    )
-    client.line("quantize", SOURCE, out, "--low-disk")
-    hub.clear_faults()
-    (partial,) = out.glob(f".pqweights/*/fetched/{hub.repositories[SOURCE].blobs()[SHARDS[1]].sha256}-*.partial")
-    content = bytearray(partial.read_bytes())
-    content[len(content) // 2] ^= 1
-    partial.write_bytes(content)
-    sent = len(hub.requests)
-    client.well("quantize", SOURCE, out, "--low-disk")
-    assert ranges(hub.requests[sent:], SHARDS[1]) == [0, len(content), 0]
-    assert without_origin(out) == without_origin(tmp_path / "expected")
 
 
 @pytest.mark.parametrize("options", [["--low-disk"], []], ids=["low-disk", "cache"])

@@ -206,42 +206,17 @@ def header_of(length: int, text: bytes = b"", data: bytes = b"") -> bytes:
     return struct.pack("<Q", length) + text + data
 
 
-def with_offsets(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """Return a function that changes the header of a shard, and not its data."""
-
-    def make(shard: bytes) -> bytes:
-        length = int.from_bytes(shard[:8], "little")
-        header = json.loads(shard[8 : 8 + length])
-        change(header)
-        text = json.dumps(header).encode()
-        return header_of(len(text), text, shard[8 + length :])
-
-    return make
-
-
-def first(header: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = next(entry for name, entry in header.items() if name != "__metadata__")
-    return entry
-
-
+# What a header says matters as it does in a local folder (tests/hostile/headers.py); here, how its bytes are requested.
 SHARDS: dict[str, Callable[[bytes], bytes]] = {
-    "a header of 2**63 bytes": lambda shard: header_of(2**63) + shard[8:],
     "a header of 2**64 - 1 bytes": lambda shard: header_of(2**64 - 1) + shard[8:],
     "a header of 200 MB that is not there": lambda shard: header_of(200_000_000) + shard[8:],
     "a header longer than the file": lambda shard: header_of(len(shard)) + shard[8:],
     "a header of no bytes": lambda shard: header_of(0) + shard[8:],
     "no header": lambda shard: b"\0" * 4,
     "an empty file": lambda shard: b"",
-    "no JSON": lambda shard: header_of(100, b"{" * 100, shard),
     "nesting": lambda shard: header_of(90_000, b"[" * 90_000, shard),
     "cut": lambda shard: shard[:-1],
     "more than the header says": lambda shard: shard + b"x",
-    "offsets beyond the end": with_offsets(lambda h: first(h).update(data_offsets=[0, 10**15])),
-    "huge shape": with_offsets(lambda h: first(h).update(shape=[2**62, 2**62])),
-    "negative offsets": with_offsets(lambda h: first(h).update(data_offsets=[-8, first(h)["data_offsets"][1]])),
-    "overlap": with_offsets(lambda h: [entry.update(data_offsets=[0, 8]) for entry in h.values() if "dtype" in entry]),
-    "unknown dtype": with_offsets(lambda h: first(h).update(dtype="F8_E99")),
-    "a name with a line break": with_offsets(lambda h: h.update({"a\nb": h.pop(max(h))})),
 }
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from pqweights.errors import StorageError
 from pqweights.storage.remote import blocks
-from pqweights.storage.remote.attempts import TransferStopped
 from pqweights.storage.remote.blocks import BlockCache
+from pqweights.storage.remote.failures import TransferStopped
 
 SIZE = 1_003_333
 
@@ -91,17 +91,11 @@ def test_blocks_are_fetched_ahead_of_a_reader_in_order() -> None:
     assert sorted(files.requests) == wanted
 
 
-def test_single_reads_fetch_no_more_than_their_block() -> None:
+def test_single_reads_fetch_their_block_alone_which_is_held_from_its_request_on() -> None:
     files = Files()
     assert files.read("a", 500_000, 100) and files.read("a", 900_000, 100) and files.read("b", 400_000, 100)
     assert len(files.requests) == 3
-
-
-def test_small_reads_are_alone_until_there_are_several_of_a_block() -> None:
-    files, buffer = Files(), np.empty(10, dtype=np.uint8)
-    filled = [files.cache.read_small("a", 500_000 + at, buffer) for at in range(0, 100, 10)]
-    assert filled == [False] * blocks.SMALL_READS_ALONE + [True] * (10 - blocks.SMALL_READS_ALONE)
-    assert (buffer == files.contents["a"][500_090:500_100]).all() and len(files.requests) == 1
+    assert files.cache.holds("a", 500_200) and not files.cache.holds("b", 500_200)
 
 
 def test_a_block_that_failed_is_requested_again_when_it_is_needed_again() -> None:

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import helpers
-from loopback_faults import Action
 from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Status
 
 if TYPE_CHECKING:
@@ -115,11 +114,13 @@ class Client:
     def set_up(self) -> Client:
         """Make the settings of run_hub.py and LoopbackHub.environment, until `patch` is undone."""
         from huggingface_hub import constants
-        from huggingface_hub.utils import _http, close_session
+        from huggingface_hub.utils import _http, close_session, disable_progress_bars, logging
 
         from pqweights.storage.hub import client
 
         close_session()
+        logging.set_verbosity_error()
+        disable_progress_bars()
         settings = {
             "ENDPOINT": self.url,
             "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
@@ -220,7 +221,7 @@ def same(fault: Fault) -> Callable[[LoopbackHub], list[Fault]]:
     return lambda hub: [fault]
 
 
-def on_shard(action: Action) -> Callable[[LoopbackHub], list[Fault]]:
+def on_shard(action: Any) -> Callable[[LoopbackHub], list[Fault]]:
     """Return a function that makes a fault which hits every request for the shard."""
     return same(Fault(action, "GET", SHARD, after=1, times=ALWAYS))
 

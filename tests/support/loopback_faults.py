@@ -1,11 +1,19 @@
-"""Faults that the loopback Hub injects into its answers, and the queue in which they wait for their requests."""
+"""Faults of the loopback Hub, and the layer around its application that records requests and lets faults hit them."""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from werkzeug.wsgi import get_input_stream
+
+Environment = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -19,10 +27,9 @@ class Status:
 
 @dataclass(frozen=True)
 class Cut:
-    """Send the right headers and some bytes of the body, then close the connection.
+    """Send so many bytes of the right reply, then close the connection, with RST if `reset`.
 
-    bytes: how many bytes of the body are sent. Of a PUT, so many are read, and nothing is stored
-    reset: close with RST instead of FIN, which may also destroy what is still under way
+    Of a PUT, so many are read, and nothing is stored.
     """
 
     bytes: int
@@ -31,23 +38,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Drop:
-    """Close the connection without an answer.
-
-    applied: do what was asked first, as if the reply were lost
-    reset: see Cut
-    """
+    """Close the connection without an answer; with `applied`, after doing what was asked."""
 
     applied: bool = False
-    reset: bool = False
 
 
 @dataclass(frozen=True)
 class Short:
-    """Announce and send fewer bytes than were asked for.
-
-    bytes: how many at most
-    consistent: whether Content-Range says so too
-    """
+    """Announce and send at most so many bytes; with `consistent`, Content-Range says so too."""
 
     bytes: int
     consistent: bool = True
@@ -55,7 +53,7 @@ class Short:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """Flip the lowest bit of the byte at this position of the file, or of the body if that is not a file's."""
+    """Flip the lowest bit of the byte at this position of the file."""
 
     position: int
 
@@ -65,20 +63,17 @@ class Stall:
     """Wait before the answer or, with `at`, after that many bytes of its body."""
 
     seconds: float
-    at: int | None = None
+    at: int = 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """Call a function in the server's thread before the answer."""
+    """Call a function before the answer."""
 
     call: Callable[[], object]
 
 
-Action = Status | Cut | Drop | Short | Corrupt | Stall | Run
-
-
-@dataclass(frozen=True)
+@dataclass
 class Fault:
     """What happens to which requests.
 
@@ -89,7 +84,7 @@ class Fault:
     after: how many matching requests pass before that
     """
 
-    action: Action
+    action: Status | Cut | Drop | Short | Corrupt | Stall | Run
     method: str | None = None
     path: str = ""
     _: KW_ONLY
@@ -100,46 +95,123 @@ class Fault:
         return self.method in (None, method) and re.search(self.path, path, re.DOTALL) is not None
 
 
-@dataclass
-class _Pending:
-    """A fault, how many matching requests it let pass, and how many it hit."""
+@dataclass(kw_only=True)
+class Request:
+    """A request that was served.
 
-    fault: Fault
-    passed: int = 0
-    hits: int = 0
+    path: its path, decoded, without the query
+    range: its header Range
+    authorized: whether it had the token
+    bytes_sent: how many bytes of the body were sent
+    fault: whether a fault hit it
+    """
+
+    method: str
+    path: str
+    range: str | None
+    authorized: bool
+    bytes_sent: int = 0
+    fault: bool = False
 
 
-class FaultQueue:
-    """Faults that are not used up, in the order in which they were added."""
+class FaultyApplication:
+    """A WSGI application whose requests are recorded, and hit by faults.
 
-    def __init__(self) -> None:
-        self._pending: list[_Pending] = []
+    faults: those that are not used up, each with how many matching requests it has met
+    """
+
+    def __init__(self, application: Any, token: str) -> None:
+        self.application, self.token = application, token
+        self.requests: list[Request] = []
+        self.faults: list[tuple[Fault, list[Request]]] = []
+        self.stopping = threading.Event()
         self._lock = threading.Lock()
 
-    @property
-    def waiting(self) -> list[Fault]:
-        with self._lock:
-            return [pending.fault for pending in self._pending]
+    def __call__(self, environ: Environment, start: Any) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"].encode("latin-1").decode()
+        record = Request(
+            method=method,
+            path=path,
+            range=environ.get("HTTP_RANGE"),
+            authorized=environ.get("HTTP_AUTHORIZATION") == f"Bearer {self.token}",
+        )
+        action = self._record(record)
+        if isinstance(action, Run):
+            action.call()
+        elif isinstance(action, Stall) and not action.at:
+            self.stopping.wait(action.seconds)
+        elif isinstance(action, Status):
+            get_input_stream(environ).read()
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(action.body))}
+            start(f"{action.code} Fault", list((headers | dict(action.headers)).items()))
+            return [b"" if method == "HEAD" else action.body]
+        elif isinstance(action, Cut) and method == "PUT":
+            get_input_stream(environ).read(action.bytes)
+            hang_up(environ, reset=action.reset)
+        elif isinstance(action, Drop) and not action.applied:
+            hang_up(environ)
+        replied: list[Any] = []
+        body = self.application(environ, lambda status, headers, *_: replied.extend((status, dict(headers))))
+        if isinstance(action, Drop):
+            hang_up(environ)
+        status, headers = replied
+        first = int((re.match(r"bytes (\d+)-", headers.get("Content-Range", "")) or [0, 0])[1])
+        if isinstance(action, Short):
+            body = [b"".join(body)[: action.bytes]]
+            headers["Content-Length"] = str(len(body[0]))
+            if action.consistent and "Content-Range" in headers:
+                last = first + len(body[0]) - 1
+                headers["Content-Range"] = re.sub(r"-\d+", f"-{last}", headers["Content-Range"])
+        start(status, list(headers.items()))
+        return self._sent(body, action, record, environ=environ, first=first)
 
-    def add(self, *faults: Fault) -> None:
+    def _record(self, record: Request) -> object:
+        """Note a request, and return what happens to it: by the first fault that let enough requests pass."""
         with self._lock:
-            self._pending += [_Pending(fault) for fault in faults if fault.times > 0]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._pending.clear()
-
-    def take(self, method: str, path: str) -> Fault | None:
-        """Return the fault that hits a request: of those that match, the first that let enough requests pass."""
-        with self._lock:
-            for pending in self._pending:
-                if not pending.fault.matches(method, path):
-                    continue
-                if pending.passed < pending.fault.after:
-                    pending.passed += 1
-                    continue
-                pending.hits += 1
-                if pending.hits == pending.fault.times:
-                    self._pending.remove(pending)
-                return pending.fault
+            self.requests.append(record)
+            for entry in list(self.faults):
+                fault, met = entry
+                if fault.matches(record.method, record.path):
+                    met.append(record)
+                    if len(met) > fault.after:
+                        record.fault = True
+                        if len(met) == fault.after + fault.times:
+                            self.faults.remove(entry)
+                        return fault.action
         return None
+
+    def _sent(
+        self, body: Iterable[bytes], action: object, record: Request, *, environ: Environment, first: int
+    ) -> Iterator[bytes]:
+        """Yield the pieces of a body, up to where a fault is. first: the position of the body in the file."""
+        until = action.bytes if isinstance(action, Cut) else action.at if isinstance(action, Stall) else None
+        sent = 0
+        for piece in body:
+            if isinstance(action, Corrupt) and 0 <= (at := action.position - first - sent) < len(piece):
+                piece = piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :]
+            sent += len(piece)
+            if until is None or sent < until:
+                record.bytes_sent += len(piece)  # first: a test may look as soon as the client has the last byte
+                yield piece
+                continue
+            before = len(piece) - (sent - until)
+            record.bytes_sent += before
+            yield piece[:before]
+            if isinstance(action, Cut):
+                hang_up(environ, reset=action.reset)
+            elif isinstance(action, Stall) and self.stopping.wait(action.seconds):
+                hang_up(environ)
+            record.bytes_sent += len(piece) - before
+            yield piece[before:]
+            until = None
+
+
+def hang_up(environ: Environment, *, reset: bool = False) -> None:
+    """Close the connection of a request, and end its thread with an error that the server expects."""
+    connection: socket.socket = environ["werkzeug.socket"]
+    if reset:  # closed here, because the server would send FIN first
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(connection.detach())
+    else:
+        connection.shutdown(socket.SHUT_RDWR)
+    raise ConnectionAbortedError

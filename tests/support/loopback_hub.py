@@ -1,8 +1,8 @@
 """A small Hugging Face Hub on the loopback: repositories, LFS uploads, ranged downloads, and faults on demand.
 
-It does what huggingface_hub 2.4 expects of the Hub (loopback_endpoints.py), but knows only models, ids of the form
-namespace/name, one user ("me") and basic LFS transfers. It does not know xet: clients must run with
-HF_HUB_DISABLE_XET=1, which `LoopbackHub.environment` sets. Only the standard library is needed.
+It does what huggingface_hub 2.4 expects of the Hub, but knows only models, ids of the form namespace/name, one user
+("me") and basic LFS transfers. It does not know xet: clients must run with HF_HUB_DISABLE_XET=1, which
+`LoopbackHub.environment` sets.
 
     with LoopbackHub() as hub:
         hub.commit("me/x", {"config.json": b"{}", "model.safetensors": Path("model.safetensors")})
@@ -13,18 +13,123 @@ HF_HUB_DISABLE_XET=1, which `LoopbackHub.environment` sets. Only the standard li
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from loopback_faults import Corrupt, Cut, Drop, Fault, FaultQueue, Run, Short, Stall, Status
-from loopback_repositories import Blob, Content, Repository
-from loopback_server import Request, Server
+import loopback_endpoints
+from loopback_faults import Corrupt, Cut, Drop, Fault, FaultyApplication, Request, Run, Short, Stall, Status
+from werkzeug.serving import make_server
 
-__all__ = ["Content", "Corrupt", "Cut", "Drop", "Fault", "LoopbackHub", "Request", "Run", "Short", "Stall", "Status"]
+__all__ = [
+    "Blob",
+    "Content",
+    "Corrupt",
+    "Cut",
+    "Drop",
+    "Fault",
+    "LoopbackHub",
+    "Request",
+    "Run",
+    "Short",
+    "Stall",
+    "Status",
+]
+
+Content = bytes | Path
+# Some of the suffixes in .gitattributes of a new repository; files above MAX_REGULAR_BYTES are stored with LFS too.
+LFS_SUFFIXES = (".arrow", ".bin", ".gguf", ".gz", ".h5", ".model", ".onnx", ".parquet", ".pt", ".safetensors", ".zip")
+MAX_REGULAR_BYTES = 1_000_000
+
+
+def is_lfs(name: str, size: int) -> bool:
+    """Return whether a file is stored with LFS. Empty files never are."""
+    return size > MAX_REGULAR_BYTES or (size > 0 and name.endswith(LFS_SUFFIXES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A file: its content, its size in bytes, and its SHA-256 if it is stored with LFS, else None."""
+
+    content: Content
+    size: int
+    sha256: str | None
+
+    @staticmethod
+    def of(name: str, content: Content, sha256: str | None = None) -> Blob:
+        """Return a file as the Hub would store it. sha256: the hash of a large file, if it is known."""
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if is_lfs(name, size):
+            return Blob(content=content, size=size, sha256=sha256 or hashlib.sha256(_bytes(content)).hexdigest())
+        return Blob(content=_bytes(content), size=size, sha256=None)
+
+    @property
+    def oid(self) -> str:
+        """The hash that git gives a file, or an LFS pointer."""
+        data = self.sha256.encode() if self.sha256 else _bytes(self.content)
+        return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 or self.oid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A state of a repository."""
+
+    title: str
+    files: Mapping[str, Blob]
+
+
+class Repository:
+    """Branches and pull requests (refs/pr/N), which point to commits.
+
+    access: whether the user "me" is let in if the repository is private or gated
+    """
+
+    def __init__(self, id: str, private: bool = False, gated: bool | str = False) -> None:
+        self.id, self.private, self.gated = id, private, gated
+        self.access = True
+        self.branches: dict[str, str] = {}
+        self.commits: dict[str, Commit] = {}
+
+    def sha(self, revision: str = "main") -> str:
+        """Return the commit of a branch, of refs/pr/N, or of its own hash. Raises KeyError if there is none."""
+        if revision in self.commits:
+            return revision
+        return self.branches[revision]
+
+    def blobs(self, revision: str = "main") -> Mapping[str, Blob]:
+        return self.commits[self.sha(revision)].files
+
+    def files(self, revision: str = "main") -> dict[str, Content]:
+        return {name: blob.content for name, blob in self.blobs(revision).items()}
+
+    def read(self, name: str, revision: str = "main") -> bytes:
+        return _bytes(self.blobs(revision)[name].content)
+
+    def advance(self, branch: str, changes: Mapping[str, Blob | None], *, title: str = "commit") -> str:
+        """Commit to a branch, which is created if there is none. None deletes a file."""
+        parent = self.branches.get(branch)
+        files = {**(self.commits[parent].files if parent else {}), **changes}
+        state = [self.id, len(self.commits), parent, title, sorted(files)]
+        sha = hashlib.sha1(json.dumps(state).encode()).hexdigest()
+        kept = {name: blob for name, blob in files.items() if blob is not None}
+        self.commits[sha] = Commit(title=title, files=kept)
+        self.branches[branch] = sha
+        return sha
+
+
+def _bytes(content: Content) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
 
 
 class LoopbackHub:
@@ -36,46 +141,66 @@ class LoopbackHub:
     """
 
     def __init__(self, folder: Path | None = None, cdn: bool = False) -> None:
-        self.token = "hf_" + "LoopbackHubToken".ljust(34, "x")
         self.cdn = cdn
         self.repositories: dict[str, Repository] = {}
-        self.requests: list[Request] = []
-        self.objects: dict[str, tuple[Content, int]] = {}  # sha256 -> content, bytes
+        self.objects: dict[str, Blob] = {}  # LFS files by their SHA-256
         self.lock = threading.RLock()
-        self.stopping = threading.Event()
-        self.pending = FaultQueue()
         self._given_folder = folder
-        self._uploads = 0
+        self._served = FaultyApplication(
+            loopback_endpoints.application(self), "hf_" + "LoopbackHubToken".ljust(34, "x")
+        )
 
     def __enter__(self) -> LoopbackHub:
-        if self._given_folder is None:
-            self.folder = Path(tempfile.mkdtemp(prefix="loopback-hub-"))
-        else:
-            self.folder = self._given_folder
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self.stopping.clear()
-        self._server = Server(self)
+        logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # it reports what faults leave behind
+        self.folder = self._given_folder or Path(tempfile.mkdtemp(prefix="loopback-hub-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._server = make_server("127.0.0.1", 0, self._served, threaded=True)
+        self._server.daemon_threads = True
         # With the default interval of polling, each stop would take half a second.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stopping.set()
+        self._served.stopping.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-        self._server.close_connections()
         if self._given_folder is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
+    def token(self) -> str:
+        return self._served.token
+
+    @token.setter
+    def token(self, token: str) -> None:
+        self._served.token = token
+
+    @property
     def port(self) -> int:
-        return self._server.server_address[1]
+        return int(self._server.server_port)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def requests(self) -> list[Request]:
+        """What was asked so far, in order."""
+        return self._served.requests
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The faults that are not used up."""
+        return [fault for fault, _ in self._served.faults]
+
+    def inject(self, *faults: Fault) -> None:
+        """Add faults. If several match a request, only the first one that is due acts."""
+        self._served.faults += [(fault, []) for fault in faults]
+
+    def clear_faults(self) -> None:
+        self._served.faults.clear()
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return os.environ for a subprocess that uses this Hub as the user "me", with its caches in `home`."""
@@ -125,25 +250,5 @@ class LoopbackHub:
         with self.lock:
             repository = self.repositories.get(id) or self.create(id)
             repository.branches.setdefault(branch, repository.branches["main"])
-            self.objects.update(
-                (blob.sha256, (blob.content, blob.size)) for blob in blobs.values() if blob is not None and blob.lfs
-            )
+            self.objects.update((blob.sha256, blob) for blob in blobs.values() if blob and blob.sha256)
             return repository.advance(branch, blobs, title=title)
-
-    @property
-    def faults(self) -> list[Fault]:
-        """The faults that are not used up."""
-        return self.pending.waiting
-
-    def inject(self, *faults: Fault) -> None:
-        """Add faults. If several match a request, only the first one that is due acts."""
-        self.pending.add(*faults)
-
-    def clear_faults(self) -> None:
-        self.pending.clear()
-
-    def upload_path(self) -> Path:
-        """Return where the next upload is written."""
-        with self.lock:
-            self._uploads += 1
-            return self.folder / f"upload-{self._uploads}.part"

@@ -24,7 +24,7 @@ from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.inspect import Inspection
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 
 HUB, PAPERS = "https://huggingface.co", "https://arxiv.org/abs"
 # How integers were rounded, by --qparams.

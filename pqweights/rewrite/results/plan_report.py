@@ -29,18 +29,15 @@ BEFORE_NAME = f'{{{LIST_ITEM}  "name": '
 
 @dataclass(frozen=True, kw_only=True)
 class HubTraffic:
-    """What a plan of a repository on the Hub fetched, and what quantizing it would.
+    """What quantizing a repository on the Hub fetches.
 
     repository, revision: the repository, and the commit of the plan
-    requests, bytes: requests made and bytes fetched for the plan
     source_bytes: the size of the repository's weight files
     low_disk_bytes: the most of them that `low_disk` keeps at a time
     """
 
     repository: str
     revision: str
-    requests: int
-    bytes: int
     source_bytes: int
     low_disk_bytes: int
 
@@ -148,14 +145,11 @@ def report_plan(
 
 def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:
     storage = checkpoint.storage
-    origin, traffic = storage.origin, storage.traffic()
-    if origin is None or traffic is None:
+    if storage.origin is None:
         return None
     return HubTraffic(
-        repository=origin.id,
-        revision=origin.revision,
-        requests=traffic.requests,
-        bytes=traffic.bytes,
+        repository=storage.origin.id,
+        revision=storage.origin.revision,
         source_bytes=checkpoint.weight_file_bytes,
         low_disk_bytes=most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
     )

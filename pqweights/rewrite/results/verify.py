@@ -213,7 +213,7 @@ def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, st
         size = _size_of(storage, name)
         if not is_inside(name):
             yield name, f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
-        elif name in storage.outside_links:
+        elif name in storage.links.outside:
             yield name, outside(name)
         elif size is None:
             yield name, f"{name}: missing"
@@ -232,7 +232,7 @@ def _unlisted(
 ) -> Iterator[str]:
     """Yield files that are not listed. A card and figures may be added; hidden files belong to version control."""
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
-    for name in sorted({*storage.files(), *storage.outside_links, *beside} - known):
+    for name in sorted({*storage.files(), *storage.links.outside, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
             yield name
 

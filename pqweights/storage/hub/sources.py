@@ -10,11 +10,12 @@ from typing import NamedTuple
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_local
 from pqweights.checkpoint.storage import Origin, Storage
-from pqweights.errors import SourceError
-from pqweights.storage.hub.cache import download_to_cache, remember, snapshot
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.errors import HubError, SourceError
 from pqweights.storage.hub.client import Hub, Tell
-from pqweights.storage.hub.ids import is_repository_id
+from pqweights.storage.hub.repository import is_repository_id
 from pqweights.storage.hub.storage import HubStorage
+from pqweights.storage.hub.transfers import fetch_to_cache
 from pqweights.storage.remote.addresses import Address, is_address, local_path, parse_address
 from pqweights.storage.remote.folder import RemoteFolder
 from pqweights.storage.remote.storage import RemoteStorage, open_address
@@ -132,7 +133,7 @@ def local_folder(
         return Fetched(Path(local_path(source)))
     hub = access.hub()
     if hub.is_offline:
-        folder = snapshot(hub, repository, access.revision)
+        folder = _offline_folder(hub, repository, access.revision)
         return Fetched(folder, Origin(repository, folder.name))
     storage = HubStorage(hub, hub.repository(repository, access.revision))
     if ours and MANIFEST_FILE not in storage.files():
@@ -144,7 +145,7 @@ def local_folder(
     if not wanted:
         raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
     folder = _fetch(storage, wanted, progress)
-    remember(hub, storage.repository, access.revision)
+    _remember(folder, access.revision or "main")
     return Fetched(folder, storage.origin, tuple(name for name in storage.files() if name not in wanted))
 
 
@@ -212,9 +213,32 @@ def _fetch(storage: HubStorage, names: Sequence[str], progress: Progress) -> Pat
             done += count
             progress(min(done, total), total, name)
 
-        path = download_to_cache(storage.hub, repository, repository.files[name], show=show)
+        path = fetch_to_cache(storage.hub, repository, repository.files[name], show=show)
         folder = path.parents[name.count("/")]
     return folder
+
+
+def _remember(snapshot: Path, revision: str) -> None:
+    """Note in the cache which commit a branch is at, so that the official client finds it without a network.
+
+    snapshot: the folder of the commit in the cache
+    """
+    if revision != snapshot.name:
+        ref = snapshot.parents[1] / "refs" / revision
+        with disk_errors(ref):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(snapshot.name)
+
+
+def _offline_folder(hub: Hub, repository: str, revision: str | None) -> Path:
+    """Return the folder of a repository in the cache, without asking the Hub.
+
+    Raises HubError if it is not there.
+    """
+    try:
+        return Path(hub.official.library.snapshot_download(repository, revision=revision, local_files_only=True))
+    except hub.official.errors.LocalEntryNotFoundError:
+        raise HubError(f"{repository}: not in the cache, and HF_HUB_OFFLINE switches the Hub off; unset it") from None
 
 
 def check_local(source: str | Path, access: Access, low_disk: bool = False) -> None:

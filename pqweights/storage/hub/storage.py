@@ -2,14 +2,18 @@
 
 Outside `fetching`, each read is a request: small files come whole, of others only the range. Inside it, files are
 fetched whole and read from the disk. They go into the shared cache; or, with low_disk, into a folder of the caller, two
-at a time, and `release` deletes them.
+at a time, and `release` deletes them. (Blocks, as object storage is read in, are of no use here: the Hub lists a hash
+of each whole file, so a file must be on the disk and checked before a byte of it is used.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +22,21 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.header import HeaderStarts
-from pqweights.checkpoint.storage import FetchedBytes, Origin, Storage
+from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.locks import ProcessLock
-from pqweights.errors import SourceError
-from pqweights.storage.hub.cache import cache_folder, cached, download_to_cache
+from pqweights.errors import HubError, OutputError, SourceError
 from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.fetcher import Fetcher
 from pqweights.storage.hub.repository import Repository
-from pqweights.storage.hub.transfers import download, read_range, read_whole
+from pqweights.storage.hub.transfers import cache_folder, cached, fetch_to, fetch_to_cache, read_range, read_whole
 from pqweights.storage.remote.addresses import is_inside
-from pqweights.storage.remote.attempts import Stop
+from pqweights.storage.remote.failures import Stop, TransferStopped
 
 # Files up to this size come whole in one request: configurations, indices, cards.
 SMALL_BYTES = 32_000_000
 LOW_DISK_FILES = 2
 DOWNLOADS_AT_ONCE = 2
+STOP_SECONDS = 1.0  # how long to wait for a thread that is to stop
 
 
 class HubStorage(Storage):
@@ -57,7 +60,7 @@ class HubStorage(Storage):
         }
         self._starts = HeaderStarts(self._range, self._size_of)
         self._small: dict[str, bytes] = {}
-        self._fetcher: Fetcher | None = None
+        self._fetcher: _Fetcher | None = None
         self._folder = Path()  # where files are fetched to
         self._reader = FileReader()
         self._fetched: dict[str, tuple[Path, FileState]] = {}  # where files lie, and what they were when checked
@@ -71,10 +74,6 @@ class HubStorage(Storage):
     def origin(self) -> Origin:
         """The repository and its commit."""
         return self.repository.origin
-
-    def traffic(self) -> FetchedBytes:
-        """Return the requests and bytes of all commands of this process."""
-        return FetchedBytes(self.hub.requests, self.hub.bytes)
 
     @property
     def frees(self) -> int:
@@ -108,12 +107,11 @@ class HubStorage(Storage):
     def fetching(self, folder: Path, files: Mapping[str, int]) -> Iterator[None]:
         """Fetch files ahead while the context is open, see Storage."""
         self._folder = folder
-        self._fetcher = Fetcher(
-            lambda file, stop: self._fetch(file, folder, stop),
+        self._fetcher = _Fetcher(
+            self._fetch,
             files,
             limit=LOW_DISK_FILES if self.low_disk else len(self._files),
             threads=1 if self.low_disk else DOWNLOADS_AT_ONCE,
-            folder=folder,
         )
         try:
             yield
@@ -124,14 +122,13 @@ class HubStorage(Storage):
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
         self._small.pop(file, None)
-        if self._fetcher is not None:
-            if self.low_disk:
-                with self._lock:
-                    self._fetched.pop(file, None)
-            name = self._local_name(file) if self.low_disk else None
-            if name is not None:
-                self._reader.forget(self._folder / name)
-            self._fetcher.release(file, name)
+        if self._fetcher is not None and self.low_disk:
+            with self._lock:
+                self._fetched.pop(file, None)
+            path = self._own_path(file)
+            self._reader.forget(path)
+            path.unlink(missing_ok=True)  # even if an earlier run fetched it
+            self._fetcher.release(file)
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on, see Storage."""
@@ -164,24 +161,25 @@ class HubStorage(Storage):
             for file, (path, state) in sorted(self._fetched.items()):
                 state.check(file, state_at(path, surely=True))
 
-    def _fetch(self, file: str, folder: Path, stop: Stop) -> Path:
+    def _fetch(self, file: str, stop: Stop) -> Path:
         """Fetch a whole file and return its path."""
         remote = self._remote[file]
         if not self.low_disk or self._cached(file) is not None:
-            path = download_to_cache(self.hub, self.repository, remote, stop=stop)
+            path = fetch_to_cache(self.hub, self.repository, remote, stop=stop)
         else:
-            path = folder / self._local_name(file)
+            path = self._own_path(file)
             if not path.exists():
-                download(self.hub, self.repository, remote, target=path, stop=stop)
+                fetch_to(self.hub, self.repository, remote, path, stop=stop)
         self._reader.forget(path)  # headers may have been read of a damaged file that was there before
         self._check_header(file, path)
         with self._lock:
             self._fetched[file] = path, FileState.of(path.stat())
         return path
 
-    def _local_name(self, file: str) -> str:
-        """The name under which a file lies until `release`: not chosen by the repository, and unique per file."""
-        return f"{self._remote[file].content_hash}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
+    def _own_path(self, file: str) -> Path:
+        """Where a file lies until `release`. The name is not chosen by the repository, and unique."""
+        name = f"{self._remote[file].content_hash}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
+        return self._folder / name
 
     def _check_header(self, file: str, path: Path) -> None:
         """Check the header that the plan was made from, which came by itself, before the whole file could be checked.
@@ -237,3 +235,88 @@ def _is_listed(repository: Repository, name: str) -> bool:
             "characters; do not use this repository"
         )
     return not any(part.startswith(".") for part in name.split("/"))
+
+
+class _Fetcher:
+    """Fetches files in order, as many as there is room for. A file that a reader waits for comes first."""
+
+    def __init__(
+        self, fetch: Callable[[str, Stop], Path], files: Mapping[str, int], *, limit: int, threads: int
+    ) -> None:
+        """Start the threads.
+
+        fetch: fetches a file and returns its path; asked to stop by its second argument
+        files: for each file, how many files are needed together when it is first read
+        limit: how many files are held at once, unless more are needed together
+        threads: how many threads fetch
+        """
+        self._fetch, self._limit, self._together = fetch, limit, dict(files)
+        self._ahead = deque(files)
+        self._held: set[str] = set()  # those being fetched, and those that are there
+        self._outcomes: dict[str, Path | BaseException] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"pqweights-fetch-{n}", daemon=True) for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def path(self, file: str) -> Path:
+        """Wait for a file and return its path.
+
+        Raises the error with which fetching it failed, TransferStopped after `close`.
+        """
+        with self._changed:
+            if file not in self._held:
+                self._together.setdefault(file, len(self._held) + 1)  # if it was not announced
+                with contextlib.suppress(ValueError):
+                    self._ahead.remove(file)
+                self._ahead.appendleft(file)
+                self._changed.notify_all()
+            while file not in self._outcomes:
+                if self._stopped:
+                    raise TransferStopped
+                self._changed.wait()
+            outcome = self._outcomes[file]
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+    def release(self, file: str) -> None:
+        """Let go of a file that was deleted."""
+        with self._changed:
+            self._held.discard(file)
+            self._outcomes.pop(file, None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop fetching. A thread that waits for bytes that do not come is left behind; it writes nothing more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(STOP_SECONDS)
+
+    def _take(self) -> str | None:
+        """Wait for room and take the next file; None after `close`."""
+        with self._changed:
+            while not self._stopped:
+                if self._ahead and len(self._held) < max(self._limit, self._together[self._ahead[0]]):
+                    file = self._ahead.popleft()
+                    self._held.add(file)
+                    return file
+                self._changed.wait()
+        return None
+
+    def _work(self) -> None:
+        while (file := self._take()) is not None:
+            outcome: Path | BaseException | None = None
+            try:
+                outcome = self._fetch(file, lambda: self._stopped)
+            except (HubError, OutputError, SourceError, OSError, TransferStopped) as error:
+                outcome = error
+            finally:  # readers are told of any other exception too; it keeps its traceback
+                with self._changed:
+                    self._outcomes[file] = outcome or sys.exception() or TransferStopped()
+                    self._changed.notify_all()

@@ -1,26 +1,22 @@
-"""Transfers of files from and to the Hub: ranges, whole files that continue where they stopped, uploads.
+"""Transfers of files from and to the Hub, whose content is checked against the hash that the Hub lists.
 
-The official client's hf_hub_download fetches only the files that the Hub does not send by HTTP: version 2.4 throws away
-what had come when a process ends. (Of a 40 MB file, 40 MB came again after a kill at 30 MB; here it is 10 MB.)
+The official client fetches and uploads whole files, by xet where it is installed. Ranges are requested here.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.writer import disk_errors, partial_path, sync_folder
 from pqweights.errors import HubError, HubUnavailableError
-from pqweights.storage.hub.client import Hub, Show
+from pqweights.storage.hub.client import TIMEOUT_SECONDS, Hub, Show
 from pqweights.storage.hub.repository import RemoteFile, Repository, pieces_of
-from pqweights.storage.hub.session import TIMEOUT_SECONDS
-from pqweights.storage.remote.attempts import Stop, TransferStopped
+from pqweights.storage.remote.failures import Stop, TransferStopped
 
 WRONG_CONTENT_ATTEMPTS = 3  # of a file whose content does not have the hash that the Hub lists
-MOST_HTTP_BYTES = 50_000_000_000  # of a file; the Hub sends larger ones by xet only
 
 
 def read_range(hub: Hub, repository: Repository, file: str, *, start: int, count: int) -> bytes:
@@ -30,15 +26,27 @@ def read_range(hub: Hub, repository: Repository, file: str, *, start: int, count
     """
     if count == 0:
         return b""
+    official = hub.official
+    url = official.library.hf_hub_url(repository.id, file, revision=repository.commit)
+    headers = official.utils.build_hf_headers(token=hub.token)
+    headers |= {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
 
     def fetch() -> bytes:
         data = bytearray()
-        for chunk in _stream(hub, repository, file, start=start, count=count):
-            data += chunk
-            if len(data) > count:
-                raise HubError(f"{repository.id}: {file}: expected {count} bytes, found more in the reply of the Hub")
-        _check_length(hub, count, len(data))
-        return bytes(data)
+        with official.utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
+            if response.status_code >= 400:
+                response.read()  # the message of the server, which the exception holds
+            official.utils.hf_raise_for_status(response)
+            is_range = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+            if not is_range and (start or response.status_code == 206):
+                raise official.http.RemoteProtocolError("the reply is of another range")
+            for chunk in response.iter_raw():
+                data += chunk
+                if len(data) >= count:
+                    break
+        if len(data) < count or (is_range and len(data) > count):
+            raise official.http.RemoteProtocolError(f"expected {count} bytes, found {len(data)}")
+        return bytes(data[:count])
 
     return hub.call(repository.id, fetch, about=f": {file}")
 
@@ -52,94 +60,112 @@ def read_whole(hub: Hub, repository: Repository, file: RemoteFile) -> bytes:
     raise _wrong_content(repository, file)
 
 
-def download(
+def cache_folder(hub: Hub) -> Path:
+    """Return the cache that all users of the official client share; it may not exist yet."""
+    return Path(str(hub.official.constants.HF_HUB_CACHE))
+
+
+def cached(hub: Hub, repository: Repository, file: RemoteFile) -> Path | None:
+    """Return the path of a file in the cache, or None if it is not there or has another size."""
+    path = hub.official.library.try_to_load_from_cache(repository.id, file.name, revision=repository.commit)
+    return Path(path) if isinstance(path, str) and Path(path).stat().st_size == file.byte_count else None
+
+
+def fetch_to_cache(
     hub: Hub,
     repository: Repository,
     file: RemoteFile,
     *,
-    target: Path,
     show: Show = lambda count: None,
     stop: Stop = lambda: False,
-) -> None:
-    """Fetch a file to `target`, from where an earlier attempt or process stopped, and check it against its hash.
+) -> Path:
+    """Fetch a whole file into the cache, unless it is there, check it against its hash, and return its path.
 
-    show: called with the bytes of each chunk
+    show: called with the bytes that came
     stop: asked between chunks
 
     Raises HubError, OutputError for the disk, TransferStopped once `stop` returns True.
     """
-    partial = partial_path(target)
-    by_http = file.byte_count <= MOST_HTTP_BYTES
-
-    def fetch() -> None:
-        fetch_it = _fetch_rest if by_http else _fetch_by_client
-        fetch_it(hub, repository, file, target=target, show=show, stop=stop)
-
-    def how_far() -> int:
-        return partial.stat().st_size if partial.exists() else 0
-
-    with disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(WRONG_CONTENT_ATTEMPTS):
-        hub.call(repository.id, fetch, about=f": {file.name}", stop=stop, how_far=how_far)
-        if file.has_content(pieces_of(partial)):
-            with disk_errors(target):
-                os.replace(partial, target)
-                sync_folder(target.parent)
-            return
-        partial.unlink()
+        path = _fetch(hub, repository, file, show=show, stop=stop)
+        if file.has_content(pieces_of(path)):
+            return path
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)  # the link to it
     raise _wrong_content(repository, file)
 
 
-def _fetch_rest(hub: Hub, repository: Repository, file: RemoteFile, *, target: Path, show: Show, stop: Stop) -> None:
-    """Append to the partial file of `target` what it lacks."""
-    with disk_errors(target), open(partial_path(target), "ab") as stream:
-        if stream.tell() > file.byte_count:
-            stream.seek(stream.truncate(0))
-        missing = file.byte_count - stream.tell()
-        for chunk in _stream(hub, repository, file.name, start=stream.tell(), count=missing):
-            if stop():
-                raise TransferStopped
-            stream.write(chunk)
-            stream.flush()  # a killed process loses nothing that came
-            show(len(chunk))
-        _check_length(hub, file.byte_count, stream.tell())
-        os.fsync(stream.fileno())
+def fetch_to(hub: Hub, repository: Repository, file: RemoteFile, target: Path, *, stop: Stop = lambda: False) -> None:
+    """Fetch a whole file to `target`, where it is once it was checked against its hash.
+
+    stop, errors: see fetch_to_cache
+    """
+    incoming = partial_path(target)
+    try:
+        for _ in range(WRONG_CONTENT_ATTEMPTS):
+            shutil.rmtree(incoming, ignore_errors=True)  # what a run that was killed has fetched of it
+            path = _fetch(hub, repository, file, folder=incoming, stop=stop)
+            if file.has_content(pieces_of(path)):
+                with disk_errors(target):
+                    os.replace(path, target)
+                    sync_folder(target.parent)
+                return
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+    raise _wrong_content(repository, file)
 
 
-def _fetch_by_client(
-    hub: Hub, repository: Repository, file: RemoteFile, *, target: Path, show: Show, stop: Stop
-) -> None:
-    """Fetch the partial file of `target` by the official client, which speaks xet."""
-    official, cache = hub.official, target.with_name(f"{target.name}.xet")
+def _fetch(
+    hub: Hub,
+    repository: Repository,
+    file: RemoteFile,
+    *,
+    folder: Path | None = None,
+    show: Show = lambda count: None,
+    stop: Stop,
+) -> Path:
+    """Have the official client fetch a file, and return its path.
+
+    folder: where it goes; by default, the cache
+    """
+    official, where = hub.official, {} if folder is None else {"local_dir": folder}
     tqdm: Any = official.utils.tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **(options | {"disable": True}))
+
         def update(self, count: float | None = 1) -> None:
             if stop():
                 raise TransferStopped
             show(int(count or 0))
 
-    try:
-        path = official.library.hf_hub_download(
-            repository.id, file.name, revision=repository.commit, token=hub.token, cache_dir=cache, tqdm_class=Bar
-        )
-        with disk_errors(target):
-            os.replace(os.path.realpath(path), partial_path(target))
-    except official.errors.LocalEntryNotFoundError as error:  # around the real error
-        raise error.__cause__ or error from None
-    except RuntimeError as error:  # of xet
-        failed = f"{repository.id}: {file.name}: the download failed: {hub.clean(str(error))[:200]}"
-        raise HubUnavailableError(failed) from None
-    except ValueError as error:
-        if type(error) is not ValueError:
+    def fetch() -> Path:
+        try:
+            with disk_errors(Path(file.name)):
+                return Path(
+                    official.library.hf_hub_download(
+                        repository.id, file.name, revision=repository.commit, token=hub.token, tqdm_class=Bar, **where
+                    )
+                )
+        except official.errors.LocalEntryNotFoundError as error:  # around the real error
+            raise error.__cause__ or error from None
+        except OSError as error:
+            if type(error) is OSError and error.errno is None:  # the reply is shorter than the file
+                raise official.http.RemoteProtocolError(f"expected {file.byte_count} bytes, found fewer") from None
             raise
-        raise HubError(
-            f"{repository.id}: {file.name}: {file.byte_count} bytes, which is more than the Hub sends by HTTP: pip "
-            "install hf_xet"
-        ) from None
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
+        except RuntimeError as error:  # of xet
+            failed = f"{repository.id}: {file.name}: the download failed: {hub.clean(str(error))[:200]}"
+            raise HubUnavailableError(failed) from None
+        except ValueError as error:
+            if type(error) is not ValueError or file.byte_count <= official.constants.MAX_HTTP_DOWNLOAD_SIZE:
+                raise
+            raise HubError(
+                f"{repository.id}: {file.name}: {file.byte_count} bytes, which is more than the Hub sends by HTTP: pip "
+                "install hf_xet"
+            ) from None
+
+    return hub.call(repository.id, fetch, about=f": {file.name}", stop=stop)
 
 
 class Upload(NamedTuple):
@@ -171,43 +197,7 @@ def upload(hub: Hub, repository: Repository, file: Upload, *, branch: str) -> An
             raise HubUnavailableError(failed) from None  # xet does not tell a refusal from a lost connection
         return addition
 
-    # The official client makes six attempts of its own.
-    return hub.call(repository.id, send, about=f": {file.name}", attempts=1)
-
-
-def _stream(hub: Hub, repository: Repository, file: str, *, start: int, count: int) -> Iterator[bytes]:
-    """Yield `count` bytes from `start` on, as they come; fewer if the reply is short."""
-    if count == 0:
-        return
-    official = hub.official
-    url = official.library.hf_hub_url(repository.id, file, revision=repository.commit)
-    headers = official.utils.build_hf_headers(token=hub.token)
-    headers |= {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
-    with official.utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
-        if response.status_code >= 400:
-            response.read()  # the message of the server, which the exception holds
-        official.utils.hf_raise_for_status(response)
-        skip = 0
-        if response.status_code != 206:
-            skip = start  # the server sends the whole file
-        elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise official.http.RemoteProtocolError("the reply is of another range")
-        left = count
-        for chunk in response.iter_raw():
-            passed = min(skip, len(chunk))
-            skip -= passed
-            part = chunk[passed : passed + left]
-            left -= len(part)
-            if part:
-                yield part
-            if not left:
-                return
-
-
-def _check_length(hub: Hub, expected: int, found: int) -> None:
-    """Raise an error after which the request is sent again, unless everything came."""
-    if found != expected:
-        raise hub.official.http.RemoteProtocolError(f"expected {expected} bytes, found {found}")
+    return hub.call(repository.id, send, about=f": {file.name}")
 
 
 def _wrong_content(repository: Repository, file: RemoteFile) -> HubError:

@@ -1,7 +1,7 @@
-"""Failed requests to object storage: which are sent again, and what to tell the user, in one line without credentials.
+"""Failed requests to object storage: what to tell the user, in one line without credentials.
 
-The messages of servers and clients may quote keys, signatures and whole requests. So nothing of them is shown but the
-code of the error.
+The clients of the storages send requests again that may succeed later. The messages of servers and clients may quote
+keys, signatures and whole requests. So nothing of them is shown but the code of the error.
 """
 
 from __future__ import annotations
@@ -9,61 +9,27 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from pqweights.errors import StorageError
+from pqweights.storage.remote.addresses import SAME_SCHEMES, Address
 
-ATTEMPTS = 5
-FIRST_ATTEMPTS = 3  # until the storage has answered once
-FIRST_WAIT_SECONDS = 0.3  # then 0.6, 1.2 and 2.4
+Stop = Callable[[], bool]  # whether to stop
 
 TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
-TEMPORARY_CODES = (
-    "BandwidthLimitExceeded",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-)
+TEMPORARY_CODES = ("InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "TooManyRequests")
 REFUSED_CREDENTIALS = (
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "RequestExpired",
-    "SignatureDoesNotMatch",
+    *("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestExpired", "SignatureDoesNotMatch"),
     "TokenRefreshRequired",
 )
 OTHER_REGION = (
-    "301",
-    "307",
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-    "PermanentRedirect",
-    "TemporaryRedirect",
+    *("301", "307", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+    *("PermanentRedirect", "TemporaryRedirect"),
 )
 NO_CREDENTIALS = {
-    "CredentialRetrievalError",
-    "DefaultCredentialsError",
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "ProfileNotFound",
-    "RefreshError",
-}
-# Failures that another attempt does not change although no server answered.
-PERMANENT_ERRORS = {*NO_CREDENTIALS, "ParamValidationError", "SSLError"}
-UNANSWERED = {
-    "ConnectionError",
-    "HTTPClientError",
-    "ResponseParserError",
-    "ClientError",
-    "TransportError",
-    "ChecksumError",
+    *("CredentialRetrievalError", "DefaultCredentialsError", "NoCredentialsError", "PartialCredentialsError"),
+    *("ProfileNotFound", "RefreshError"),
 }
 GIVE_CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in with `aws configure`",
@@ -85,35 +51,15 @@ PERMISSIONS = {
         "remove": "storage.objects.delete",
     },
 }
-FAMILIES = {"s3a": "s3", "gcs": "gs"}
 CODE = re.compile(r"[A-Za-z0-9_.]{1,60}")
+
+
+class TransferStopped(Exception):
+    """A transfer was stopped by this program, because something else failed or the user asked for it."""
 
 
 class Truncated(Exception):
     """A reply has fewer or more bytes than were asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a request is about, for messages.
-
-    scheme: that of the address
-    what: the address that is shown
-    bucket: the bucket
-    action: a key of PERMISSIONS
-    endpoint: the server as far as it is known, without credentials
-    """
-
-    scheme: str
-    what: str
-    bucket: str
-    action: str
-    endpoint: str = ""
-
-    @property
-    def family(self) -> str:
-        """The scheme under which the tables of this module have the storage."""
-        return FAMILIES.get(self.scheme, self.scheme)
 
 
 def expected_errors() -> tuple[type[Exception], ...]:
@@ -147,71 +93,43 @@ def status_and_code(error: Exception) -> tuple[int, str]:
     return 0, ""
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: failing servers, throttling, lost connections, cut replies."""
-    status, code = status_and_code(error)
-    if status or code:
-        return status in TEMPORARY_STATUSES or code in TEMPORARY_CODES
-    names = _names(error)
-    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError | IsADirectoryError):
-        return False
-    if names & PERMANENT_ERRORS:
-        return False
-    return isinstance(error, Truncated | ConnectionError | TimeoutError) or bool(names & UNANSWERED)
+def explained(error: Exception, address: Address, action: str, endpoint: str = "") -> StorageError:
+    """Return what to tell the user about a request that failed for good.
 
-
-class RequestFailures:
-    """Failures of one request, for `attempted`. FileNotFoundError is the caller's, unless the bucket is missing."""
-
-    def __init__(self, request: Request, attempts: int = ATTEMPTS) -> None:
-        """attempts: how often it is sent at most"""
-        self.kinds, self._request, self._attempts = expected_errors(), request, attempts
-
-    def pause(self, error: Exception, wait: float, attempt: int) -> float | None:
-        """Return the seconds to wait, see Failures."""
-        return wait if may_pass(error) and attempt < self._attempts else None
-
-    def explained(self, error: Exception, attempt: int) -> Exception:
-        """Return what to tell the user, see Failures."""
-        if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
-            return error
-        return explained(self._request, error, attempt)
-
-
-def explained(request: Request, error: Exception, attempts: int) -> StorageError:
-    """Return what to tell the user about a request that is not sent again."""
-    problem = _refusal(request, error)
+    address: what the request was about
+    action: a key of PERMISSIONS
+    endpoint: the server as far as it is known, without credentials
+    """
+    family, at = SAME_SCHEMES.get(address.scheme, address.scheme), f" at {endpoint}" if endpoint else ""
+    problem = _refusal(error, str(Address(address.scheme, address.place)), family=family, action=action, at=at)
     if problem is None:
         status, code = status_and_code(error)
-        shown, at = _shown(error), f" at {request.endpoint}" if request.endpoint else ""
-        tried = f"{shown}, {attempts} attempts" if attempts > 1 else shown
+        shown = _shown(error)
         if isinstance(error, Truncated):
-            problem = f"{tried}: the file was cut, or the connection fails: run the same command again"
-        elif not may_pass(error):
-            problem = f"the storage{at} refuses to {request.action} it ({shown})"
-        elif status or code:
-            problem = f"the storage{at} is failing ({tried}): run the same command again later"
+            problem = f"{shown}: the file was cut, or the connection fails: run the same command again"
+        elif status in TEMPORARY_STATUSES or code in TEMPORARY_CODES:
+            problem = f"the storage{at} is failing ({shown}): run the same command again later"
+        elif status or code or "ParamValidationError" in _names(error):
+            problem = f"the storage{at} refuses to {action} it ({shown})"
         else:
-            check = "check the connection and AWS_ENDPOINT_URL" if request.family == "s3" else "check the connection"
-            problem = f"the storage{at} cannot be reached, or does not answer ({tried}): {check}, then run it again"
-    return StorageError(f"{request.what}: {problem}")
+            check = "check the connection and AWS_ENDPOINT_URL" if family == "s3" else "check the connection"
+            problem = f"the storage{at} cannot be reached, or does not answer ({shown}): {check}, then run it again"
+    return StorageError(f"{address}: {problem}")
 
 
-def _refusal(request: Request, error: Exception) -> str | None:
+def _refusal(error: Exception, bucket: str, *, family: str, action: str, at: str) -> str | None:
     """Return what is wrong with the bucket, the credentials or the permissions; None if it is something else."""
-    status, code = status_and_code(error)
-    family, shown = request.family, _shown(error)
+    (status, code), shown = status_and_code(error), _shown(error)
     credentials = GIVE_CREDENTIALS.get(family, "give those of the storage in its configuration")
     if code == "NoSuchBucket":
-        at = f" at {request.endpoint}" if request.endpoint else ""
-        return f"there is no bucket {request.bucket}{at}: check its name, or create it"
+        return f"there is no bucket {bucket}{at}: check its name, or create it"
     if code in REFUSED_CREDENTIALS or status == 401:
         return f"the credentials were refused ({shown}): {credentials}"
     if code == "RequestTimeTooSkewed":
         return f"the request was refused ({code}): the clock of this machine is wrong: set it"
     if status == 403 or isinstance(error, PermissionError):
-        needed = PERMISSIONS.get(family, {}).get(request.action, f"permission to {request.action}")
-        return f"access denied ({shown}): expected credentials with {needed}; ask the owner of {request.bucket}"
+        needed = PERMISSIONS.get(family, {}).get(action, f"permission to {action}")
+        return f"access denied ({shown}): expected credentials with {needed}; ask the owner of {bucket}"
     if code in OTHER_REGION or status in (301, 307):
         return f"the bucket is in another region ({shown}): set AWS_DEFAULT_REGION to that"
     if _names(error) & NO_CREDENTIALS:

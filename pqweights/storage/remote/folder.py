@@ -1,4 +1,4 @@
-"""A folder in object storage: listings, ranges, uploads and moves, each sent again after failures that pass."""
+"""A folder in object storage: listings, ranges, uploads and moves by fsspec, whose failures become one line."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import datetime
 import functools
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.errors import SourceChangedError, StorageError
-from pqweights.storage.remote import failures
 from pqweights.storage.remote.addresses import Address
-from pqweights.storage.remote.attempts import Stop, attempted
-from pqweights.storage.remote.failures import ATTEMPTS, FIRST_ATTEMPTS, Request, RequestFailures, Truncated
-from pqweights.storage.remote.opening import EXTRAS, endpoint_of, open_file_system, path_of
-from pqweights.storage.remote.s3 import S3Objects
+from pqweights.storage.remote.failures import (
+    Stop,
+    TransferStopped,
+    Truncated,
+    expected_errors,
+    explained,
+    status_and_code,
+)
+from pqweights.storage.remote.opening import ATTEMPTS, EXTRAS, endpoint_of, open_file_system, path_of
+
+# A part of an upload to S3, of which few wait in memory, and of a copy on the server.
+PART_BYTES = 16_000_000
+PARTS_AT_ONCE = 4
+COPY_PART_BYTES = 1 << 30
+# Larger objects are copied in parts, by s3fs.
+SINGLE_COPY_BYTES = 150 << 20
 
 # What tells one version of a file from another, in the names that file systems give it; the best first.
 VERSION_KEYS = (
@@ -34,9 +46,17 @@ VERSION_KEYS = (
 # When it was written, likewise.
 TIME_KEYS = ("LastModified", "updated", "mtime", "last_modified", "modified", "created")
 
+# After a reply that is cut, before the request is sent again; doubled each time.
+FIRST_WAIT_SECONDS = 0.3
+
 Result = TypeVar("Result")
 # File systems that do nothing asynchronously share open files between threads.
 _ONE_AT_A_TIME = threading.RLock()
+
+
+def upload_bytes_held() -> int:
+    """Return how many bytes an upload holds in memory at most: its parts, and the next one."""
+    return (PARTS_AT_ONCE + 1) * PART_BYTES
 
 
 class RemoteFolder:
@@ -52,7 +72,6 @@ class RemoteFolder:
         self.address = address
         self._lock = threading.Lock()
         self._opened: Any = None
-        self._answered = False
 
     def __reduce__(self) -> tuple[type[RemoteFolder], tuple[Address]]:
         """Pickle the address alone: connections and credentials belong to a process."""
@@ -115,7 +134,7 @@ class RemoteFolder:
                 raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")
             return data
 
-        data: bytes | None = self._request("read", name, fetch, missing=None)
+        data: bytes | None = self._request("read", name, lambda: _whole(fetch), missing=None)
         if data is None:
             raise StorageError(f"{self.address / name}: there is no such file")
         return data
@@ -135,34 +154,39 @@ class RemoteFolder:
     def upload(self, name: str, path: Path, *, stop: Stop = lambda: False) -> None:
         """Write a local file, in parts if it is large; it is there with all of its content, or not at all.
 
-        stop: asked between parts and while waiting
+        stop: asked between parts
 
         Raises TransferStopped once `stop` returns True.
         """
-        if self._is_s3:
-            again = functools.partial(self._request, "write", name, stop=stop)
-            S3Objects(self._system).upload(path, self._path(name), again=again, stop=stop)
-        else:
-            self._request("write", name, lambda: self._put(path, name), stop=stop)
+        from fsspec.callbacks import Callback
+
+        def check(*_: object, **__: object) -> None:
+            if stop():
+                raise TransferStopped
+
+        options = {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE} if self._is_s3 else {}
+
+        def put() -> None:
+            check()
+            callback = Callback(hooks={"stop": check})
+            self._system.put_file(str(path), self._path(name), callback=callback, **options)
+
+        self._request("write", name, put, in_parts=True)
         self._check_size(name, path.stat().st_size)
 
-    def move(self, source: str, target: str, *, stop: Stop = lambda: False) -> None:
+    def move(self, source: str, target: str) -> None:
         """Rename a file on the server. Nothing happens if that was done before.
 
-        Raises StorageError also if neither is there, TransferStopped.
+        Raises StorageError also if neither is there.
         """
         found, there = self.state(source), self.state(target)
         if found is None:
             if there is None:
                 raise StorageError(f"{self.address / source}: expected this file, to rename it, found none")
             return
-        again = functools.partial(self._request, "move", source, stop=stop)
-        if self._is_s3:
-            S3Objects(self._system).copy(
-                self._path(source), self._path(target), found.byte_count, again=again, stop=stop
-            )
-        else:
-            again(lambda: self._system.cp_file(self._path(source), self._path(target)))
+        options = {"block": COPY_PART_BYTES} if self._is_s3 and found.byte_count > SINGLE_COPY_BYTES else {}
+        paths = self._path(source), self._path(target)
+        self._request("move", source, lambda: self._system.cp_file(*paths, **options), in_parts=True)
         self._check_size(target, found.byte_count)
         self.remove([source])
 
@@ -170,9 +194,6 @@ class RemoteFolder:
         """Delete files; those that are not there are no problem."""
         for name in names:
             self._request("remove", name, functools.partial(self._system.rm_file, self._path(name)), missing=None)
-
-    def _put(self, path: Path, name: str) -> None:
-        self._system.put_file(str(path), self._path(name))
 
     def _check_size(self, name: str, expected: int) -> None:
         """Raise StorageError unless a file that was written has its size."""
@@ -186,9 +207,18 @@ class RemoteFolder:
 
     def _range(self, path: str, start: int, end: int) -> tuple[bytes, str]:
         """Return bytes of a file, and what tells its version; an empty text if the file system does not say."""
-        if self._is_s3:
-            return S3Objects(self._system).read(path, start, end)
-        return bytes(self._system.cat_file(path, start=start, end=end)), ""
+        if not self._is_s3:
+            return bytes(self._system.cat_file(path, start=start, end=end)), ""
+        from fsspec.asyn import sync
+
+        bucket, key, _ = self._system.split_path(path)
+        reply = self._system.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
+        try:
+            return bytes(sync(self._system.loop, reply["Body"].read)), str(reply.get("ETag", ""))
+        except expected_errors() as error:
+            raise Truncated(f"the reply ended with a {type(error).__name__}") from None
+        finally:
+            reply["Body"].close()
 
     @property
     def _system(self) -> Any:
@@ -205,20 +235,12 @@ class RemoteFolder:
     def _path(self, name: str) -> str:
         return path_of(self._system, self.address / name if name else self.address)
 
-    def _request_for(self, action: str, name: str) -> Request:
-        return Request(
-            scheme=self.address.scheme,
-            what=str(self.address / name if name else self.address),
-            bucket=str(Address(self.address.scheme, self.address.place)),
-            action=action,
-            endpoint=endpoint_of(self._opened),
-        )
-
     def _request(
-        self, action: str, name: str, send: Callable[[], Result], *, stop: Stop = lambda: False, **missing: Any
+        self, action: str, name: str, send: Callable[[], Result], *, in_parts: bool = False, **missing: Any
     ) -> Any:
-        """Send a request, again if that may help.
+        """Send a request, and return its result.
 
+        in_parts: whether it consists of several, of which the last may be found done: then all are sent once more
         missing: what to return, under the key "missing", if there is no such file; otherwise that is an error
         """
         system = self._system
@@ -229,24 +251,36 @@ class RemoteFolder:
             with _ONE_AT_A_TIME:
                 return send()
 
-        request, attempts = self._request_for(action, name), ATTEMPTS if self._answered else FIRST_ATTEMPTS
+        address = self.address / name if name else self.address
         try:
-            result = attempted(
-                sent, RequestFailures(request, attempts), first_wait=failures.FIRST_WAIT_SECONDS, stop=stop
-            )
-        except FileNotFoundError:
+            return sent()
+        except expected_errors() as error:
+            if not isinstance(error, FileNotFoundError) or status_and_code(error)[1] == "NoSuchBucket":
+                raise explained(error, address, action, endpoint_of(system)) from None
+            if in_parts:
+                return self._request(action, name, send)
             if "missing" not in missing:
-                raise StorageError(f"{request.what}: there is no such file") from None
-            result = missing["missing"]
-        self._answered = True
-        return result
+                raise StorageError(f"{address}: there is no such file") from None
+            return missing["missing"]
+
+
+def _whole(fetch: Callable[[], bytes]) -> bytes:
+    """Send a request again whose reply is cut, which clients do not. Raises Truncated."""
+    for wait in (*(FIRST_WAIT_SECONDS * 2**number for number in range(ATTEMPTS - 1)), None):
+        try:
+            return fetch()
+        except Truncated:
+            if wait is None:
+                raise
+            time.sleep(wait)
+    raise AssertionError
 
 
 def _state(info: dict[str, Any]) -> FileState:
     """Return the state of a file by a listing's account of it."""
     version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
     times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
-    modified = next((each for each in times if each is not None), 0.0)
+    modified = next((seconds for seconds in times if seconds is not None), 0.0)
     return FileState(int(info.get("size") or 0), _stamp(str(_seconds(version) or version)), int(modified * 1e9))
 
 

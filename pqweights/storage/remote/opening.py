@@ -1,4 +1,4 @@
-"""Opening fsspec's file systems: with bounded waiting, and without their own retries and caches.
+"""Opening fsspec's file systems: with bounded waiting, requests that are sent again, and no caches.
 
 Credentials and endpoints are those that fsspec and its clients find themselves.
 """
@@ -10,12 +10,14 @@ from typing import Any
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, StorageError
 from pqweights.storage.remote.addresses import NOT_STORAGE, Address
-from pqweights.storage.remote.failures import Request, expected_errors, explained
+from pqweights.storage.remote.failures import expected_errors, explained
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 60
 # Connections to a server at once, of one process and folder.
 CONNECTIONS = 16
+# How often a request to S3 is sent if it fails in a way that may pass.
+ATTEMPTS = 5
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -47,7 +49,7 @@ def open_file_system(address: Address) -> Any:
     try:
         opened = file_system(**_options(file_system, address))
         if EXTRAS.get(scheme) == "s3":
-            opened.retries = 1  # those of this package are the only ones
+            opened.retries = 1  # botocore sends requests again, see _options
             opened.connect()
     except (ValueError, KeyError, TypeError) as error:
         hint = ": check AWS_ENDPOINT_URL and the configuration" if EXTRAS.get(scheme) == "s3" else ""
@@ -55,8 +57,7 @@ def open_file_system(address: Address) -> Any:
             f"{address}: the storage cannot be opened with its configuration ({type(error).__name__}){hint}"
         ) from None
     except expected_errors() as error:
-        request = Request(scheme=scheme, what=str(address), bucket=str(address), action="open")
-        raise explained(request, error, 1) from None
+        raise explained(error, address, "open") from None
     return opened
 
 
@@ -71,7 +72,10 @@ def _options(file_system: Any, address: Address) -> dict[str, Any]:
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "max_pool_connections": CONNECTIONS,
-            "retries": {"total_max_attempts": 1},
+            "retries": {
+                "mode": "legacy",
+                "total_max_attempts": ATTEMPTS,
+            },  # the only mode that takes 429 for throttling
         }
         options["config_kwargs"] = ours | conf.get("s3", {}).get("config_kwargs", {})
     return options

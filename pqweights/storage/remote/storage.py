@@ -30,7 +30,6 @@ from pqweights.storage.remote.folder import RemoteFolder
 LARGE_READ_BYTES = 1 << 18
 # Files up to this size come whole in one request, if they do not hold tensors; one of them is kept.
 SMALL_BYTES = 32_000_000
-REQUESTS_AT_ONCE = 8
 # Of the first line of a journal.
 MOST_FIRST_LINE_BYTES = 1 << 20
 
@@ -83,15 +82,6 @@ class RemoteStorage(Storage):
     def memory_bytes(self) -> int:
         """The blocks that are held and fetched, and a small file."""
         return BlockCache.memory_bytes() + SMALL_BYTES
-
-    @property
-    def reads_at_once(self) -> int:
-        """How many small reads are best made at once."""
-        return REQUESTS_AT_ONCE
-
-    def newest(self, files: Sequence[str]) -> int:
-        """Return when the last of these files was written, by the clock of the storage."""
-        return max((self._files[name].modified for name in files), default=0)
 
     def work_folder(self) -> WorkFolder | None:
         """Look for what an unfinished run into this folder left."""
@@ -147,9 +137,9 @@ class RemoteStorage(Storage):
             start = self._starts.read(file, offset, count)
             if start is not None:
                 buffer[:] = np.frombuffer(start, dtype=np.uint8)
-            elif count >= LARGE_READ_BYTES:
+            elif count >= LARGE_READ_BYTES or self._blocks.holds(file, offset):
                 self._blocks.read_into(file, offset, buffer)
-            elif not self._blocks.read_small(file, offset, buffer):
+            else:
                 buffer[:] = np.frombuffer(self._range(file, offset, count), dtype=np.uint8)
         with self._lock:
             self.bytes_read += count
