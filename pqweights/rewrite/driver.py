@@ -7,7 +7,6 @@ is complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,11 +88,20 @@ def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
         return _report(task, manifest.records, already_done=True, resumed=len(manifest.records))
     with open_run(task.out, task.statement, overwrite=options.overwrite) as run:
         resumed = sum(len(mark.records) for mark in run.marks.values())
-        with _leaving_what_is_finished(run):
+        try:
             records = _make_shards(task, run, options)
             task.check_sources()
             run.publish()
             _finish(task, records, run)
+        except SourceChangedError as error:
+            if not is_under_way(run.store):
+                raise
+            # What has changed is checked before a shard is recorded, so those that are finished were all made of the
+            # files that the journal states, and count as long as the files are those.
+            raise SourceChangedError(
+                f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former "
+                "ones, and stays for them"
+            ) from None
     return _report(task, records, already_done=False, resumed=resumed)
 
 
@@ -211,24 +219,6 @@ def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[Tens
             run.discard()
         raise
     return records_of((shard.file for shard in task.plan.shards), marks)
-
-
-@contextlib.contextmanager
-def _leaving_what_is_finished(run: Run) -> Iterator[None]:
-    """Say what to do if the source changed after tensors were finished.
-
-    They were all made of the files that the journal states: what has changed is checked before each is recorded. So
-    they count as long as the files are those, and no run mixes them with tensors of others.
-    """
-    try:
-        yield
-    except SourceChangedError as error:
-        if not is_under_way(run.store):
-            raise
-        raise SourceChangedError(
-            f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former ones, "
-            "and stays for them"
-        ) from None
 
 
 def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> None:

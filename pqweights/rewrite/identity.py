@@ -9,16 +9,14 @@ Three places ask whether two runs are the same, and all of them ask here:
 The content of the source is compared beside it: by the size and time of its files while a run is under way, and by its
 fingerprint when the run is finished. Whatever changes no byte is not part of the identity: threads, progress,
 strictness, where files lie, and every text that is written for people: why a tensor is treated as it is, what a recipe
-is for. Nor is the choice of files that are copied as they are: an interrupted run is continued with another choice, and
-a finished result with another one is not the result that is asked for.
+is for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,20 +140,12 @@ class RunStatement:
 
     journal: what it states of itself, but for the files that it replaces
     shards: the outputs that hold tensors, with their sizes in bytes
-    companions: the outputs that are copied from the source as they are, at the end of the run; another choice of them
-        does not keep a run from being continued
+    key: a short text that runs have in common if they make the same shards
     """
 
     journal: Journal
     shards: Mapping[str, int]
-    companions: Sequence[str]
-
-    @property
-    def key(self) -> str:
-        """A short text that runs have in common if they make the same shards, whichever files they copy."""
-        source = sorted(_without(self.journal.source, set(self.companions)).items())
-        content = json.dumps([self.journal.work, self.journal.origin, source])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+    key: str
 
     def continues(self, journal: Journal | None, store: Store, *, overwrite: bool) -> bool:
         """Whether this run continues one that did not reach its end.
@@ -164,8 +154,11 @@ class RunStatement:
 
         Raises OutputError or SourceChangedError for a run that cannot be continued, unless it may be overwritten.
         """
-        if journal is None or self._is_of(journal):
-            return journal is not None
+        if journal is None:
+            return False
+        ours = self.journal
+        if (journal.work, journal.origin, journal.source) == (ours.work, ours.origin, ours.source):
+            return True
         if overwrite:
             return False
         if journal == DAMAGED:
@@ -174,16 +167,6 @@ class RunStatement:
                 "start again"
             )
         raise self._difference(journal, store)
-
-    def _is_of(self, journal: Journal) -> bool:
-        """Whether a journal is of the same run, apart from which companions are copied."""
-        ours = set(self.companions)
-        theirs = set(journal.outputs) - (set(self.journal.outputs) - ours)
-        return (journal.work, journal.origin, _without(journal.source, ours ^ theirs)) == (
-            self.journal.work,
-            self.journal.origin,
-            _without(self.journal.source, ours ^ theirs),
-        )
 
     def _difference(self, journal: Journal, store: Store) -> OutputError | SourceChangedError:
         """Say how an interrupted run differs from this one."""
@@ -200,17 +183,25 @@ class RunStatement:
                 f"found commit {origin.revision}: {again}pass `overwrite` to start again"
             )
         for name, state in self.journal.source.items():
-            before = journal.source.get(name)
-            is_new = before is None and (name in self.companions or name.startswith("--"))
-            if before != state and not is_new:
+            before = journal.source.get(name, state)
+            if before != state:
                 return SourceChangedError(
                     f"{name}: the source changed since the interrupted run in {store} (size and time were "
-                    f"{before and list(before)}, are {list(state)}); pass `overwrite` to start again"
+                    f"{list(before)}, are {list(state)}); pass `overwrite` to start again"
                 )
         return OutputError(
-            f"{store}: holds an interrupted run with another recipe or other options, or of a version that makes other "
-            "bytes; repeat that command to continue it, or pass `overwrite` to start again"
+            f"{store}: holds an interrupted run with another recipe, other options or other files to copy, or of a "
+            "version that makes other bytes; repeat that command to continue it, or pass `overwrite` to start again"
         )
+
+
+def key_of(work: str, origin: Origin | None, source: Mapping[str, tuple[int, int]]) -> str:
+    """Return the key of a RunStatement.
+
+    work, origin: see Journal
+    source: size and stamp of the files that are read to make shards, by name
+    """
+    return hashlib.sha256(json.dumps([work, origin, sorted(source.items())]).encode()).hexdigest()[:16]
 
 
 def read_journal(store: Store) -> Journal | None:
@@ -227,7 +218,3 @@ def read_journal(store: Store) -> Journal | None:
 def is_under_way(store: Store) -> bool:
     """Whether a run into a store began and did not reach its end."""
     return store.read(JOURNAL) is not None
-
-
-def _without(source: dict[str, tuple[int, int]], names: AbstractSet[str]) -> dict[str, tuple[int, int]]:
-    return {name: state for name, state in source.items() if name not in names}

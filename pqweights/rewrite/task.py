@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
 from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement
+from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement, key_of
 from pqweights.rewrite.listed_files import UNCHECKED
 from pqweights.rewrite.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
 from pqweights.rewrite.run import Run
@@ -46,11 +47,6 @@ class RewriteTask:
     model: dict[str, Any] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        state.pop("small_files", None)  # functions, for the process that finishes the result
-        return state
-
     @functools.cached_property
     def identity(self) -> RunIdentity:
         """What makes another run the same as this one."""
@@ -73,27 +69,27 @@ class RewriteTask:
     def statement(self) -> RunStatement:
         """The files that a run reads and writes, for its journal."""
         plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
-        read = [(name, storage, name) for name in (*self.checkpoint.weight_files, *plan.companions)]
-        read += [(name, storage, name) for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
+        others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
+        made_of = _states(storage, [*self.checkpoint.weight_files, *others])
         for option, other in self.transform.inputs.checkpoints.items():
-            read += [(f"{option} {name}", other.storage, name) for name in other.weight_files]
-        states = {shown: storage.files()[name] for shown, storage, name in read}
+            made_of |= _states(other.storage, other.weight_files, f"{option} ")
+        work, origin = identity.digest(), identity.origin
         written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files]
         written += [] if plan.container.index_file is None else [plan.container.index_file]
         written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.output.config is not None else [MANIFEST_FILE]
         journal = Journal(
-            work=identity.digest(),
-            origin=identity.origin,
-            source={shown: (state.byte_count, state.stamp) for shown, state in states.items()},
+            work=work,
+            origin=origin,
+            source=made_of | _states(storage, plan.companions),
             outputs=tuple(written),
             replaces=(),
             kind=identity.kind,
             target=str(identity.made_by.get("target", "")),
         )
         shards = {shard.file: shard.file_bytes for shard in plan.shards}
-        return RunStatement(journal=journal, shards=shards, companions=plan.companions)
+        return RunStatement(journal=journal, shards=shards, key=key_of(work, origin, made_of))
 
-    @functools.cached_property
+    @property
     def small_files(self) -> SmallFiles:
         """What the transform writes beside the weights, the configuration and the copied files."""
         return self.transform.output.small_files(self.plan.shards)
@@ -127,6 +123,12 @@ class RewriteTask:
     def bytes_read(self) -> int:
         """Bytes read so far from all checkpoints."""
         return sum(each.storage.bytes_read for each in self.checkpoints)
+
+
+def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, int]]:
+    """Return size and stamp of files by name. before: what messages say before each name"""
+    states = storage.files()
+    return {f"{before}{name}": (states[name].byte_count, states[name].stamp) for name in names}
 
 
 def usable_cores() -> int:

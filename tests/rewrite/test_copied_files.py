@@ -69,58 +69,22 @@ def test_master_without_manifest_is_exported_with_what_loading_needs(littered: P
     assert "tokenizer.json" in names(tmp_path / "export") and "train.parquet" not in names(tmp_path / "export")
 
 
-@pytest.mark.parametrize(("first", "then"), [((), ("*.parquet",)), (("*.parquet",), ()), (("*",), ("runs/*",))])
-@pytest.mark.parametrize("late", [False, True])
-def test_interrupted_run_continues_with_other_included_files(
-    late: bool,
-    first: tuple[str, ...],
-    then: tuple[str, ...],
-    littered: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also if the first run had begun to copy files: what only that run copies is removed."""
-    out = tmp_path / "out"
-    begun = command(littered, include_files=first)
-    if late:
-        with monkeypatch.context() as patch:
-            patch.setattr("pqweights.rewrite.driver.Manifest", lambda **fields: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                run_command(begun, out)
-        assert (out / "train.parquet").exists() == bool(first)
-    else:
-        interrupt(monkeypatch, begun, out)
-    asked = command(littered, include_files=then)
-    assert run_command(asked, out).resumed == (10 if late else 5)
-    run_command(asked, tmp_path / "fresh")
-    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
-
-
-def test_journal_of_an_older_version_is_continued(
+def test_interrupted_run_with_other_included_files_is_refused(
     littered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says nothing about the command, and copies every file of the source."""
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(littered, include_files=("*",)), out)
-    journal = out / ".pqweights/journal.jsonl"
-    stated = json.loads(journal.read_bytes())
-    assert stated.pop("kind") == "master"
-    journal.write_bytes(json.dumps(stated).encode() + b"\n")
-    assert run_command(command(littered), out).resumed == 5
-    run_command(command(littered), tmp_path / "fresh")
-    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
-
-
-def test_continued_run_does_not_replace_a_file_of_the_user(
-    littered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
+    out, asked = tmp_path / "out", command(littered, include_files=("*.parquet",))
     interrupt(monkeypatch, command(littered), out)
     (out / "train.parquet").write_bytes(b"the user's")
     before = folder_bytes(out)
-    with pytest.raises(OutputError, match=r"train\.parquet"):
-        run_command(command(littered, include_files=("*.parquet",)), out)
+    with pytest.raises(OutputError, match="other files to copy"):
+        run_command(asked, out)
+    with pytest.raises(OutputError, match=r"train\.parquet' exists, and pqweights did not write it"):
+        run_command(asked | {"overwrite": True}, out)
     assert folder_bytes(out) == before
+    (out / "train.parquet").unlink()
+    run_command(asked | {"overwrite": True}, out)
+    run_command(asked, tmp_path / "fresh")
+    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
 
 
 def test_finished_result_with_other_included_files_is_replaced_on_request(littered: Path, tmp_path: Path) -> None:

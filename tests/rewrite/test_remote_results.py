@@ -17,7 +17,6 @@ from helpers import folder_bytes, run_command
 from memory_storage import Operation, each_operation, objects, put, run_into, visible
 from rewriting import SHARD_BYTES, command
 
-import pqweights
 from pqweights.errors import OptionError, OutputError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
@@ -35,122 +34,112 @@ def _empty_storage() -> None:
 
 
 @pytest.fixture
+def final(undisturbed: dict[str, bytes]) -> dict[str, bytes]:
+    """The objects of an undisturbed run."""
+    return {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+
+
+@pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """One run into OUT."""
     return lambda work, **options: run_into(work, OUT, tmp_path / "scratch", monkeypatch, **options)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
 def test_objects_are_the_files_of_the_local_result(
-    threads: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
+    source: Path, final: dict[str, bytes], tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    report = run(command(source), threads=threads)
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    report = run(command(source), threads=4)
+    assert objects(OUT) == final
     assert not report.already_done and report.resumed == 0
     assert folder_bytes(tmp_path / "scratch") == {}
-
-
-def test_export_into_object_storage(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     run_command(command(source), tmp_path / "master")
     export = {"export": str(tmp_path / "master"), "target": "bf16", "max_shard_bytes": 2 * SHARD_BYTES}
     run_command(export, tmp_path / "export")
+    put(OUT, {})
     run(export)
     files = folder_bytes(tmp_path / "export").items()
     assert objects(OUT) == {name: data for name, data in files if not name.endswith("/")}
 
 
-def test_finished_result_is_left_alone(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+def watching(look: Callable[[Operation], None]) -> Any:
+    """Look at the storage after each of its operations."""
+
+    def act(operation: Operation, do: Callable[[], Any]) -> Any:
+        result = do()
+        look(operation)
+        return result
+
+    return each_operation(act)
+
+
+def test_finished_result_is_left_alone(source: Path, run: Callable[..., Any]) -> None:
     run(command(source))
-    changes = []
-
-    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
-        changes.append(operation)
-        return do()
-
-    with each_operation(watch):
+    operations: list[Operation] = []
+    with watching(operations.append):
         report = run(command(source))
     assert report.already_done
     assert report.source_bytes_read < 60_000
-    assert {name for name, _ in changes} <= {"find", "info", "cat_file", "modified"}
+    assert {name for name, _ in operations} <= {"find", "info", "cat_file", "modified"}
 
 
 def test_files_are_complete_when_they_are_visible(
-    source: Path, undisturbed: dict[str, bytes], run: Callable[..., Any]
+    source: Path, final: dict[str, bytes], run: Callable[..., Any]
 ) -> None:
     """Whoever lists the place at any moment finds only what stays; the manifest comes last."""
-    states = []
+    states: list[set[str]] = []
 
-    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
-        result = do()
-        found = visible(OUT)
-        assert found.items() <= undisturbed.items()
-        states.append(set(found))
-        return result
+    def look(operation: Operation) -> None:
+        assert visible(OUT).items() <= final.items()
+        states.append(set(visible(OUT)))
 
-    with each_operation(watch):
+    with watching(look):
         run(command(source))
-    weights = {name for name in undisturbed if name.endswith(".safetensors")}
-    files = {name for name in undisturbed if not name.endswith("/")}
-    assert len({frozenset(state) for state in states}) == len(files) + 1
-    assert all(state == files for state in states if "pqweights.json" in state)
+    assert len({frozenset(state) for state in states}) == len(final) + 1
+    assert all(state == final.keys() for state in states if "pqweights.json" in state)
+    weights = {name for name in final if name.endswith(".safetensors")}
     assert all(weights <= state for state in states if "config.json" in state)
 
 
 def test_few_shards_are_on_this_machine(source: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     """Slow uploads hold the run back."""
-    held = []
-
-    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
-        held.append(sum(path.name.startswith("model-") for path in (tmp_path / "scratch").rglob("model-*")))
-        return do()
-
-    work = {"quantize": str(source), "max_shard_bytes": 1000, "recipe": "q5"}
-    with each_operation(watch):
-        report = run(work)
+    held: list[int] = []
+    with watching(lambda operation: held.append(len(list((tmp_path / "scratch").rglob("model-*"))))):
+        report = run({"quantize": str(source), "max_shard_bytes": 1000, "recipe": "q5"})
     assert len(report.plan.shards) > 5
     assert max(held) == 2
 
 
 def test_result_that_is_replaced_stays_until_the_new_one_is_complete(
-    source: Path, tmp_path: Path, undisturbed: dict[str, bytes], run: Callable[..., Any]
+    source: Path, final: dict[str, bytes], run: Callable[..., Any]
 ) -> None:
     run({"quantize": str(source), "max_shard_bytes": SHARD_BYTES // 2, "recipe": "q4"})
     old = objects(OUT)
-    assert old.keys() - undisturbed.keys()
+    assert old.keys() - final.keys()
     with pytest.raises(OutputError, match=r"memory://results/model: holds another result: a master made with .*"):
         run(command(source))
     assert objects(OUT) == old
-    first_change = []
+    at_first_change: list[set[str]] = []
 
-    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
-        result = do()
-        if visible(OUT) != old and not first_change:
-            staged = {name.rpartition("/")[2] for name in objects(OUT) if name.startswith(".pqweights/")}
-            first_change.append(staged | visible(OUT).keys())
-        return result
+    def look(operation: Operation) -> None:
+        if visible(OUT) != old and not at_first_change:
+            at_first_change.append({name.rpartition("/")[2] for name in objects(OUT)})
 
-    with each_operation(watch):
+    with watching(look):
         run(command(source, overwrite=True))
-    assert {name for name in undisturbed if name.endswith(".safetensors")} <= first_change[0]
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert {name for name in final if name.endswith(".safetensors")} <= at_first_change[0]
+    assert objects(OUT) == final
 
 
 def test_manifest_cannot_make_overwrite_remove_objects_elsewhere(source: Path, run: Callable[..., Any]) -> None:
     run(command(source, recipe="q4"))
     put("memory://results/other", {"model.txt": b"another"})
-    found = objects(OUT)
-    manifest = json.loads(found["pqweights.json"])
+    manifest = json.loads(objects(OUT)["pqweights.json"])
     manifest["files"]["../other/model.txt"] = {"bytes": 7, "sha256": "0" * 64}
-    put(OUT, found | {"pqweights.json": json.dumps(manifest).encode()})
-    seen = []
-
-    def watch(operation: Operation, do: Callable[[], Any]) -> Any:
-        seen.append(operation[1])
-        return do()
-
-    with each_operation(watch):
+    put(OUT, objects(OUT) | {"pqweights.json": json.dumps(manifest).encode()})
+    operations: list[Operation] = []
+    with watching(operations.append):
         run(command(source, overwrite=True))
-    assert seen and not any(".." in path for path in seen)
+    assert operations and not any(".." in path for _, path in operations)
     assert objects("memory://results/other") == {"model.txt": b"another"}
 
 
@@ -169,23 +158,17 @@ def test_scratch_folder_needs_room_for_two_shards(
     run(command(source))
 
 
-def test_result_is_not_written_to_the_hub() -> None:
-    with pytest.raises(OptionError, match=r"hf://org/name: .* pqweights push"):
-        open_store("hf://org/name")
-
-
 def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
     assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == LocalStore(tmp_path)
+    assert open_store(Path("s3/bucket")) == LocalStore(Path("s3/bucket"))
     assert str(open_store("s3://bucket/model/")) == "s3://bucket/model"
     store = BucketStore(open_store("s3://bucket/model").folder, tmp_path)
     copy = pickle.loads(pickle.dumps(store))
     assert (str(copy), copy.work) == (str(store), store.work)
-
-
-def test_address_as_a_path_is_not_taken_for_a_folder() -> None:
     with pytest.raises(OptionError, match="give it as a str"):
         open_store(Path("s3://bucket/model"))
-    assert open_store(Path("s3/bucket")) == LocalStore(Path("s3/bucket"))
+    with pytest.raises(OptionError, match=r"hf://org/name: .* pqweights push"):
+        open_store("hf://org/name")
 
 
 @pytest.mark.parametrize("out", ["memory://results", "memory://results/source", "memory://results/source/q5"])
@@ -201,7 +184,7 @@ def test_output_must_lie_outside_the_source(
 
 
 def test_source_and_result_in_object_storage(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes as of local folders; a change of the source shows in its time."""
     address = "memory://results/source"
@@ -210,7 +193,7 @@ def test_source_and_result_in_object_storage(
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
     options = QuantizeOptions(max_shard_size=SHARD_BYTES)
     quantize(address, OUT, load_recipe("q5"), options=options)
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert objects(OUT) == final
     assert quantize(address, OUT, load_recipe("q5"), options=options).already_done
     weights = next(name for name in files if name.endswith(".safetensors"))
     data = bytearray(files[weights])
@@ -221,7 +204,7 @@ def test_source_and_result_in_object_storage(
 
 
 def test_full_scratch_disk_is_named(
-    source: Path, undisturbed: dict[str, bytes], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    source: Path, final: dict[str, bytes], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocate, calls = os.posix_fallocate, []
 
@@ -236,11 +219,11 @@ def test_full_scratch_disk_is_named(
         with pytest.raises(OutputError, match=r"model-00003-of-00004\.safetensors: the disk is full"):
             run(command(source))
     assert run(command(source)).resumed > 0
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert objects(OUT) == final
 
 
 def test_commands_take_addresses(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
     words = ("quantize", source, OUT, "--max-shard-size", SHARD_BYTES, "--quiet")
@@ -250,17 +233,6 @@ def test_commands_take_addresses(
     text = done("quantize", source, OUT, "--dry-run").stdout
     assert "in object storage" in text and "of disk space on this machine" in text
     assert answer(*words)["output"] == OUT
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
+    assert objects(OUT) == final
     assert f"{OUT}: already holds this result" in done(*words[:-1]).stderr
     assert "pqweights push" in refused("quantize", source, "hf://org/name", code=2)
-
-
-def test_functions_take_addresses(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
-    pqweights.quantize(source, OUT, max_shard_size=SHARD_BYTES)
-    assert objects(OUT) == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
-    pqweights.quantize(source, tmp_path / "master")
-    pqweights.export(tmp_path / "master", "memory://results/export", "bf16")
-    assert "pqweights.json" in objects("memory://results/export")

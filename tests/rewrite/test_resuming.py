@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import KILL_FUNCTIONS, folder_bytes, killed_runs, run_command
+from helpers import folder_bytes, killed_runs, run_command
 from memory_storage import Place
 from rewriting import SHARD_BYTES, TENSORS, Killed, check_final_names, command, finished, interrupt, marks, watched
 
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError
+
+# Those of KILL_FUNCTIONS that change what is there, and at which of their calls runs die: most of mkdir change nothing.
+STEPS = {"replace": 1, "pwrite": 3, "unlink": 1, "rmdir": 1, "mkdir": 4, "posix_fallocate": 1, "open": 1}
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +27,22 @@ def kill_points(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """
     folder = tmp_path_factory.mktemp("kills")
     (counts,) = killed_runs(command(source), [{"out": str(folder / "counted")}])
-    points: dict[str, list[dict[str, Any]]] = {name: [] for name in KILL_FUNCTIONS}
-    for name in KILL_FUNCTIONS:
-        numbers = range(1, counts[name] + 1, 6 if name == "pwrite" else 1)
+    points: dict[str, list[dict[str, Any]]] = {}
+    for name, step in STEPS.items():
+        numbers = range(1, counts[name] + 1, step)
         moments = [(number, "before") for number in numbers] + [(counts[name], "after")]
         moments += [(number, "half") for number in numbers if name == "pwrite"]
-        for number, when in moments:
-            out = folder / f"{name}-{number}-{when}"
-            points[name].append({"out": str(out), "function": name, "number": number, "when": when})
+        points[name] = [
+            {"out": str(folder / f"{name}-{number}-{when}"), "function": name, "number": number, "when": when}
+            for number, when in moments
+        ]
     killed_runs(command(source), [point for group in points.values() for point in group])
-    for group in points.values():
-        for point in group:
-            point["finished_shards"] = len(marks(Path(point["out"])))
+    for point in (point for group in points.values() for point in group):
+        point["finished_shards"] = len(marks(Path(point["out"])))
     return points
 
 
-@pytest.mark.parametrize("function", KILL_FUNCTIONS)
+@pytest.mark.parametrize("function", STEPS)
 def test_run_killed_at_any_call_resumes_to_the_same_folder(
     function: str,
     source: Path,
@@ -69,7 +71,7 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(
 def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dict[str, list[dict[str, Any]]]) -> None:
     """The sweep above reaches each state that matters; it would test nothing if the driver changed its calls."""
     states = [point["finished_shards"] for group in kill_points.values() for point in group]
-    assert len(states) > 80
+    assert len(states) > 65
     assert set(states) == {0, 1, 2, 3, 4}
     shards = sum(name.endswith(".safetensors") for name in undisturbed)  # renamed twice, beside a mark
     renames = sum(not name.endswith("/") for name in undisturbed) + 2 * shards + 1  # and the journal
@@ -77,26 +79,29 @@ def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dic
 
 
 def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Each run is killed when it has renamed the journal, a shard and its mark."""
+    """Two runs are killed when they have renamed the journal, a shard and its mark, a third one while it writes."""
     out = tmp_path / "out"
-    for shards in (1, 2, 3):
-        killed_runs(command(source), [{"out": str(out), "function": "replace", "number": 3, "when": "after"}])
+    for function, number, shards in (("replace", 3, 1), ("replace", 3, 2), ("pwrite", 2, 2)):
+        killed_runs(command(source), [{"out": str(out), "function": function, "number": number, "when": "after"}])
         assert len(marks(out)) == shards
         check_final_names(out, undisturbed)
     report = run_command(command(source), out)
-    assert report.resumed == 9
+    assert report.resumed == 5
     assert folder_bytes(out) == undisturbed
 
 
-def test_resumed_run_reads_only_unfinished_shards(
+def test_resumed_run_reads_only_unfinished_shards_and_shows_what_is_done(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run_command(command(source), tmp_path / "whole").source_bytes_read
     out = tmp_path / "out"
+    shown: list[tuple[int, int, str]] = []
     interrupt(monkeypatch, command(source), out, shards=3)
     known = finished(out)
-    report, begun = watched(monkeypatch, command(source), out)
+    report, begun = watched(monkeypatch, command(source, progress=lambda *call: shown.append(call)), out)
     assert begun == {tensor.name for tensor in report.plan.tensors} - known
+    assert not known & {name for _, _, name in shown}
+    assert shown[0][0] > 0 and shown[-1][0] == shown[-1][1]
     read = {
         tensor.name: tensor.weights * {"BF16": 2, "F32": 4, "I64": 8}[tensor.dtype] for tensor in report.plan.tensors
     }
@@ -127,16 +132,6 @@ def test_shard_that_was_damaged_is_made_again(
     assert place.files() == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
 
 
-def test_run_resumes_with_another_thread_count(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out)
-    report = run_command(command(source), out, threads=5)
-    assert report.resumed == 5
-    assert folder_bytes(out) == undisturbed
-
-
 def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,21 +152,25 @@ def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
     assert folder_bytes(out) == undisturbed
 
 
-def change_size(path: Path) -> None:
-    with open(path, "ab") as stream:
-        stream.write(b" ")
-
-
 def change_time(path: Path) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def change_size(path: Path) -> None:
+    """The tensors and so the plan are the same, but a file is longer."""
+    time, data = path.stat().st_mtime_ns, path.read_bytes()
+    length = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 0
+    longer = (length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8 + data[8 + length :]
+    path.write_bytes(longer if length else data + b" ")
+    os.utime(path, ns=(time, time))
 
 
 @pytest.mark.parametrize(
     ("file", "change"),
     [
         ("model-00002-of-00002.safetensors", change_time),
+        ("model-00001-of-00002.safetensors", change_size),
         ("config.json", change_time),
-        ("tokenizer.json", change_size),
         ("code/modeling.py", change_size),
     ],
 )
@@ -187,33 +186,6 @@ def test_changed_source_is_refused(
     assert run_command(command(own_source, overwrite=True), place.out).resumed == 0
     run_command(command(own_source), tmp_path / "fresh")
     assert place.files() == Place(tmp_path / "fresh").files()
-
-
-def test_weight_file_of_another_size_is_refused(
-    own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tensors and so the plan are the same, but the header of the file is longer."""
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(own_source), out)
-    file = own_source / "model-00001-of-00002.safetensors"
-    data, time = file.read_bytes(), file.stat().st_mtime_ns
-    length = int.from_bytes(data[:8], "little")
-    file.write_bytes((length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8 + data[8 + length :])
-    os.utime(file, ns=(time, time))
-    with pytest.raises(SourceChangedError, match=file.name):
-        run_command(command(own_source), out)
-
-
-def test_new_companion_is_copied(
-    own_source: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(monkeypatch, command(own_source), place.out)
-    (own_source / "vocab.txt").write_text("a")
-    (own_source / "NOTICE").unlink()
-    assert run_command(command(own_source), place.out).resumed == 5
-    run_command(command(own_source), tmp_path / "fresh")
-    assert place.files() == Place(tmp_path / "fresh").files()
-    assert "vocab.txt" in place.files() and "NOTICE" not in place.files()
 
 
 @pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
@@ -233,18 +205,6 @@ def test_interrupted_run_of_another_command_is_refused(
     assert place.files() == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
 
 
-def test_progress_of_a_resumed_run_begins_with_its_own_tensors(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    shown: list[tuple[int, int, str]] = []
-    interrupt(monkeypatch, command(source), out)
-    known = finished(out)
-    run_command(command(source, progress=lambda *call: shown.append(call)), out)
-    assert known and not known & {name for _, _, name in shown}
-    assert shown[0][0] > 0 and shown[-1][0] == shown[-1][1]
-
-
 def test_interrupted_run_of_another_kind_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,23 +214,10 @@ def test_interrupted_run_of_another_kind_is_named(
         run_command(command(source), tmp_path / "out")
 
 
-def test_overwrite_resumes_its_own_interrupted_run(
+def test_overwrite_resumes_its_own_interrupted_run_with_any_number_of_threads(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source, overwrite=True), out)
-    assert run_command(command(source, overwrite=True), out).resumed == 5
-    assert folder_bytes(out) == undisturbed
-
-
-def test_run_with_random_kills_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Kills of different kinds, with a fixed seed."""
-    chance = random.Random(5)
-    out = tmp_path / "out"
-    for _ in range(6):
-        function, when = chance.choice(["replace", "pwrite", "fsync"]), chance.choice(["before", "after"])
-        point = {"out": str(out), "function": function, "number": chance.randint(1, 2), "when": when, "may_end": True}
-        killed_runs(command(source), [point])
-        check_final_names(out, undisturbed)
-    run_command(command(source), out)
+    assert run_command(command(source, overwrite=True), out, threads=5).resumed == 5
     assert folder_bytes(out) == undisturbed
