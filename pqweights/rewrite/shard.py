@@ -93,14 +93,11 @@ class ShardSink:
         self._places = {tensor.name: (tensor.offset, PieceHasher(tensor.byte_count)) for tensor in stored}
 
     def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
-        """Return memory of this thread from which `write` of the same place makes no copy, see shard_file.py."""
+        """See Sink; the memory is that of shard_file.py."""
         return memory_for(purpose, self._places[stored_name][0] + offset, byte_count)
 
     def write(self, stored_name: str, offset: int, data: Bytes) -> None:
-        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
-
-        Each byte is written once. The caller may change `data` afterwards.
-        """
+        """See Sink."""
         start, hasher = self._places[stored_name]
         assert offset + len(data) <= hasher.byte_count, stored_name
         hasher.add(offset, data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -256,19 +256,33 @@ def test_addresses_where_no_ray_answers_are_refused(
         pqweights.quantize(source, tmp_path / "out", ray=address)
     with pytest.raises(OptionError, match="expected HOST:PORT"):
         pqweights.quantize(source, tmp_path / "out", ray="nonsense")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'ray"):
+        pqweights.quantize(source, tmp_path / "out", ray="local")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cluster_that_expects_a_token_says_so(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait_in_vain(*given: object, **options: object) -> None:
-        raise subprocess.TimeoutExpired("ray", 9, stderr=b"Unauthenticated: RPC error: InvalidAuthToken: ...")
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (None, r"expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if"),
+        ("Version mismatch: Ray: 2.40\n  Python: 3.9", r"another version of Ray or Python \(.*Python: 3.9; this is"),
+        ("Could not find any running Ray instance", "belongs to no Ray cluster; start one with ray start"),
+        ("did not find a matching raylet", "is not a node of that cluster; run ray start --address"),
+    ],
+)
+def test_refusals_of_ray_are_one_clear_line(
+    said: str | None, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **options: object) -> Any:
+        if said is None:
+            raise subprocess.TimeoutExpired("ray", 9, stderr=b"Unauthenticated: RPC error: InvalidAuthToken: ...")
+        return subprocess.CompletedProcess((), 1, "", said)
 
-    monkeypatch.setattr(clusters.subprocess, "run", wait_in_vain)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(ClusterError, match=r"expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if"),
-    ):
+    monkeypatch.setattr(clusters.subprocess, "run", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ClusterError, match=message) as refused:
         pqweights.quantize(source, tmp_path / "out", ray=f"127.0.0.1:{server.getsockname()[1]}")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_local_cluster_writes_nothing_into_the_home_folder(
@@ -284,16 +298,6 @@ def test_a_local_cluster_writes_nothing_into_the_home_folder(
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert folder_bytes(tmp_path / "out") == plain
     assert not (tmp_path / "home" / ".ray").exists()
-
-
-def test_ray_is_needed_only_where_it_is_asked_for(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match="pip install 'ray"):
-        pqweights.quantize(source, tmp_path / "out", ray="local")
-    pqweights.quantize(source, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
 
 
 LOSING = """

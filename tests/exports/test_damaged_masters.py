@@ -23,7 +23,7 @@ import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
 from pqweights.planning.statistics_file import ScalesToWrite, write_statistics
-from pqweights.rewrite import jobs
+from pqweights.rewrite import jobs, listed_files
 from pqweights.rewrite.manifest import find_manifest
 
 pytest.importorskip("transformers")
@@ -91,14 +91,12 @@ def test_every_tensor_that_an_export_holds_is_checked_whole(
     """Small chunks cut pieces into many parts; nothing of a tensor may stay unread."""
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", 4096)
     opened: list[Any] = []
-    original = pqweights.rewrite.listed_files.with_checks  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        "pqweights.rewrite.listed_files.with_checks", lambda *given: opened.append(original(*given)) or opened[-1]
-    )
+    original = listed_files.checked_reads
+    monkeypatch.setattr(listed_files, "checked_reads", lambda *given: opened.append(original(*given)) or opened[-1])
     export(base, base / "master", tmp_path / "out", target, **options)
-    (checkpoint,) = opened
-    assert not checkpoint.checked._begun
-    assert checkpoint.checked._checked == dict.fromkeys(stored_in(base / "master"), "")
+    (reads,) = opened
+    assert not reads._begun
+    assert reads._checked == dict.fromkeys(stored_in(base / "master"), "")
 
 
 def test_awq_scales_are_checked(tmp_path: Path) -> None:

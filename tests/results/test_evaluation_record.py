@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.evaluate.report import make_record
+from pqweights.rewrite.results import evaluation_record
 from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 from pqweights.rewrite.results.verify import verify
 
@@ -133,13 +133,6 @@ def test_record_holds_protocol_and_figures(work: Path, copy: Callable[[str], Pat
         assert verify(folder, threads=1).ok
 
 
-def test_no_record_option_writes_nothing(copy: Callable[[str], Path], work: Path) -> None:
-    folder = copy("q3")
-    result = invoke("eval", folder, "--text", work / "text.txt", "--no-record")
-    assert (result.exit_code, notes(result)) == (0, [])
-    assert not (folder / FILE).exists()
-
-
 def test_same_protocol_replaces_a_record_and_another_adds_one(recorded: Path, work: Path) -> None:
     first = (recorded / FILE).read_bytes()
     shutil.copy(work / "text.txt", recorded.parent / "other-name.txt")
@@ -147,20 +140,15 @@ def test_same_protocol_replaces_a_record_and_another_adds_one(recorded: Path, wo
     (record,) = records(recorded)
     assert record.text == "other-name.txt"
     assert (recorded / FILE).read_bytes() == first.replace(b'"text.txt"', b'"other-name.txt"')
-    for more in (("--window", 32), ("--window", 64, "--packed"), ("--window", 64, "--reference", work / "source")):
-        assert invoke("eval", recorded, "--text", work / "text.txt", *more).exit_code == 0
-    assert [(r.window, r.packed, r.reference) for r in records(recorded)] == [
-        (64, False, None),
-        (32, False, None),
-        (64, True, None),
-        (64, False, "source"),
+    more = ("--window", 64, "--packed", "--reference", work / "source", "--tokenizer", work / "source")
+    for options in (("--window", 32), more, ("--window", 16, "--no-record")):
+        result = invoke("eval", recorded, "--text", work / "text.txt", *options)
+        assert result.exit_code == 0 and bool(notes(result)) == ("--no-record" not in options)
+    assert [(r.window, r.packed, r.reference, r.tokenizer) for r in records(recorded)] == [
+        (64, False, None, None),
+        (32, False, None, None),
+        (64, True, "source", "source"),
     ]
-
-
-def test_tokenizer_of_another_model_is_recorded(copy: Callable[[str], Path], work: Path) -> None:
-    folder = copy("q3")
-    assert invoke("eval", folder, "--text", work / "text.txt", "--tokenizer", work / "source").exit_code == 0
-    assert records(folder)[0].tokenizer == "source"
 
 
 def test_records_of_another_result_are_ignored_and_dropped(recorded: Path, work: Path) -> None:
@@ -171,14 +159,21 @@ def test_records_of_another_result_are_ignored_and_dropped(recorded: Path, work:
     assert [r.window for r in records(recorded)] == [32]
 
 
-def test_result_that_changed_during_evaluation_is_not_recorded(copy: Callable[[str], Path]) -> None:
+def test_what_is_recorded_and_for_which_result(copy: Callable[[str], Path]) -> None:
+    """Names without folders, figures that are not finite, and only the result that was evaluated."""
     folder = copy("q3")
     place = find_place(folder)
     assert place is not None
-    report = evaluate([folder], TEXT, window=64)
+    report = evaluate([folder], TEXT, window=64, name="/some/where/words.txt")
+    record = make_record(report, report.rows[0], TEXT, reference="ORG/NAME")
+    assert record.text == "words.txt"
+    record = replace(record, perplexity=Figure(None, None))
+    write_record(place, record)
+    assert records(folder) == (record,)
+    (folder / FILE).unlink()
     (folder / "pqweights.json").write_bytes((folder / "pqweights.json").read_bytes() + b" ")
     with pytest.raises(OutputError, match="changed while it was evaluated"):
-        write_record(place, make_record(report, report.rows[0], TEXT))
+        write_record(place, record)
     assert not (folder / FILE).exists()
 
 
@@ -191,111 +186,59 @@ def test_foreign_checkpoints_and_links_get_no_record(work: Path, copy: Callable[
     assert find_place(folder) is None
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_folder_is_noted(recorded: Path, work: Path) -> None:
-    recorded.chmod(0o555)
-    try:
-        result = invoke("eval", recorded, "--text", work / "text.txt")
-    finally:
-        recorded.chmod(0o755)
-    assert result.exit_code == 0
-    assert "not recorded: " in result.stderr
+CHANGES: dict[str, list[Any]] = {
+    "more": [1],
+    "tokens": [-1, True, 1.5],
+    "text": [None, "\ud800"],
+    "packed": [1],
+    "perplexity": [
+        None,
+        3.0,
+        {"value": "3", "standard_error": None},
+        {"value": 1},
+        {"value": float("nan"), "standard_error": None},
+        {"value": 10**400, "standard_error": None},
+    ],
+    "kl": [{}, []],
+}
 
 
-def test_failed_write_is_noted(recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.rewrite.results import evaluation_record as record
+def test_damaged_record_is_refused(recorded: Path) -> None:
+    data = json.loads((recorded / FILE).read_text())
+    (record,) = data["evaluations"]
+    changed = [record | {key: value} for key, values in CHANGES.items() for value in values]
+    changed.append({key: value for key, value in record.items() if key != "tokens"})
+    files = [data | {"evaluations": [entry]} for entry in changed]
+    files += [data | {"evaluation_version": version} for version in (3, True)]
+    files += [data | {"evaluations": wrong} for wrong in ({}, [3])]
+    files += [{key: value for key, value in data.items() if key != gone} for gone in ("evaluations", "manifest_sha256")]
+    contents = [json.dumps(file).encode() for file in files]
+    for content in (*contents, b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000):
+        (recorded / FILE).write_bytes(content)
+        with pytest.raises(MasterError, match=r"^pqweights-eval\.json: damaged: [^\n]*$") as caught:
+            records(recorded)
+        assert str(caught.value) in verify(recorded, threads=1).problems
+        assert (recorded / FILE).read_bytes() == content
 
+
+@pytest.mark.parametrize("fault", ["damaged", "full disk"])
+def test_record_that_cannot_be_written_is_noted(
+    fault: str, recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise OutputError(f"{recorded / FILE}: cannot be written (Read-only file system); choose another output folder")
 
-    monkeypatch.setattr(record, "write_whole", refuse)
-    result = invoke("eval", recorded, "--text", work / "text.txt", "--json")
-    assert result.exit_code == 0
-    (note,) = notes(result)
-    assert note.startswith("not recorded: ") and "cannot be written" in note
-    json.loads(result.stdout)
-
-
-def test_reference_may_be_named_by_its_repository(work: Path) -> None:
-    report = evaluate([work / "q3"], TEXT, reference=work / "source", name="/some/where/words.txt")
-    record = make_record(report, report.rows[0], TEXT, reference="ORG/NAME")
-    assert (record.reference, record.text) == ("ORG/NAME", "words.txt")
-
-
-def test_figures_that_are_not_finite_are_recorded_as_null(work: Path, copy: Callable[[str], Path]) -> None:
-    folder = copy("q3")
-    report = evaluate([folder], TEXT, window=64)
-    record = replace(make_record(report, report.rows[0], TEXT), perplexity=Figure(None, None))
-    place = find_place(folder)
-    assert place is not None
-    write_record(place, record)
-    assert records(folder) == (record,)
-
-
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda data: data["evaluations"][0].pop(name)
-
-
-def with_value(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda data: data["evaluations"][0].update({name: value})
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data.update(evaluation_version=3),
-        lambda data: data.update(evaluation_version=True),
-        lambda data: data.pop("evaluations"),
-        lambda data: data.update(evaluations={}),
-        lambda data: data.update(evaluations=[3]),
-        lambda data: data.pop("manifest_sha256"),
-        without("tokens"),
-        with_value("more", 1),
-        with_value("tokens", -1),
-        with_value("tokens", True),
-        with_value("tokens", 1.5),
-        with_value("text", None),
-        with_value("packed", 1),
-        with_value("perplexity", None),
-        with_value("perplexity", 3.0),
-        with_value("perplexity", {"value": "3", "standard_error": None}),
-        with_value("perplexity", {"value": 1}),
-        with_value("perplexity", {"value": float("nan"), "standard_error": None}),
-        with_value("perplexity", {"value": 10**400, "standard_error": None}),
-        with_value("kl", {}),
-        with_value("kl", []),
-        with_value("text", "\ud800"),
-    ],
-)
-def test_damaged_record_is_refused(damage: Callable[[dict[str, Any]], Any], recorded: Path, work: Path) -> None:
-    data = json.loads((recorded / FILE).read_text())
-    damage(data)
-    (recorded / FILE).write_text(json.dumps(data))
-    check_damage(recorded, work)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
-def test_file_that_is_not_a_record_is_refused(content: bytes, recorded: Path, work: Path) -> None:
-    (recorded / FILE).write_bytes(content)
-    check_damage(recorded, work)
-
-
-def check_damage(folder: Path, work: Path) -> None:
-    damaged = (folder / FILE).read_bytes()
-    with pytest.raises(MasterError, match=r"^pqweights-eval\.json: damaged: ") as caught:
-        records(folder)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value) in verify(folder, threads=1).problems
-    assert (folder / FILE).read_bytes() == damaged
-
-
-def test_damaged_record_does_not_fail_the_evaluation(recorded: Path, work: Path) -> None:
-    (recorded / FILE).write_text("{")
+    if fault == "damaged":
+        (recorded / FILE).write_text("{")
+    else:
+        monkeypatch.setattr(evaluation_record, "write_whole", refuse)
+    before = (recorded / FILE).read_bytes()
     result = invoke("eval", recorded, "--text", work / "text.txt", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["models"]
     (note,) = notes(result)
-    assert note.startswith("not recorded: pqweights-eval.json: damaged")
-    assert (recorded / FILE).read_text() == "{"
+    expected = {"damaged": "pqweights-eval.json: damaged", "full disk": f"{recorded / FILE}: cannot be written"}
+    assert note.startswith(f"not recorded: {expected[fault]}")
+    assert (recorded / FILE).read_bytes() == before
 
 
 def test_verify_accepts_records_of_another_result(recorded: Path) -> None:

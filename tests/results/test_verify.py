@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from pqweights.errors import MasterError, PqweightsError
 from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.results.verify import Verification, verify
+from pqweights.rewrite.results.verify import verify
 
 SHARD_BYTES = 20_000
 
@@ -50,15 +50,11 @@ def problems(folder: Path) -> tuple[str, ...]:
         return (str(error),)
 
 
-def check(folder: Path) -> Verification:
-    return verify(folder, threads=2)
-
-
 @pytest.mark.parametrize("kind", ["master", "exported"])
 def test_intact_folder_verifies(kind: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     before = folder_bytes(folder)
-    result = check(folder)
+    result = verify(folder, threads=2)
     assert result.ok, result.problems
     assert result.tensors == 10
     files = {name: data for name, data in before.items() if not name.endswith("/")}
@@ -100,7 +96,6 @@ def test_flipped_byte_in_any_file_is_found(kind: str, request: pytest.FixtureReq
             flips += 1
     assert not missed
     assert flips > 80
-    assert not problems(folder)
 
 
 def test_flipped_byte_of_the_manifest_never_crashes(damaged: Path) -> None:
@@ -108,7 +103,7 @@ def test_flipped_byte_of_the_manifest_never_crashes(damaged: Path) -> None:
     path = damaged / "pqweights.json"
     data = path.read_bytes()
     crashes = []
-    for at in range(0, len(data), 11):
+    for at in range(0, len(data), 29):
         path.write_bytes(data[:at] + bytes([data[at] ^ (1, 4, 16)[at % 3]]) + data[at + 1 :])
         try:
             problems(damaged)
@@ -131,11 +126,6 @@ def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 
 def tensor_of(manifest: dict[str, Any], name: str = "model.layers.0.self_attn.q_proj.weight") -> dict[str, Any]:
     return next(tensor for tensor in manifest["tensors"] if tensor["name"] == name)
-
-
-def stored_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    first: dict[str, Any] = tensor_of(manifest)["stored"][0]
-    return first
 
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -168,12 +158,12 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rotation": lambda m: tensor_of(m).update(rotation="signed-hadamard"),
     "exponent": lambda m: tensor_of(m).update(norm_exponent=1),
     "error": lambda m: tensor_of(m).update(relative_mse=1e-9),
-    "stored hash": lambda m: stored_of(m).update(blake3_of_pieces="0" * 64),
-    "stored bytes": lambda m: stored_of(m).update(bytes=1),
-    "stored dtype": lambda m: stored_of(m).update(dtype="I8"),
-    "stored dtype unknown": lambda m: stored_of(m).update(dtype="U9"),
-    "stored shape": lambda m: stored_of(m).update(shape=[1]),
-    "stored name": lambda m: stored_of(m).update(name="other"),
+    "stored hash": lambda m: tensor_of(m)["stored"][0].update(blake3_of_pieces="0" * 64),
+    "stored bytes": lambda m: tensor_of(m)["stored"][0].update(bytes=1),
+    "stored dtype": lambda m: tensor_of(m)["stored"][0].update(dtype="I8"),
+    "stored dtype unknown": lambda m: tensor_of(m)["stored"][0].update(dtype="U9"),
+    "stored shape": lambda m: tensor_of(m)["stored"][0].update(shape=[1]),
+    "stored name": lambda m: tensor_of(m)["stored"][0].update(name="other"),
     "stored gone": lambda m: tensor_of(m)["stored"].pop(),
     "tensors no list": lambda m: m.update(tensors=3),
     "files no object": lambda m: m.update(files=[]),
@@ -187,25 +177,20 @@ def test_false_statement_of_the_manifest_is_found(lie: str, damaged: Path) -> No
     assert problems(damaged)
 
 
-def test_missing_files_are_found(damaged: Path) -> None:
-    names = [name for name in folder_bytes(damaged) if not name.endswith("/")]
-    for name in names:
-        data = (damaged / name).read_bytes()
-        (damaged / name).unlink()
-        assert any(name in problem for problem in problems(damaged)), name
+def test_missing_longer_and_shorter_files_are_found(damaged: Path) -> None:
+    for name, data in folder_bytes(damaged).items():
+        if name.endswith("/"):
+            continue
+        for other in (None, data + b"\0", data[:-1]):
+            if other is None:
+                (damaged / name).unlink()
+            elif name == "pqweights.json" or other == data:
+                continue
+            else:
+                (damaged / name).write_bytes(other)
+            assert any(name in problem for problem in problems(damaged)), name
         (damaged / name).write_bytes(data)
     assert not problems(damaged)
-
-
-def test_longer_and_shorter_files_are_found(damaged: Path) -> None:
-    for name, data in folder_bytes(damaged).items():
-        if name.endswith("/") or name == "pqweights.json":
-            continue
-        for other in (data + b"\0", data[:-1]):
-            if other != data:
-                (damaged / name).write_bytes(other)
-                assert any(name in problem for problem in problems(damaged)), name
-        (damaged / name).write_bytes(data)
 
 
 def test_only_what_was_checked_is_counted(damaged: Path) -> None:
@@ -221,7 +206,7 @@ def test_only_what_was_checked_is_counted(damaged: Path) -> None:
     assert whole.tensors - tensors <= found.tensors < whole.tensors
 
 
-def test_foreign_files_are_found_but_cards_and_hidden_files_may_be_added(damaged: Path) -> None:
+def test_foreign_files_and_unfinished_runs_are_found_but_cards_and_hidden_files_may_be_added(damaged: Path) -> None:
     (damaged / "README.md").write_text("a card")
     (damaged / ".gitattributes").write_text("*.safetensors filter=lfs")
     (damaged / ".git").mkdir()
@@ -229,9 +214,6 @@ def test_foreign_files_are_found_but_cards_and_hidden_files_may_be_added(damaged
     assert not problems(damaged)
     (damaged / "model-00005-of-00005.safetensors").write_bytes(b"")
     assert any("model-00005" in problem for problem in problems(damaged))
-
-
-def test_unfinished_run_is_found(damaged: Path) -> None:
     (damaged / ".pqweights").mkdir()
     assert any("unfinished" in problem for problem in problems(damaged))
 
@@ -271,11 +253,11 @@ def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
         (tmp_path / "unfinished", "unfinished run: run the same command again"),
     ):
         with pytest.raises(MasterError, match=says):
-            check(folder)
+            verify(folder, threads=2)
     for text in ("", "[]", "{}", "null", "{" * 100_000, "\xff"):
         (source / "pqweights.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(MasterError, match=r"pqweights\.json"):
-            check(source)
+            verify(source, threads=2)
 
 
 def test_problems_are_identical_across_thread_counts(damaged: Path) -> None:

@@ -83,49 +83,42 @@ def test_few_files_are_open_on_a_slow_disk(source: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(errno.EIO, "cannot be flushed to the disk"), (errno.ENOSPC, "the disk is full")]
+    ("shards", "number", "message"),
+    [
+        (1, errno.EIO, "cannot be flushed to the disk"),
+        (1, errno.ENOSPC, "the disk is full"),
+        (4, errno.EIO, "cannot be flushed to the disk"),
+    ],
 )
+@pytest.mark.parametrize("replacing", [False, True])
 def test_shard_that_could_not_be_flushed_is_made_again(
-    number: int, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replacing: bool,
+    shards: int,
+    number: int,
+    message: str,
+    source: Path,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a failed fsync the content of the disk is unknown, whatever the page cache shows."""
+    """After a failed fsync the content of the disk is unknown, whatever the page cache shows.
 
-    with monkeypatch.context() as patch:
-        fail_late(patch, shards=1, number=number)
-        patch.setattr(shard_file, "FLUSH_BYTES", 1)
-        with pytest.raises(OutputError, match=message):
-            run_command({"quantize": source}, tmp_path / "out")
-    for name in ("out", "undisturbed"):
-        run_command({"quantize": source}, tmp_path / name)
-    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "undisturbed")
-
-
-def fail_late(patch: pytest.MonkeyPatch, shards: int, number: int = errno.EIO) -> None:
-    """Let the flush of the last of some shards fail after a while, when everything else has been handed to the disk."""
-    sync, calls = os.fsync, iter(range(shards - 1))
+    Nothing waits behind the last shard, and an older result's shard of that name is not taken for it.
+    """
+    out, sync, calls = tmp_path / "out", os.fsync, iter(range(shards - 1))
 
     def late(descriptor: int) -> None:
-        if ".safetensors." not in os.readlink(f"/proc/self/fd/{descriptor}"):
-            return sync(descriptor)
-        if next(calls, None) is None:
-            time.sleep(0.3)
+        if ".safetensors." in os.readlink(f"/proc/self/fd/{descriptor}") and next(calls, None) is None:
+            time.sleep(0.3)  # when everything else has been handed to the disk
             raise OSError(number, os.strerror(number))
-        return sync(descriptor)
+        sync(descriptor)
 
-    patch.setattr(os, "fsync", late)
-
-
-@pytest.mark.parametrize("replacing", [False, True])
-def test_late_failure_of_the_last_shard_fails_the_run(
-    replacing: bool, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing waits behind the last shard, and an older result's shard of that name is not taken for it."""
-    out = tmp_path / "out"
     if replacing:
         run_command({**command(source), "recipe": "q4"}, out)
     with monkeypatch.context() as patch:
-        fail_late(patch, shards=4)
-        with pytest.raises(OutputError, match="cannot be flushed"):
+        patch.setattr(os, "fsync", late)
+        patch.setattr(shard_file, "FLUSH_BYTES", 1 if shards == 1 else shard_file.FLUSH_BYTES)
+        with pytest.raises(OutputError, match=message):
             run_command(command(source, overwrite=replacing), out)
     assert replacing or not list(out.glob("*.json"))
     run_command(command(source, overwrite=replacing), out)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +18,53 @@ from shared import FLUSH
 
 from pqweights.checkpoint.names import JOURNAL_FILE
 
-State = tuple[int, int, int]  # inode, size, time of modification
+RENAME, REMOVE = os.replace, os.unlink
 
 
-def state(status: os.stat_result) -> State:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@dataclass
 class Disk:
     """What was done to the disk.
 
     events: what was done in this order: "flush" with a file or a folder, "rename" with the new path, "remove"
-    flushed: the states of files, as flushed
     unflushed: the final paths of files that were renamed in another state than was flushed
     """
 
-    events: list[tuple[str, Path]] = field(default_factory=list)
-    flushed: set[State] = field(default_factory=set)
-    unflushed: list[Path] = field(default_factory=list)
-    lock: Any = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Path]] = []
+        self.unflushed: list[Path] = []
+        self._flushed: set[tuple[int, int, int]] = set()
+        self._lock = threading.Lock()
 
     def fsync(self, descriptor: int) -> None:
         path, status = Path(os.readlink(f"/proc/self/fd/{descriptor}")), os.fstat(descriptor)
         FLUSH(descriptor)
-        with self.lock:
-            self.flushed.add(state(status))
+        with self._lock:
+            self._flushed.add(state(status))
             self.events.append(("flush", path))
 
     def replace(self, old: Any, new: Any) -> None:
-        found = state(os.stat(old))
+        before = state(os.stat(old))
         RENAME(old, new)
-        with self.lock:
-            if found not in self.flushed:
-                self.unflushed.append(Path(new))
+        with self._lock:
+            self.unflushed += [] if before in self._flushed else [Path(new)]
             self.events.append(("rename", Path(new)))
 
     def unlink(self, path: Any, **options: Any) -> None:
         REMOVE(path, **options)
-        with self.lock:
+        with self._lock:
             self.events.append(("remove", Path(path)))
 
 
-RENAME, REMOVE = os.replace, os.unlink
+def state(status: os.stat_result) -> tuple[int, int, int]:
+    """Inode, size and time of modification."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    found = Disk()
+    watched = Disk()
     for name in ("fsync", "replace", "unlink"):
-        monkeypatch.setattr(os, name, getattr(found, name))
-    return found
+        monkeypatch.setattr(os, name, getattr(watched, name))
+    return watched
 
 
 def check(disk: Disk, out: Path) -> None:
@@ -88,16 +83,14 @@ def check(disk: Disk, out: Path) -> None:
 
 
 def test_files_are_flushed_before_they_are_renamed_and_folders_after(source: Path, tmp_path: Path, disk: Disk) -> None:
+    """In new results, and in one that replaces another."""
     master, exported = tmp_path / "master", tmp_path / "exported"
-    run_command(command(source), master)
-    check(disk, master)
-    disk.events.clear()
-    run_command({"export": str(master), "target": "bf16"}, exported)
-    check(disk, exported)
-
-
-def test_replacing_a_result_flushes_alike(source: Path, tmp_path: Path, disk: Disk) -> None:
-    run_command({**command(source), "recipe": "q4"}, tmp_path / "out")
-    disk.events.clear()
-    run_command(command(source, overwrite=True), tmp_path / "out")
-    check(disk, tmp_path / "out")
+    works = [
+        (command(source, recipe="q4"), master),
+        (command(source, overwrite=True), master),
+        ({"export": str(master), "target": "bf16"}, exported),
+    ]
+    for work, out in works:
+        run_command(work, out)
+        check(disk, out)
+        disk.events.clear()

@@ -41,7 +41,7 @@ def two_recipes(tmp_path: Path) -> tuple[str, str]:
     return str(paths[0]), str(paths[1])
 
 
-def test_interrupted_run_is_continued_in_other_words(
+def test_interrupted_run_is_continued_and_a_finished_one_left_alone_in_other_words(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -50,17 +50,9 @@ def test_interrupted_run_is_continued_in_other_words(
         interrupt(patch, command(source), out)
     assert run_command(command(source), out).resumed == 5
     assert folder_bytes(out) == undisturbed
-
-
-def test_finished_result_is_left_alone_in_other_words(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    run_command(command(source), out)
-    before = folder_bytes(out)
     reworded(monkeypatch)
     assert run_command(command(source), out).already_done
-    assert folder_bytes(out) == before
+    assert folder_bytes(out) == undisturbed
 
 
 def test_recipe_in_other_words_is_the_same(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,15 +90,18 @@ def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, byte
     assert folder_bytes(out) == undisturbed
 
 
-def test_resumed_run_reads_only_unfinished_shards(
+def test_resumed_run_reads_only_unfinished_shards_and_shows_what_is_done(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run_command(command(source), tmp_path / "whole").source_bytes_read
     out = tmp_path / "out"
+    shown: list[tuple[int, int, str]] = []
     interrupt(monkeypatch, command(source), out, shards=3)
     known = finished(out)
-    report, begun = watched(monkeypatch, command(source), out)
+    report, begun = watched(monkeypatch, command(source, progress=lambda *call: shown.append(call)), out)
     assert begun == {tensor.name for tensor in report.plan.tensors} - known
+    assert not known & {name for _, _, name in shown}
+    assert shown[0][0] > 0 and shown[-1][0] == shown[-1][1]
     read = {
         tensor.name: tensor.weights * {"BF16": 2, "F32": 4, "I64": 8}[tensor.dtype] for tensor in report.plan.tensors
     }
@@ -129,16 +132,6 @@ def test_shard_that_was_damaged_is_made_again(
     assert place.files() == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
 
 
-def test_run_resumes_with_another_thread_count(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    interrupt(monkeypatch, command(source), out)
-    report = run_command(command(source), out, threads=5)
-    assert report.resumed == 5
-    assert folder_bytes(out) == undisturbed
-
-
 def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,21 +152,25 @@ def test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk(
     assert folder_bytes(out) == undisturbed
 
 
-def change_size(path: Path) -> None:
-    with open(path, "ab") as stream:
-        stream.write(b" ")
-
-
 def change_time(path: Path) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def change_size(path: Path) -> None:
+    """The tensors and so the plan are the same, but a file is longer."""
+    time, data = path.stat().st_mtime_ns, path.read_bytes()
+    length = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 0
+    longer = (length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8 + data[8 + length :]
+    path.write_bytes(longer if length else data + b" ")
+    os.utime(path, ns=(time, time))
 
 
 @pytest.mark.parametrize(
     ("file", "change"),
     [
         ("model-00002-of-00002.safetensors", change_time),
+        ("model-00001-of-00002.safetensors", change_size),
         ("config.json", change_time),
-        ("tokenizer.json", change_size),
         ("code/modeling.py", change_size),
     ],
 )
@@ -208,18 +205,6 @@ def test_interrupted_run_of_another_command_is_refused(
     assert place.files() == {name: data for name, data in undisturbed.items() if not name.endswith("/")}
 
 
-def test_progress_of_a_resumed_run_begins_with_its_own_tensors(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    shown: list[tuple[int, int, str]] = []
-    interrupt(monkeypatch, command(source), out)
-    known = finished(out)
-    run_command(command(source, progress=lambda *call: shown.append(call)), out)
-    assert known and not known & {name for _, _, name in shown}
-    assert shown[0][0] > 0 and shown[-1][0] == shown[-1][1]
-
-
 def test_interrupted_run_of_another_kind_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,10 +214,10 @@ def test_interrupted_run_of_another_kind_is_named(
         run_command(command(source), tmp_path / "out")
 
 
-def test_overwrite_resumes_its_own_interrupted_run(
+def test_overwrite_resumes_its_own_interrupted_run_with_any_number_of_threads(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     interrupt(monkeypatch, command(source, overwrite=True), out)
-    assert run_command(command(source, overwrite=True), out).resumed == 5
+    assert run_command(command(source, overwrite=True), out, threads=5).resumed == 5
     assert folder_bytes(out) == undisturbed
