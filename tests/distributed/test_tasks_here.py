@@ -174,7 +174,7 @@ def test_a_strict_run_refuses_what_an_earlier_one_finished_before_it_begins(
     made: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(pqweights.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(planned.name))
-        with pytest.raises(StrictError, match="--strict"):
+        with pytest.raises(StrictError, match="`strict`"):
             quantize(base, out, ray, strict=True)
     assert not ran and not made
     assert quantize(base, out, ray).resumed > 0  # a run that is not strict continues
