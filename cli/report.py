@@ -215,11 +215,11 @@ def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
         groups[tensor.role, action_text(tensor), tensor.codec or "", str(tensor.bits or "")].append(number)
     rows = [
         [
-            *kind,
+            *group,
             *_figures([tensors[number] for number in numbers]),
             *([] if records is None else [_error([records[number] for number in numbers])]),
         ]
-        for kind, numbers in groups.items()
+        for group, numbers in groups.items()
     ]
     columns = ["role", "action", "codec", "#bits", "#tensors"]
     columns += ["#weights", "#bytes", "#bits/weight"]

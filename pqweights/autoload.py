@@ -37,7 +37,7 @@ def _register() -> None:
 
 
 class _Finder:
-    """Finds one module with the other finders, and gives it a loader that then registers the quantizer."""
+    """Finds one module with the other finders, and has the quantizer registered after it was executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of the module, see importlib.abc.MetaPathFinder; None for any other module."""
@@ -47,30 +47,19 @@ class _Finder:
             find = None if isinstance(finder, _Finder) else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _RegisteringLoader(spec.loader)  # type: ignore[assignment]
+                _register_after(spec.loader)
                 return spec
         return None
 
 
-class _RegisteringLoader:
-    """Wraps a loader, and registers the quantizer after it has executed a module."""
+def _register_after(loader: Any) -> None:
+    """Have a loader, which is that of one module, register the quantizer after it has executed the module."""
+    execute = getattr(loader, "exec_module", None)
+    if execute is None:
+        return
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create a module with the wrapped loader."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute a module with the wrapped loader, then register."""
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
         _register()
+
+    loader.exec_module = exec_module

@@ -224,7 +224,7 @@ class Quantize:
         """
         if self.strict and exceeds(planned, record):
             raise StrictError(
-                f"tensor {planned.name!r}: --strict: relative error {record.relative_mse} at {planned.bits} bits "
+                f"tensor {planned.name!r}: `strict`: relative error {record.relative_mse} at {planned.bits} bits "
                 "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
                 "bits"
             )
@@ -269,8 +269,8 @@ def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, 
     """
     if transform.awq is not None and not transform.awq.any_codec:
         raise RecipeError(
-            f"--awq with a target ({target}): bit widths are chosen to meet it, so scales that were searched for one "
-            "bit width would be used with others; pass --awq-any-codec to allow that"
+            f"`awq` with a target ({target}): bit widths are chosen to meet it, so scales that were searched for one "
+            "bit width would be used with others; pass `awq_any_codec` to allow that"
         )
 
     def file_bytes(tensors: Sequence[TensorPlan]) -> int:
@@ -294,10 +294,10 @@ def _sensitivity(checkpoint: Checkpoint, recipe: Recipe) -> Sensitivity | None:
     if recipe.sensitivity is None or recipe.sensitivity == HEURISTIC:
         return None
     sensitivity = read_sensitivity(Path(recipe.sensitivity))
-    found = checkpoint.fingerprint()
-    if sensitivity.checkpoint != found:
+    fingerprint = checkpoint.fingerprint()
+    if sensitivity.checkpoint != fingerprint:
         raise SourceError(
-            f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {found[:12]}), found those "
-            f"of another ({sensitivity.checkpoint[:12]}); measure this one with pqweights sensitivity"
+            f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {fingerprint[:12]}), found "
+            f"those of another ({sensitivity.checkpoint[:12]}); measure this one with pqweights sensitivity"
         )
     return sensitivity

@@ -34,13 +34,13 @@ def test_files_end_with_a_newline() -> None:
     assert json_bytes({"a": ["é", 1]}) == '{\n  "a": [\n    "é",\n    1\n  ]\n}\n'.encode()
 
 
-@given(st.dictionaries(st.text(), VALUES | st.lists(VALUES)))
+@given(st.dictionaries(st.text(), VALUES | st.lists(VALUES, max_size=3), max_size=3))
 def test_pieces_are_the_bytes(value: dict[str, Any]) -> None:
     lazy = {key: iter(item) if isinstance(item, list) else item for key, item in value.items()}
     assert b"".join(json_pieces(value)) == b"".join(json_pieces(lazy)) == json_bytes(value)
 
 
-@given(st.lists(VALUES))
+@given(st.lists(VALUES, max_size=4))
 def test_text_of_items_is_written_as_it_is(items: list[Any]) -> None:
     texts = (JsonText(json_text(item, LIST_ITEM)) for item in items)
     assert b"".join(json_pieces({"items": texts})) == json_bytes({"items": items})

@@ -34,33 +34,27 @@ def test_load_commands_run(kind: str, base: Path, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("kind", "commands"),
-    [
-        ("master", ['load_model("a/b", revision="x/y")', "pqweights export a/b OUT --target bf16 --revision x/y"]),
-        (
-            "bf16",
-            [
-                'LM.from_pretrained("a/b", revision="x/y", dtype="auto")',
-                'Tokenizer.from_pretrained("a/b", revision="x/y")',
-            ],
-        ),
-        ("vllm", ["vllm serve a/b --revision x/y", 'from_pretrained("a/b", revision="x/y", dtype="auto")']),
-        (
-            "mlx",
-            [
-                'load("a/b", revision="x/y")',
-                "hf download a/b --revision x/y --local-dir b-x-y\nmlx_lm.generate --model b-x-y ",
-            ],
-        ),
+COMMANDS = {
+    "master": ['load_model("a/b", revision="x/y")', "pqweights export a/b OUT --target bf16 --revision x/y"],
+    "bf16": [
+        'LM.from_pretrained("a/b", revision="x/y", dtype="auto")',
+        'Tokenizer.from_pretrained("a/b", revision="x/y")',
     ],
-)
-def test_commands_name_the_branch(kind: str, commands: list[str], base: Path) -> None:
+    "vllm": ["vllm serve a/b --revision x/y", 'from_pretrained("a/b", revision="x/y", dtype="auto")'],
+    "mlx": [
+        'load("a/b", revision="x/y")',
+        "hf download a/b --revision x/y --local-dir b-x-y\nmlx_lm.generate --model b-x-y ",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_commands_name_the_branch(kind: str, base: Path) -> None:
     pytest.importorskip("transformers")
     folder = master_of(base, "llama") if kind == "master" else exported(base, "llama", kind)
     text = make_card(folder, "a/b", revision="x/y").text
     assert "It is on the branch `x/y`, which the commands name." in text
-    assert all(each in text for each in commands)
+    assert all(command in text for command in COMMANDS[kind])
     for block in blocks(text, "python"):
         compile(block, kind, "exec")
     main = make_card(folder, "a/b").text

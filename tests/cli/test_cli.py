@@ -100,28 +100,21 @@ def test_dry_run_prints_the_plan(extra: tuple[str, ...], source: Path, tmp_path:
     assert not out.exists()
 
 
-def test_quantize_json(source: Path, tmp_path: Path) -> None:
-    found = answer("quantize", source, tmp_path / "out")
-    planned = answer("plan", source)
-    assert found["totals"].keys() >= PLAN_TOTALS | {"relative_mse"}
-    for tensor, plan in zip(found["tensors"], planned["tensors"], strict=True):
-        assert {key: tensor[key] for key in plan} == plan
-    assert (found["already_done"], found["resumed_tensors"], found["exceeding"]) == (False, 0, [])
+def test_quantize_and_inspect_json(source: Path, tmp_path: Path) -> None:
+    planned, made = answer("plan", source), answer("quantize", source, tmp_path / "out")
+    inspected = answer("inspect", tmp_path / "out")
+    for found in (made, inspected):
+        assert found["totals"].keys() >= PLAN_TOTALS - {"source_bytes"} | {"relative_mse"}
+        assert {key: found["totals"].get(key) for key in PLAN_TOTALS} == {
+            key: planned["totals"][key] for key in PLAN_TOTALS
+        }
+        for tensor, plan in zip(found["tensors"], planned["tensors"], strict=True):
+            assert {key: tensor[key] for key in plan} == plan
+            assert (tensor["relative_mse"] is None) == (tensor["action"] == "keep")
+        assert 0.002 < found["totals"]["relative_mse"] < 0.003
+    assert (made["already_done"], made["resumed_tensors"], made["exceeding"]) == (False, 0, [])
     again = answer("quantize", source, tmp_path / "out")
-    assert again["already_done"] is True
-    assert again["totals"] == found["totals"]
-
-
-def test_inspect_json(source: Path, master: Path) -> None:
-    found, planned = answer("inspect", master), answer("plan", source)
-    assert found["totals"].keys() >= PLAN_TOTALS - {"source_bytes"} | {"relative_mse"}
-    for tensor, plan in zip(found["tensors"], planned["tensors"], strict=True):
-        assert {key: tensor[key] for key in plan} == plan
-        assert (tensor["relative_mse"] is None) == (tensor["action"] == "keep")
-    assert 0.002 < found["totals"]["relative_mse"] < 0.003
-    assert {key: found["totals"].get(key) for key in PLAN_TOTALS} == {
-        key: planned["totals"][key] for key in PLAN_TOTALS
-    }
+    assert again["already_done"] is True and again["totals"] == made["totals"]
 
 
 def test_verify_reports_a_changed_file(source: Path, tmp_path: Path) -> None:
@@ -205,21 +198,6 @@ def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytes
     monkeypatch.setattr("pqweights.rewrite.results.plan_report.plan_quantize", broken)
     result = CliRunner().invoke(app, ["plan", str(source)])
     assert isinstance(result.exception, ValueError)
-
-
-@pytest.mark.parametrize("when", ["planning", "working"])
-def test_interrupt_is_one_line(when: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any, **keywords: Any) -> None:
-        raise KeyboardInterrupt
-
-    module, function = ("quantizing", "plan_quantize") if when == "planning" else ("rewrite.shard", "make_shard")
-    with monkeypatch.context() as patch:
-        patch.setattr(f"pqweights.{module}.{function}", interrupted)
-        lines = refused("quantize", source, tmp_path / "out", code=130).splitlines()
-    says = "no results were kept" if when == "planning" else "run the same command again to continue"
-    assert len(lines) == 1 and lines[0].startswith(f"interrupted; {says}")
-    assert not list((tmp_path).glob("out/*.safetensors"))
-    assert invoke("quantize", source, tmp_path / "out").exit_code == 0
 
 
 def test_operating_system_errors_are_one_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

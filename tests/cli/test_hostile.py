@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoint, write_checkpoint
 from hostile import case as parts
 from hostile import evaluation, masters, pickles
-from hostile.case import DOWN, UP, Case
+from hostile.case import DOWN, UP, Case, run
 from hostile.generate import CASES
 from hostile.pickles import PAYLOAD
 from pqweights_cli import output
-from pqweights_cli.main import app
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -42,19 +42,6 @@ PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case 
 def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine progress is slow enough for a line, before the one about the input."""
     monkeypatch.setattr(output, "QUIET_SECONDS", 3600.0)
-
-
-def run(line: str) -> Result:
-    """Run a command line in this process."""
-    return CliRunner().invoke(app, line.split())
-
-
-def run_in_own_process(line: str) -> Result:
-    """Run a command line in a process of its own, for inputs that could crash this one."""
-    command = [sys.executable, "-m", "pqweights_cli.main", *line.split(), "--quiet"]
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    ended = SystemExit(1) if done.returncode == 1 and b"Traceback" not in done.stderr else None
-    return Result(CliRunner(), done.stdout, done.stderr, done.stdout, None, done.returncode, ended)
 
 
 def assert_one_line(result: Result) -> str:
@@ -77,7 +64,7 @@ def test_bad_input_gives_one_clear_line_and_changes_nothing(
     parts.build(case, folder)
     before = folder_bytes(tmp_path)
     monkeypatch.chdir(folder)
-    result = run_in_own_process(line) if case.own_process else run(line)
+    result = parts.run(line, own_process=case.own_process)
     assert not (folder / PAYLOAD).exists()
     fragments = case.commands[line]
     if fragments is None:
@@ -182,14 +169,19 @@ def test_journal_that_points_outside_removes_nothing_there(tmp_path: Path) -> No
 COMMAND = "quantize {0}/src {0}/out --max-shard-size 12000 --threads 2"
 
 
-def undisturbed(folder: Path) -> dict[str, bytes]:
-    """Return the files that COMMAND writes if nothing goes wrong, and delete them."""
-    small_checkpoint(folder / "src")
-    result = run(COMMAND.format(folder))
-    assert result.exit_code == 0, result.stderr
-    files = folder_bytes(folder / "out")
+def assert_recovers(folder: Path, trouble: AbstractContextManager[object], says: str) -> None:
+    """Check that COMMAND, in trouble, leaves only whole files, and finishes the same result without."""
+    (small_checkpoint(folder / "src") / "merges.txt").write_bytes(b"m" * 64_000)
+    assert run(COMMAND.format(folder)).exit_code == 0
+    whole = folder_bytes(folder / "out")
     shutil.rmtree(folder / "out")
-    return files
+    with trouble:
+        result = run(COMMAND.format(folder))
+    assert says in assert_one_line(result)
+    present = {name: data for name, data in folder_bytes(folder / "out").items() if not name.startswith(".pqweights")}
+    assert "pqweights.json" not in present and present.items() <= whole.items()
+    assert run(COMMAND.format(folder)).exit_code == 0
+    assert folder_bytes(folder / "out") == whole
 
 
 def failing(real: Callable[..., Any], calls_that_pass: int, code: int = errno.ENOSPC) -> Callable[..., Any]:
@@ -206,70 +198,43 @@ def failing(real: Callable[..., Any], calls_that_pass: int, code: int = errno.EN
     return call
 
 
-def assert_only_whole_files(out: Path, whole: dict[str, bytes]) -> None:
-    """Check that every file under a final name is complete, and that there is no manifest."""
-    present = {name: data for name, data in folder_bytes(out).items() if not name.startswith(".pqweights")}
-    assert "pqweights.json" not in present
-    for name, data in present.items():
-        assert data == whole[name], name
+@contextlib.contextmanager
+def limited(byte_count: int) -> Iterator[None]:
+    """Let the kernel refuse to write files that are larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("call", "passing"),
-    [
-        *(("pwrite", n) for n in (0, 1, 5, 12)),
-        *(("posix_fallocate", n) for n in (0, 1, 2)),
-        *(("fsync", n) for n in (0, 1, 4, 7, 9)),
-        *(("replace", n) for n in (1, 3)),
-    ],
-)
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
+FULL = [
+    *(("pwrite", n, errno.ENOSPC) for n in (0, 1, 5, 12)),
+    *(("posix_fallocate", n, errno.ENOSPC) for n in (0, 1, 2)),
+    *(("fsync", n, errno.EDQUOT) for n in (0, 1, 4, 7, 9)),
+    *(("replace", n, errno.ENOSPC) for n in (1, 3)),
+]
+
+
+@pytest.mark.parametrize(("call", "passing", "code"), FULL)
 def test_full_disk_gives_one_line_and_the_same_command_finishes_later(
     call: str, passing: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = undisturbed(tmp_path)
     monkeypatch.setattr("pqweights.checkpoint.shard_file.DIRECT_BYTES", 4096)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, failing(getattr(os, call), passing, code))
-        result = run(COMMAND.format(tmp_path))
-    assert "disk is full" in assert_one_line(result)
-    assert_only_whole_files(tmp_path / "out", whole)
-    assert run(COMMAND.format(tmp_path)).exit_code == 0
-    assert folder_bytes(tmp_path / "out") == whole
+    trouble = mock.patch.object(os, call, failing(getattr(os, call), passing, code))
+    assert_recovers(tmp_path, trouble, "disk is full")
 
 
 @pytest.mark.parametrize("limit", [4096, 24_000, 32_768], ids=str)
 def test_limit_on_file_size_gives_one_line(limit: int, tmp_path: Path) -> None:
-    """With RLIMIT_FSIZE the kernel itself refuses to write, in a shard or in the companion of 64 kB."""
-    small_checkpoint(tmp_path / "src")
-    (tmp_path / "src/merges.txt").write_bytes(b"m" * 64_000)
-    assert run(COMMAND.format(tmp_path)).exit_code == 0
-    whole = folder_bytes(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        result = run(COMMAND.format(tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "disk is full" in assert_one_line(result)
-    assert_only_whole_files(tmp_path / "out", whole)
-    assert run(COMMAND.format(tmp_path)).exit_code == 0
-    assert folder_bytes(tmp_path / "out") == whole
+    """In a shard, or in the companion of 64 kB."""
+    assert_recovers(tmp_path, limited(limit), "disk is full")
 
 
-def test_too_little_space_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = undisturbed(tmp_path)
-    usage = namedtuple("usage", "total used free")
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
-        message = assert_one_line(run(COMMAND.format(tmp_path)))
-    assert "1000 are free" in message
-    assert not (tmp_path / "out").exists()
-    assert run(COMMAND.format(tmp_path)).exit_code == 0
-    assert folder_bytes(tmp_path / "out") == whole
+def test_too_little_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
+    assert_recovers(tmp_path, mock.patch.object(shutil, "disk_usage", return_value=usage), "1000 are free")
 
 
 def test_read_only_folder_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

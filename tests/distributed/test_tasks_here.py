@@ -154,7 +154,7 @@ def test_a_strict_run_refuses_in_tasks_as_in_a_plain_run(
     with monkeypatch.context() as patch:
         patch.setattr(exceeds, lambda planned, record: planned.codec is not None)
         patch.setattr(pqweights.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(planned.name))
-        with pytest.raises(StrictError, match="--strict"):
+        with pytest.raises(StrictError, match="`strict`"):
             quantize(base, out, ray, strict=True)
     assert not ran and not made
     assert quantize(base, out, ray).resumed > 0  # a run that is not strict continues

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typer.testing import CliRunner, Result
 
 Content = bytes | str | list[Any] | dict[str, Any]  # lists and dicts are written as JSON
 Prepare = Callable[[Path], None]
@@ -59,6 +62,18 @@ def build(case: Case, folder: Path) -> None:
 def _made() -> tempfile.TemporaryDirectory[str]:
     """A folder that goes with the process."""
     return tempfile.TemporaryDirectory(prefix="hostile-")
+
+
+def run(line: str, *, own_process: bool = False) -> Result:
+    """Run a command line, in a process of its own if the input could crash this one."""
+    from pqweights_cli.main import app
+
+    if not own_process:
+        return CliRunner().invoke(app, line.split(), prog_name="pqweights")
+    command = [sys.executable, "-m", "pqweights_cli.main", *line.split(), "--quiet"]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    ended = SystemExit(1) if done.returncode == 1 and b"Traceback" not in done.stderr else None
+    return Result(CliRunner(), done.stdout, done.stderr, done.stdout, None, done.returncode, ended)
 
 
 def remembered(make: Prepare) -> Prepare:

@@ -221,7 +221,8 @@ def shorter(tensors: dict[str, Stored]) -> None:
 
 CODEC, CONFIGURED = "hadamard-lloyd-max", "quantization_config"
 LEVELS = ("levels", CODEC, "5")
-MANIFEST, TRELLIS = "pqweights.json", UP + "_trellis"
+MANIFEST = "pqweights.json"
+TRELLIS, ANGLES, RADII = (UP + part for part in ("_trellis", "_angles", "_radii"))
 
 
 def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
@@ -246,11 +247,25 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
 
 MASTER_CASES = [
     *(
-        damaged(f"master-{name}-flipped", flip(file, tensor), both=(file, tensor, "blake3_of_pieces"))
-        for name, file, tensor in (
-            ("codes", SHARD, UP + "_codes"),
-            ("norms", SHARD, UP + "_norms"),
-            ("kept-tensor", LAST_SHARD, NORM),
+        damaged(name, damage, both=(file, tensor, "blake3_of_pieces"))
+        for name, file, tensor, damage in (
+            ("master-codes-flipped", SHARD, UP + "_codes", flip(SHARD, UP + "_codes")),
+            ("master-norms-flipped", SHARD, UP + "_norms", flip(SHARD, UP + "_norms")),
+            ("master-kept-tensor-flipped", LAST_SHARD, NORM, flip(LAST_SHARD, NORM)),
+            ("trellis-step-flipped", ONLY_SHARD, TRELLIS, flip(ONLY_SHARD, TRELLIS)),
+            ("trellis-stream-flipped", ONLY_SHARD, TRELLIS, flip(ONLY_SHARD, TRELLIS, at=20_000)),
+            ("trellis-superblock-flipped", ONLY_SHARD, TRELLIS, flip(ONLY_SHARD, TRELLIS, at=28_800 + 6)),
+            ("polar-angles-flipped", ONLY_SHARD, ANGLES, flip(ONLY_SHARD, ANGLES)),
+            ("polar-radius-infinite", ONLY_SHARD, RADII, overwrite(ONLY_SHARD, RADII, at=160, data=b"\x00\x7c")),
+            ("polar-radius-negative", ONLY_SHARD, RADII, overwrite(ONLY_SHARD, RADII, at=0, data=b"\x00\xb0")),
+        )
+    ),
+    *(
+        damaged(name, cut(file, 1), verify=(file, "bytes"), export=(file, "expected", "bytes", "found"))
+        for name, file in (
+            ("master-shard-truncated", SHARD),
+            ("trellis-cut", ONLY_SHARD),
+            ("polar-cut", ONLY_SHARD),
         )
     ),
     *(
@@ -273,9 +288,6 @@ MASTER_CASES = [
         export=(GATE, "block 0", "its norm is too large with the exponent 200"),
     ),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
-    damaged(
-        "master-shard-truncated", cut(SHARD, 1), verify=(SHARD, "bytes"), export=(SHARD, "expected", "bytes", "found")
-    ),
     damaged(
         "master-shard-longer",
         lambda master: write(master, {SHARD: (master / SHARD).read_bytes() + b"\0"}),
@@ -407,33 +419,9 @@ MASTER_CASES = [
     settings_in_manifest("master-dtype-edited", "dtype", to="F16", verify=(UP, "dtype")),
     settings_in_manifest("master-kept-edited", "kept", to=[], verify=("kept",)),
     damaged(
-        "trellis-step-flipped",
-        flip(ONLY_SHARD, TRELLIS),
-        verify=(ONLY_SHARD, TRELLIS),
-        export=(ONLY_SHARD, TRELLIS, "blake3_of_pieces"),
-    ),
-    damaged(
-        "trellis-stream-flipped",
-        flip(ONLY_SHARD, TRELLIS, at=20_000),
-        verify=(ONLY_SHARD, TRELLIS),
-        export=(ONLY_SHARD, TRELLIS, "blake3_of_pieces"),
-    ),
-    damaged(
-        "trellis-superblock-flipped",
-        flip(ONLY_SHARD, TRELLIS, at=28_800 + 6),
-        verify=(ONLY_SHARD, TRELLIS),
-        export=(ONLY_SHARD, TRELLIS, "blake3_of_pieces"),
-    ),
-    damaged(
         "trellis-erased",
         forged(overwrite(ONLY_SHARD, TRELLIS, at=28_800, data=b"\xff" * 28_800)),
         export=(ONLY_SHARD, UP, "block 1", "its header is not one that an encoder writes"),
-    ),
-    damaged(
-        "trellis-cut",
-        cut(ONLY_SHARD, 1),
-        verify=(ONLY_SHARD, "bytes"),
-        export=(ONLY_SHARD, "expected", "bytes", "found"),
     ),
     damaged("trellis-superblock-missing", restored(shorter), verify=(MANIFEST,), export=(TRELLIS, "expected U8 [2, ")),
     damaged(
@@ -453,40 +441,17 @@ MASTER_CASES = [
     settings("trellis-shape-empty", "overrides", UP, "shape", to=[0, 128], export=(UP, "[0, 128]")),
     settings("trellis-levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
     damaged(
-        "polar-angles-flipped",
-        flip(ONLY_SHARD, UP + "_angles"),
-        verify=(ONLY_SHARD, UP + "_angles"),
-        export=(ONLY_SHARD, UP + "_angles", "blake3_of_pieces"),
-    ),
-    damaged(
-        "polar-radius-infinite",
-        overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7c"),
-        verify=(ONLY_SHARD, UP + "_radii"),
-        export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
-    ),
-    damaged(
-        "polar-radius-negative",
-        overwrite(ONLY_SHARD, UP + "_radii", at=0, data=b"\x00\xb0"),
-        verify=(ONLY_SHARD, UP + "_radii"),
-        export=(ONLY_SHARD, UP + "_radii", "blake3_of_pieces"),
-    ),
-    damaged(
         "polar-radius-nan",
-        forged(overwrite(ONLY_SHARD, UP + "_radii", at=160, data=b"\x00\x7e")),
+        forged(overwrite(ONLY_SHARD, RADII, at=160, data=b"\x00\x7e")),
         export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
     ),
     damaged(
-        "polar-cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "expected", "bytes", "found")
-    ),
-    damaged(
         "polar-part-missing",
-        restored(lambda tensors: tensors.pop(UP + "_radii")),
+        restored(lambda tensors: tensors.pop(RADII)),
         verify=(MANIFEST,),
-        export=(UP + "_radii", "found no such tensor"),
+        export=(RADII, "found no such tensor"),
     ),
-    damaged(
-        "polar-radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(UP + "_radii", "expected F16")
-    ),
+    damaged("polar-radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(RADII, "expected F16")),
     settings("polar-version-2", "format_version", to=2, export=("config.json", "format_version", "3 or later")),
     settings("polar-bits-4", "bits", to=4, export=("config.json", "bits", "3.875 bits", "found 4")),
     settings("polar-rotation-none", "rotation", to="none", export=("config.json", "'none'")),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +11,8 @@ from pathlib import Path
 sys.path.remove(str(Path(__file__).parent))  # its gguf.py is not the package
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import generate
-from hostile.case import build
+from hostile.case import build, run
+from typer.testing import Result
 
 HEAD = """# Bad inputs
 
@@ -23,27 +22,11 @@ shown. Commands that need not notice an input are left out (`inspect` reads no t
 
 | input | command | exit | answer |
 |---|---|---|---|"""
-PQWEIGHTS = [sys.executable, "-c", "from pqweights_cli.main import main; main()"]
 
 
-def answer(command: str) -> tuple[int, str]:
-    """Exit code, and the first line that was printed."""
-    from pqweights_cli.main import app
-    from typer.testing import CliRunner
-
-    with contextlib.redirect_stderr(sys.stdout):
-        result = CliRunner().invoke(app, shlex.split(command), prog_name="pqweights")
-    return result.exit_code, first_line(result.stderr or result.stdout)
-
-
-def answer_of_process(command: str) -> tuple[int, str]:
-    result = subprocess.run([*PQWEIGHTS, *shlex.split(command), "--quiet"], capture_output=True, text=True, check=False)
-    return result.returncode, first_line(result.stderr or result.stdout)
-
-
-def first_line(text: str) -> str:
+def answer(result: Result) -> str:
     """The first line with a message; a usage error is printed in a box."""
-    bare = (line.strip("│╭╮╰╯─ ") for line in text.splitlines())
+    bare = (line.strip("│╭╮╰╯─ ") for line in (result.stderr or result.stdout).splitlines())
     return next((line for line in bare if line and line != "Error" and not line.startswith(("Usage:", "Try "))), "")
 
 
@@ -58,16 +41,12 @@ def main() -> None:
             for number, command in enumerate(case.commands):
                 folder = Path(temporary) / f"{case.name}-{number}"
                 build(case, folder)
-                with contextlib.chdir(folder):
-                    code, line = answer_of_process(command) if case.own_process else answer(command)
-                if code == 0:
-                    continue
-                escaped = ascii_only(line).replace("|", "\\|").replace("<", "&lt;")
-                print(f"| {case.name} | `{command}` | {code} | {escaped} |")
-
-
-def ascii_only(text: str) -> str:
-    return text.encode("ascii", "backslashreplace").decode()
+                with contextlib.chdir(folder), contextlib.redirect_stderr(sys.stdout):
+                    result = run(command, own_process=case.own_process)
+                if result.exit_code:
+                    line = answer(result).encode("ascii", "backslashreplace").decode()
+                    escaped = line.replace("|", "\\|").replace("<", "&lt;")
+                    print(f"| {case.name} | `{command}` | {result.exit_code} | {escaped} |")
 
 
 if __name__ == "__main__":

@@ -76,11 +76,6 @@ def test_text_of_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in shown and r"note a\x1b[31m\nba\x1b[31m\nb" in shown
 
 
-def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
-    found = answer("inspect", small_gguf(tmp_path / "a.gguf", {"llama.scale": float("nan")}))
-    assert found["metadata"]["llama.scale"] is None
-
-
 def test_options_that_mean_nothing_are_refused(model: Path) -> None:
     assert "--revision: expected a repository" in refused("inspect", model, "--revision", "main")
 

@@ -116,19 +116,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
-    kinds = {
-        "BF16": "u2",
-        "F16": "f2",
-        "F32": "f4",
-        "F64": "f8",
-        "U8": "u1",
-        "I8": "i1",
-        "U16": "u2",
-        "I32": "i4",
-        "U32": "u4",
-        "I64": "i8",
-        "BOOL": "?",
-    }
+    kinds = {"BF16": "u2", "F16": "f2", "F32": "f4", "F64": "f8", "U8": "u1", "I8": "i1", "U16": "u2", "I32": "i4"}
+    kinds |= {"U32": "u4", "I64": "i8", "BOOL": "?"}
     result = {}
     for name, entry in header.items():
         begin, end = (8 + length + at for at in entry["data_offsets"])

@@ -17,7 +17,6 @@ SLOW = {
     "card/test_card_loading.py": PROCESSES,
     "cli/test_cli.py::test_help_imports_nothing_heavy": PROCESSES,
     "cli/test_hostile.py::test_bad_input_gives_one_clear_line_and_changes_nothing": EXHAUSTIVE,
-    "cli/test_hostile.py::test_script_writes_every_case": EXHAUSTIVE,
     "cli/test_interrupts.py": PROCESSES,
     "codecs/test_codec_commands.py::test_killed_run_continues_to_the_same_bytes": KILLS,
     "codecs/test_codec_commands.py::test_awq_scales_are_searched_and_applied_for_any_codec": MODELS,
