@@ -457,7 +457,7 @@ def test_fresh_process_prints_only_progress_to_stderr(work: Path) -> None:
     command = [sys.executable, "-c", main, "eval", str(work / "q3"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert all(line.startswith("evaluating ") for line in done.stderr.splitlines())
+    assert all(line.startswith(("evaluating ", "evaluating: ")) for line in done.stderr.splitlines())
     report = json.loads(done.stdout)
     assert report["models"][0]["runtime"].startswith("transformers")
 

@@ -154,22 +154,16 @@ def test_each_part_lowers_the_error(rows: list[Row]) -> None:
     assert scaled.bits_per_weight > least_squares.bits_per_weight
 
 
-def row(name: str, *losses: float, bits: int | None = 5) -> Row:
-    scores = Scores(tuple(Loss(loss * 10, 10) for loss in losses))
-    return Row(name=name, bits=bits, bits_per_weight=None, relative_mse=None, scores=scores)
+@pytest.mark.parametrize(("both", "known"), [((1.0, 1.02), True), ((2.1, 2.12), False), ((1.5, 2.5), False)])
+def test_share_is_relative_to_the_gain_of_both_parts_if_that_is_significant(
+    both: tuple[float, float], known: bool
+) -> None:
+    """The full codec may be worse than absmax, or better by less than the standard error."""
 
+    def row(name: str, *losses: float) -> Row:
+        scores = Scores(tuple(Loss(loss * 10, 10) for loss in losses))
+        return Row(name=name, bits=5, bits_per_weight=None, relative_mse=None, scores=scores)
 
-def test_share_is_relative_to_the_gain_of_both_parts() -> None:
-    rows = [row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, 1.0, 1.02), row("INT4", 1.0, 1.0, bits=None)]
-    shares = [each.share for each in with_shares(rows)]
-    assert shares[0] is None
-    assert shares[1] == pytest.approx((math.exp(2) - math.exp(1.2)) / (math.exp(2) - math.exp(1)), rel=1e-6)
-    assert shares[2] == 1
-    assert shares[3] is None
-
-
-def test_shares_are_unknown_without_a_significant_gain() -> None:
-    """The full codec is worse than absmax, or better by less than the standard error."""
-    for both in ((2.1, 2.12), (1.5, 2.5)):
-        rows = [row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, *both)]
-        assert all(each.share is None for each in with_shares(rows))
+    found = with_shares([row(ABSMAX, 2.0, 2.02), row("+ x", 1.2, 1.22), row(BOTH, *both)])
+    share = (math.exp(2) - math.exp(1.2)) / (math.exp(2) - math.exp(1))
+    assert [each.share for each in found] == ([None, pytest.approx(share, rel=1e-6), 1] if known else [None] * 3)
