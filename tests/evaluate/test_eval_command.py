@@ -23,7 +23,7 @@ from pqweights_cli.eval import _runtime_lines
 from pqweights.common.notices import listening
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
 from pqweights.inference.runtimes.models import open_model
-from pqweights.inference.runtimes.texts import read_text, tokenize, wikitext
+from pqweights.inference.runtimes.texts import tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.evaluate.protocol import Windows, compare
 
@@ -76,15 +76,20 @@ def test_report_holds_settings_and_scores(work: Path) -> None:
     report = evaluate([work / "q3", work / "bf16"], TEXT, name="words", reference=work / "source", max_tokens=290)
     settings = report.settings
     # The context is 128 tokens, so there are (290 - 128) // 32 + 1 windows of 128, a quarter of a window apart.
-    assert (settings.tokens, settings.windows, settings.window, settings.stride, settings.masked) == (
-        290,
-        6,
-        128,
-        32,
-        96,
-    )
-    assert (settings.scored_tokens, settings.dtype, settings.device) == (6 * 32, "float32", "cpu")
-    assert (settings.text, settings.reference) == ("words", str(work / "source"))
+    assert vars(settings) == {
+        "text": "words",
+        "tokens": 290,
+        "windows": 6,
+        "window": 128,
+        "stride": 32,
+        "score_first": False,
+        "bos": False,
+        "scored_tokens": 6 * 32,
+        "dtype": "float32",
+        "device": "cpu",
+        "packed": False,
+        "reference": str(work / "source"),
+    }
     assert [row.model for row in report.rows] == [str(work / "q3"), str(work / "bf16")]
     ids = tokenize(work / "source", TEXT)[:290]
     windows = Windows(size=128, stride=32)
@@ -132,10 +137,8 @@ def test_packed_master_gives_the_same_scores(work: Path) -> None:
     ("asked", "expected"),
     [
         ({}, (128, 32, False)),
-        ({"window": 128}, (128, 32, False)),
         ({"window": 64}, (64, 16, False)),
         ({"window": 64, "stride": 65}, None),
-        ({"window": 64, "stride": 64}, (64, 64, False)),
         ({"stride": 100}, (128, 100, False)),
         ({"window": 32, "stride": 8, "score_first": True}, (32, 8, True)),
     ],
@@ -213,81 +216,34 @@ def change_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def test_window_longer_than_the_context_is_refused(work: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"`window` 129: .*bf16 takes at most 128 tokens"):
-        evaluate([work / "bf16"], TEXT, reference=work / "source", window=129)
-
-
-def test_text_shorter_than_a_window_is_refused(work: Path) -> None:
-    with pytest.raises(
-        EvaluationError,
-        match=r"128 tokens for 1 window of 128, `max_tokens` 100 leaves fewer; raise it, or .* `window`",
-    ):
+def test_text_that_max_tokens_makes_shorter_than_a_window_is_refused(work: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"for 1 window of 128, `max_tokens` 100 leaves fewer; raise it, or"):
         evaluate([work / "source"], TEXT, max_tokens=100)
-    with pytest.raises(
-        EvaluationError, match=r"at least 128 tokens for .* found \d+; give a longer text, or .* `window`"
-    ):
-        evaluate([work / "source"], TEXT[:50], max_tokens=100)
 
 
-@pytest.mark.parametrize("beside", ["reference", "model"])
-def test_model_with_another_tokenizer_is_refused(beside: str, work: Path, copy: Callable[[str], Path]) -> None:
+def test_model_with_another_tokenizer_is_refused(work: Path, copy: Callable[[str], Path]) -> None:
     other = copy("source")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
     word = TEXT.split()[5]
     words[word], words["w0"] = words["w0"], words[word]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    models, reference = ([other], work / "source") if beside == "reference" else ([work / "source", other], None)
-    with pytest.raises(
-        EvaluationError,
-        match=r"source: its tokenizer splits the text .*\(the first different one is token 5\)",
-    ):
-        evaluate(models, TEXT, reference=reference)
+    with pytest.raises(EvaluationError, match=r"source: its tokenizer .*\(the first different one is token 5\)"):
+        evaluate([work / "source", other], TEXT)
     evaluate([other], TEXT, reference=work / "source", max_tokens=5, window=4, stride=2)
 
 
-def test_model_with_another_vocabulary_size_is_refused(work: Path, tmp_path: Path) -> None:
-    larger = model_folder(tmp_path / "larger", vocab_size=520)
-    with pytest.raises(EvaluationError, match=r"larger: its config\.json has 520 tokens, that of the reference 512"):
-        evaluate([larger], TEXT, reference=work / "source")
-    models = [open_model(folder) for folder in (larger, work / "source")]
-    with pytest.raises(EvaluationError, match="the model has 520 logits, the reference 512"):
-        compare(models[0], models[1], ids=tokenize(work / "source", TEXT), windows=Windows(size=32, stride=16))
-
-
-def test_token_outside_the_vocabulary_is_refused(work: Path, tmp_path: Path) -> None:
-    smaller = model_folder(tmp_path / "smaller", vocab_size=400, bos_token_id=0, eos_token_id=1)
-    most = max(int(word[1:]) for word in TEXT.split())
-    with pytest.raises(EvaluationError, match=f"contains token {most}, but the model has only 400 tokens"):
-        evaluate([smaller], TEXT)
-
-
-ENCODERS = {
-    "BertModel": ("BertModel", "BertConfig"),
-    "BertForMaskedLM": ("BertForMaskedLM", "BertConfig"),
-    "T5ForConditionalGeneration": ("T5ForConditionalGeneration", "T5Config"),
-}
-
-
-@pytest.mark.parametrize("architecture", ENCODERS)
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "T5ForConditionalGeneration"])
 def test_encoders_are_refused(architecture: str, tmp_path: Path) -> None:
-    settings = {"vocab_size": VOCABULARY}
-    if "T5" in architecture:
-        settings |= {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2}
+    if architecture.startswith("T5"):
+        config, settings = "T5Config", {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2}
     else:
-        settings |= {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
-    folder = build(Family(*ENCODERS[architecture], settings, ()), tmp_path / "model")
-    with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
-        evaluate([folder], TEXT, window=64, stride=16)
+        config, settings = "BertConfig", {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    folder = build(Family(architecture, config, settings | {"vocab_size": VOCABULARY}, ()), tmp_path / "model")
     quantize(folder, tmp_path / "master", load_recipe("q5"), threads=2)
-    with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
-        evaluate([tmp_path / "master"], TEXT, window=64, stride=16)
-
-
-def test_packed_is_refused_for_an_export(work: Path) -> None:
-    with pytest.raises(EvaluationError, match="bf16: `packed`: expected a pqweights master"):
-        evaluate([work / "q3", work / "bf16"], TEXT, packed=True)
+    for model in (folder, tmp_path / "master"):
+        with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
+            evaluate([model], TEXT, window=64, stride=16)
 
 
 def test_cuda_without_a_gpu_is_refused(work: Path) -> None:
@@ -313,7 +269,6 @@ def test_device_option_is_refused_for_mlx(copy: Callable[[str], Path], monkeypat
     assert (report.settings.device, report.rows[0].runtime) == ("cpu", "mlx-lm")
 
 
-@pytest.mark.parametrize("name", ["source", "q3"])
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -328,10 +283,8 @@ def test_device_option_is_refused_for_mlx(copy: Callable[[str], Path], monkeypat
     ],
     ids=["no-config", "half-a-config", "unknown", "unnamed", "tokenizer", "tokenizer-2", "cut", "no-weights"],
 )
-def test_broken_folder_is_one_line(
-    name: str, damage: Callable[[Path], None], expected: str, copy: Callable[[str], Path]
-) -> None:
-    folder = copy(name)
+def test_broken_master_is_one_line(damage: Callable[[Path], None], expected: str, copy: Callable[[str], Path]) -> None:
+    folder = copy("q3")
     damage(folder)
     with pytest.raises((SourceError, MasterError), match=expected) as caught:
         evaluate([folder], TEXT)
@@ -346,20 +299,6 @@ def test_no_models_or_an_unknown_dtype_is_refused(work: Path) -> None:
 
 
 # --- texts ---
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"", "found an empty file"),
-        (b" \n\t", "found only white space"),
-        (b"abc\xff", "found the byte 0xff at offset 3"),
-    ],
-)
-def test_file_that_is_not_a_text_is_refused(content: bytes, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(content)
-    with pytest.raises(EvaluationError, match=expected):
-        read_text(tmp_path / "text")
 
 
 def fake_datasets(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
@@ -437,18 +376,8 @@ def test_table_shows_scores_and_settings(work: Path, monkeypatch: pytest.MonkeyP
         "float32 on cpu"
     )
     assert blank == ""
-    titles = (
-        "model",
-        "GB",
-        "bits/param",
-        "bits/weight",
-        "perplexity",
-        "change",
-        "KL mean",
-        "KL 99%",
-        "top-1",
-    )
-    assert table[0].split() == " ".join(titles).split()
+    titles = "model GB bits/param bits/weight perplexity change KL mean KL 99% top-1"
+    assert table[0].split() == titles.split()
     assert [line.split()[0] for line in table[1:4]] == ["source", "q3", "bf16"]
     assert "(reference)" in table[1]
     assert table[5:7] == [
@@ -489,34 +418,12 @@ def test_steps_without_progress_are_announced(work: Path) -> None:
 
 
 def test_json_holds_the_whole_report(work: Path) -> None:
-    arguments = (
-        work / "q3",
-        "--text",
-        work / "text.txt",
-        "--reference",
-        work / "source",
-        "--dtype",
-        "bfloat16",
-    )
-    result = invoke("eval", *arguments, "--json")
+    options = ("--text", work / "text.txt", "--reference", work / "source", "--dtype", "bfloat16")
+    result = invoke("eval", work / "q3", *options, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found.keys() == {"settings", "reference", "models"}
-    assert found["settings"] == {
-        "text": str(work / "text.txt"),
-        "tokens": 300,
-        "windows": 6,
-        "window": 128,
-        "stride": 32,
-        "masked": 96,
-        "score_first": False,
-        "bos": False,
-        "scored_tokens": 192,
-        "dtype": "bfloat16",
-        "device": "cpu",
-        "packed": False,
-        "reference": str(work / "source"),
-    }
+    assert (found["settings"]["masked"], found["settings"]["dtype"]) == (96, "bfloat16")
     (row,) = found["models"]
     assert found["reference"].keys() == row.keys()
     assert found["reference"]["kl"] is found["reference"]["perplexity_change"] is None
@@ -529,50 +436,28 @@ def test_json_holds_the_whole_report(work: Path) -> None:
 
 
 def test_wrong_usage_exits_with_2(work: Path) -> None:
-    for arguments in ((), ("--text", work / "text.txt", "--dataset", "wikitext"), ("--dataset", "pile")):
-        assert invoke("eval", work / "source", *arguments).exit_code == 2
-    for option, value in (
-        ("--window", 1),
-        ("--stride", 0),
-        ("--max-tokens", 1),
-        ("--dtype", "int8"),
-        ("--device", "tpu"),
+    text = ("--text", work / "text.txt")
+    assert invoke("eval", *text).exit_code == 2
+    for arguments in (
+        (),
+        (*text, "--dataset", "wikitext"),
+        ("--dataset", "pile"),
+        (*text, "--window", 1),
+        (*text, "--stride", 0),
+        (*text, "--max-tokens", 1),
+        (*text, "--device", "tpu"),
     ):
-        assert invoke("eval", work / "source", "--text", work / "text.txt", option, value).exit_code == 2
-    assert invoke("eval", "--text", work / "text.txt").exit_code == 2
-
-
-def test_progress_names_model_and_time_left(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights_cli import output
-
-    seconds = iter(range(10_000))
-    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(seconds)))
-    result = invoke(
-        "eval", work / "q3", "--text", work / "text.txt", "--reference", work / "source", "--stride", "8", "--no-record"
-    )
-    lines = result.stderr.splitlines()
-    assert lines
-    for line in lines:
-        assert line.startswith("evaluating ") and " of 22 steps, " in line and line.endswith(f"s left: {work / 'q3'}")
+        assert invoke("eval", work / "source", *arguments).exit_code == 2
 
 
 def test_fresh_process_prints_only_progress_to_stderr(work: Path) -> None:
     """Packages print while they are imported and while they load; the command suppresses that."""
     main = "from pqweights_cli.main import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        main,
-        "eval",
-        str(work / "q3"),
-        "--text",
-        str(work / "text.txt"),
-        "--no-record",
-        "--json",
-    ]
+    options = ["--text", str(work / "text.txt"), "--no-record", "--json"]
+    command = [sys.executable, "-c", main, "eval", str(work / "q3"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert all(line.startswith("evaluating ") for line in done.stderr.splitlines())
+    assert all(line.startswith(("evaluating ", "evaluating: ")) for line in done.stderr.splitlines())
     report = json.loads(done.stdout)
     assert report["models"][0]["runtime"].startswith("transformers")
 

@@ -297,27 +297,3 @@ def test_evaluation_prints_nothing(source: Path, exported: Open, capfd: pytest.C
         model = open_model(exported(name))
         compare(model, None, ids=IDS, windows=Windows(size=32, stride=16))
         assert capfd.readouterr() == ("", "")
-
-
-def test_unpacking_inverts_each_layout() -> None:
-    """Codes are packed here by digits, as the layouts are defined."""
-    chance = np.random.default_rng(0)
-    for bits in (2, 3, 4, 5, 6, 8):
-        codes = chance.integers(0, 2**bits, (3, 32), dtype=np.uint8)
-        lines = ["".join(format(code, f"0{bits}b")[::-1] for code in row) for row in codes]
-        packed = [[int(line[at : at + 8][::-1], 2) for at in range(0, len(line), 8)] for line in lines]
-        assert np.array_equal(unpack_stream(np.array(packed, dtype=np.uint8), bits), codes)
-    codes = chance.integers(0, 16, (16, 256), dtype=np.uint8)
-    assert np.array_equal(unpack_nibbles(codes[:, ::2] | codes[:, 1::2] << 4), codes)
-    # The packing loop is that of the CUDA kernel (aten/src/ATen/native/cuda/int4mm.cu).
-    words = np.zeros((2, 2, 32, 4), dtype=np.uint32)
-    for tile, block, lane, inner in np.ndindex(words.shape):
-        values = []
-        for start in (block * 128 + inner * 32, block * 128 + inner * 32 + 16):
-            column = start + lane % 4 * 2
-            values += [int(codes[tile * 8 + lane // 4, column + step]) for step in (0, 1, 8, 9)]
-        word = 0
-        for value in (values[place] for place in (7, 5, 3, 1, 6, 4, 2, 0)):
-            word = word << 4 | value
-        words[tile, block, lane, inner] = word
-    assert np.array_equal(unpack_tiles(words.view(np.int32)), codes)

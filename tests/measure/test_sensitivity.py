@@ -269,13 +269,6 @@ def test_windows_are_at_most_as_long_as_the_context(base: Path, source: Path) ->
     assert len(set(ids.tolist())) > 400
 
 
-@pytest.mark.parametrize("options", [["--tokens", "1"], ["--window", "1"], ["--dtype", "int8"], ["--set", "lm_head"]])
-def test_wrong_usage_exits_with_2(source: Path, tmp_path: Path, options: list[str]) -> None:
-    done = invoke("sensitivity", source, tmp_path / "s.json", *options)
-    assert done.exit_code == 2
-    assert options[0] in done.stderr
-
-
 def test_model_without_a_language_model_head_is_refused(base: Path, tmp_path: Path) -> None:
     """GPT2Model predicts no tokens, so there is nothing to compare."""
     message = refused("sensitivity", families.model(base, "gpt2"), tmp_path / "s", "--tokens", 16, "--window", 16)

@@ -44,7 +44,7 @@ from pqweights.quality.measure.preparation import (
     text_windows,
     window_size,
 )
-from pqweights.quality.measure.scale_search import FEWEST_WINDOWS, LayerReport, search_layer
+from pqweights.quality.measure.scale_search import FEWEST_WINDOWS, Inputs, LayerReport, search_layer
 from pqweights.quality.options import CalibrationOptions
 from pqweights.rewrite.task import usable_cores
 
@@ -334,10 +334,14 @@ def _search_all(
     """Search weights in threads; the first error stops the search."""
     tensors = {tensor.name: tensor for tensor in job.checkpoint.tensors}
     searched: Searched = {}
+
+    def inputs_of(vector: int) -> Inputs | None:
+        return collected[vector].inputs()
+
     pool = ThreadPoolExecutor(job.options.threads or usable_cores())
     try:
         results = [
-            pool.submit(search_layer, plan, tensors[plan.name], reads=reads.get(plan.name), collected=collected)
+            pool.submit(search_layer, plan, tensors[plan.name], reads=reads.get(plan.name), inputs_of=inputs_of)
             for plan in planned
         ]
         for number, (plan, result) in enumerate(zip(planned, results, strict=True)):

@@ -13,9 +13,9 @@ check encodes in any case, so that no scale is taken that only the model praises
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,6 @@ from pqweights.codecs.weight import encode_weight
 from pqweights.errors import SourceError
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.statistics_file import WeightInputs
-
-if TYPE_CHECKING:
-    from pqweights.quality.measure.collecting import VectorInputs
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -176,12 +173,12 @@ def search_layer(
     tensor: LogicalTensor,
     *,
     reads: WeightInputs | None,
-    collected: Mapping[int, VectorInputs],
+    inputs_of: Callable[[int], Inputs | None],
 ) -> tuple[LayerReport, Floats | None]:
     """Search the scales of one weight; return its report, and its scales [..., K] or None.
 
     reads: what its matrices read; None if the model was not seen to multiply by them
-    collected: the inputs of vectors, by number
+    inputs_of: returns the inputs of a vector, by its number
     """
     coder, shape = coder_of(planned), planned.shape
 
@@ -196,7 +193,7 @@ def search_layer(
     results, scales = [], np.ones((count, shape[-1]), dtype=np.float32)
     for number, vector in enumerate(vectors):
         weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=block_size)
-        inputs = None if vector is None else collected[vector].inputs()
+        inputs = None if vector is None else inputs_of(vector)
         result, best = search(coder, weight, inputs, transposed=reads is not None and reads.transposed)
         results.append(result)
         if best is not None:
