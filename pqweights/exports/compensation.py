@@ -43,7 +43,8 @@ from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 
-Floats, Doubles = npt.NDArray[np.float32], npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 # The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
 FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4

@@ -192,8 +192,8 @@ def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
             parts = tuple(part for source in sorted(output.sources, key=lambda t: t.name) for part in source.parts)
             outputs.append(EvaluatedTensor(**known, parts=parts, values=values))
         else:
-            where = {"segments": output.segments, "columns": output.columns, "transposed": output.transposed}
-            outputs.append(MovedTensor(**known, **where, cache=cache))
+            known |= {"segments": output.segments, "columns": output.columns, "transposed": output.transposed}
+            outputs.append(MovedTensor(**known, cache=cache))
     return tuple(outputs)
 
 

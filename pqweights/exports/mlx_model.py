@@ -322,9 +322,12 @@ def _cast(model: Any, config: dict[str, Any]) -> None:
 
 def _unfused_gpt_oss(weights: Weights) -> Weights:
     """Convert gpt-oss with plain experts: mlx-lm expects packed experts, whose rows run along the input."""
-    ends = (".experts.gate_up_proj", ".experts.down_proj")
-    moved = {f"{name}.weight": weight.swapaxes(-1, -2) for name, weight in weights.items() if name.endswith(ends)}
-    return {n: w for n, w in weights.items() if not n.endswith(ends)} | moved
+    result: Weights = {}
+    for name, weight in weights.items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            name, weight = f"{name}.weight", weight.swapaxes(-1, -2)
+        result[name] = weight
+    return result
 
 
 def _stacked_experts(weights: Weights) -> Weights:

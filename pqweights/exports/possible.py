@@ -55,8 +55,8 @@ def _as_in_master(tensor: LogicalTensor, plan: TensorPlan) -> LogicalTensor:
     """Return a tensor that can be told from one that stays plain if the master will hold codes for it."""
     if plan.action != QUANTIZE:
         return tensor
-    known = {"name": tensor.name, "shape": tensor.shape, "dtype": tensor.dtype, "plain_dtype": tensor.plain_dtype}
-    return OriginalTensor(**known, parts=tensor.parts, original=tensor)
+    fields = ("name", "shape", "dtype", "plain_dtype", "parts")
+    return OriginalTensor(**{field: getattr(tensor, field) for field in fields}, original=tensor)
 
 
 def _possible(name: str, master: PlannedMaster) -> PossibleExport:
