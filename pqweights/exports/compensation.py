@@ -43,7 +43,8 @@ from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 
-Floats, Doubles = npt.NDArray[np.float32], npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 # The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
 FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4
@@ -95,10 +96,7 @@ class Compensation:
         return None if factors is None else factors[matrix if len(factors) > 1 else 0]
 
     def importance(self, tensor: LogicalTensor, matrix: int, vector: int) -> Floats:
-        """Return the mean square of each input of one matrix of a weight, [K], read once for each vector.
-
-        Raises SourceError for moments that are not finite.
-        """
+        """Return the mean square of each input of one matrix of a weight, [K], read once for each vector."""
         columns = self.columns(tensor, matrix)
         with self._making:
             squares = self._mean_squares.get(vector)
@@ -110,8 +108,6 @@ class Compensation:
         """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
 
         columns: by what the columns of the weights that read it were multiplied, which is the same for all of them
-
-        Raises SourceError for moments that are not finite.
         """
         with self._making:
             for known, ready in self._kept:
@@ -170,18 +166,16 @@ def sources_of(tensor: LogicalTensor, rule: Rule, moments: Statistics) -> tuple[
 
 def _source(tensor: LogicalTensor, number: int, moments: Statistics) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
-    vectors: set[int | str] = set()
+    vectors = {_vector_of(tensor, number, moments, transposed=False)}
     if isinstance(tensor, View):
-        runs = tensor.runs_of_matrix(number)
+        runs, vectors = tensor.runs_of_matrix(number), set()
         if runs is None:
             return "its rows are not whole rows of other weights"
         for run in runs:
             height = run.tensor.shape[-2]
-            ends = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
-            for matrix in range(ends[0], ends[1] + 1):
+            first, last = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
+            for matrix in range(first, last + 1):
                 vectors.add(_vector_of(run.tensor, matrix, moments, transposed=tensor.transposed))
-    else:
-        vectors.add(_vector_of(tensor, number, moments, transposed=False))
     if len(vectors) != 1:
         reasons = sorted(vector for vector in vectors if isinstance(vector, str))
         return reasons[0] if reasons else "its rows have different inputs"

@@ -238,10 +238,7 @@ def _choice(type_name: str, tensors: Sequence[LogicalTensor], alpha: float) -> C
 
 
 def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity | None:
-    """Read the sensitivities that were given; None stands for the rule of thumb.
-
-    Raises SourceError for those of another checkpoint.
-    """
+    """Read the sensitivities that were given; None stands for the rule of thumb."""
     if options.sensitivity is None:
         return None
     known = read_sensitivity(options.sensitivity)

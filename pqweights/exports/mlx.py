@@ -114,14 +114,11 @@ class MlxFormat:
         from pqweights.exports import mlx_model, mlx_trace
 
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
-        dtypes = {}
-        for tensor in checkpoint.tensors:
-            dtype = plain_plan(tensor, model=model_plain, dtype="BF16").stored[0].dtype
+        plans = [plain_plan(tensor, model=model_plain, dtype="BF16") for tensor in checkpoint.tensors]
+        dtypes = {plan.name: plan.stored[0].dtype for plan in plans}
+        for name, dtype in dtypes.items():
             if dtype not in mlx_trace.MLX_DTYPES:
-                raise ExportError(
-                    f"tensor {tensor.name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint"
-                )
-            dtypes[tensor.name] = dtype
+                raise ExportError(f"tensor {name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint")
         generation = GENERATION_CONFIG in checkpoint.companions
         return mlx_model.read_model(
             _config(checkpoint, model_plain),
@@ -135,11 +132,7 @@ class MlxFormat:
     def _decisions(
         self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
     ) -> dict[str, Rounding | Stays]:
-        """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept.
-
-        Raises ExportError if a group size that the user asked for does not divide the rows of a weight, or if nothing
-        can be quantized.
-        """
+        """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept."""
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
             name, layout = BEST if self.qparams == BEST else "mlx", "mlx-floats"
@@ -154,10 +147,9 @@ class MlxFormat:
             elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
-                why = self.groups.why_not(columns)
-                decisions[tensor.name] = Stays(why or "mlx-lm does not quantize it")
-        if not any(isinstance(decision, Rounding) for decision in decisions.values()):
-            reasons = (decision.reason for decision in decisions.values() if isinstance(decision, Stays))
+                decisions[tensor.name] = Stays(self.groups.why_not(columns) or "mlx-lm does not quantize it")
+        if not model.quantized:
+            reasons = (str(decision.reason) for decision in decisions.values())
             why = next(reasons, "mlx-lm quantizes no layer of it")
             raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
         return decisions
@@ -170,17 +162,14 @@ def _check_packages() -> None:
     except ImportError as error:
         if (error.name or "").startswith("pqweights"):
             raise  # a module of pqweights that is missing is a bug
-        raise MissingDependencyError(f"--target {NAME} needs mlx and mlx-lm ({error}): {pip_install('mlx')}") from None
+        raise MissingDependencyError(f"`target` {NAME} needs mlx and mlx-lm ({error}): {pip_install('mlx')}") from None
 
 
 def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
-    """Return the configuration to give to mlx-lm.
-
-    Raises ExportError if it has no model_type.
-    """
+    """Return the configuration to give to mlx-lm. Raises ExportError if it has no model_type."""
     if not isinstance((checkpoint.config or {}).get("model_type"), str):
         raise ExportError(
-            f"config.json: --target {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
+            f"config.json: `target` {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
             "original's config.json, or use --target bf16"
         )
     config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
@@ -198,23 +187,13 @@ def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
     values, cache = _Values(model.compute), MatrixCache()
     outputs: list[LogicalTensor] = []
     for name, output in model.outputs.items():
+        known: dict[str, Any] = {"name": name, "shape": output.shape, "dtype": model.dtypes[name]}
         if output.segments is None:
             parts = tuple(part for source in sorted(output.sources, key=lambda t: t.name) for part in source.parts)
-            outputs.append(
-                EvaluatedTensor(name=name, shape=output.shape, dtype=model.dtypes[name], parts=parts, values=values)
-            )
-            continue
-        outputs.append(
-            MovedTensor(
-                name=name,
-                shape=output.shape,
-                dtype=model.dtypes[name],
-                segments=output.segments,
-                columns=output.columns,
-                transposed=output.transposed,
-                cache=cache,
-            )
-        )
+            outputs.append(EvaluatedTensor(**known, parts=parts, values=values))
+        else:
+            known |= {"segments": output.segments, "columns": output.columns, "transposed": output.transposed}
+            outputs.append(MovedTensor(**known, cache=cache))
     return tuple(outputs)
 
 
@@ -315,19 +294,10 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
 
 
 def _check(master: PlannedMaster, settings: MlxFormat) -> None:
-    """See ExportTarget; mlx is not imported."""
+    """See ExportTarget; mlx-lm is asked for its models by its files, as to import it takes a second."""
     source = master.source
     config = _config(source, model_dtype(source.config, source.tensors))
-    _check_model_type(config["model_type"], other_targets(MLX_TARGET, config))
-
-
-def _check_model_type(model_type: str, advice: str) -> None:
-    """Raise ExportError if mlx-lm has no models of a type, by its files: to import it takes a second.
-
-    advice: the end of the message
-
-    Raises MissingDependencyError if mlx or mlx-lm is not installed.
-    """
+    model_type = config["model_type"]
     package = importlib.util.find_spec("mlx_lm")
     if importlib.util.find_spec("mlx") is None or package is None or not package.submodule_search_locations:
         raise MissingDependencyError(f"it needs mlx and mlx-lm: {pip_install('mlx')}")
@@ -336,6 +306,7 @@ def _check_model_type(model_type: str, advice: str) -> None:
         return
     # Some types are those of another module, by tables of literals that only an import would give.
     if f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
+        advice = other_targets(MLX_TARGET, config)
         raise ExportError(f"mlx-lm does not support this model ({model_type!r}); {advice}")
 
 

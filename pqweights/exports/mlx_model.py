@@ -190,8 +190,7 @@ def _quantize(
 ) -> tuple[Any, dict[str, Any]]:
     """Have mlx-lm quantize some modules of placeholders, as far as groups divide their rows.
 
-    Return the model and its configuration, in which mlx-lm names each module that is quantized otherwise than the first
-    ones.
+    It names each module in the configuration that is quantized otherwise than the first ones.
 
     only_size: the model's own settings for a module get this group size
     """
@@ -238,10 +237,9 @@ def _loaded(config: dict[str, Any], generation_config: bytes | None) -> dict[str
 
 def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
     """The configuration as mlx-lm writes it to a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        mlx_lm_utils.save_config(config, path, keep_vision_config=keep_vision_config)
-        saved: dict[str, Any] = json.loads(path.read_bytes())
+    with tempfile.NamedTemporaryFile() as file:
+        mlx_lm_utils.save_config(config, file.name, keep_vision_config=keep_vision_config)
+        saved: dict[str, Any] = json.loads(Path(file.name).read_bytes())
     return saved
 
 
@@ -324,11 +322,12 @@ def _cast(model: Any, config: dict[str, Any]) -> None:
 
 def _unfused_gpt_oss(weights: Weights) -> Weights:
     """Convert gpt-oss with plain experts: mlx-lm expects packed experts, whose rows run along the input."""
-    experts = re.compile(r"\.experts\.(gate_up|down)_proj$")
-    return {
-        f"{n}.weight" if experts.search(n) else n: w.swapaxes(-1, -2) if experts.search(n) else w
-        for n, w in weights.items()
-    }
+    result: Weights = {}
+    for name, weight in weights.items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            name, weight = f"{name}.weight", weight.swapaxes(-1, -2)
+        result[name] = weight
+    return result
 
 
 def _stacked_experts(weights: Weights) -> Weights:

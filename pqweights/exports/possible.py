@@ -27,11 +27,7 @@ _Named = tuple[str, LogicalTensor, TensorPlan]
 
 
 def possible_exports(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> tuple[PossibleExport, ...]:
-    """Return for every target whether the master of a plan can be exported to it.
-
-    checkpoint: what is quantized
-    planned: what becomes of each of its tensors, in the same order
-    """
+    """Return for every target whether the master of a plan can be exported to it. planned: of each tensor in order"""
     named = [(tensor.name, tensor, plan) for tensor, plan in zip(checkpoint.tensors, planned, strict=True)]
     layers = tuple(_as_in_master(tensor, plan) for tensor, plan in _one_of_each(named))
     master = PlannedMaster(source=checkpoint, layers=replace(checkpoint, tensors=layers))
@@ -59,14 +55,8 @@ def _as_in_master(tensor: LogicalTensor, plan: TensorPlan) -> LogicalTensor:
     """Return a tensor that can be told from one that stays plain if the master will hold codes for it."""
     if plan.action != QUANTIZE:
         return tensor
-    return OriginalTensor(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        plain_dtype=tensor.plain_dtype,
-        parts=tensor.parts,
-        original=tensor,
-    )
+    fields = ("name", "shape", "dtype", "plain_dtype", "parts")
+    return OriginalTensor(**{field: getattr(tensor, field) for field in fields}, original=tensor)
 
 
 def _possible(name: str, master: PlannedMaster) -> PossibleExport:

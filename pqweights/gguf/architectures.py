@@ -41,12 +41,8 @@ _LLAMA = _OWN_HEAD | _SILU | {"rms_norm_eps": 1e-6}
 _QWEN = _LLAMA | {"use_sliding_window": False}
 _SPARSE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _GEMMA = _TIED | {"rms_norm_eps": 1e-6, "head_dim": 256}
-_LATER_GEMMA = _GEMMA | {
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+_LATER_GEMMA = _GEMMA | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"}
+_LATER_GEMMA |= {"query_pre_attn_scalar": 256, "sliding_window": 4096}
 _COHERE = _TIED | _SILU | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _OTHERS: dict[str, dict[str, Any]] = {
@@ -122,8 +118,12 @@ class Setting(NamedTuple):
     optional: bool = False
 
 
-RMS = Setting("layer_norm_rms_eps", "rms_norm_eps", real=True)
-LAYER_NORM = Setting("layer_norm_eps", "layer_norm_eps", real=True)
+def _real(parameter: str, key: str = "") -> Setting:
+    """Return a hyper-parameter that need not be a whole number; by default, its key has the same name."""
+    return Setting(parameter, key or parameter, real=True)
+
+
+RMS, LAYER_NORM = _real("layer_norm_rms_eps", "rms_norm_eps"), _real("layer_norm_eps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,7 @@ SETTINGS = (
 EXPERTS = (Setting("expert_count", "num_experts"), Setting("expert_used_count", "num_experts_per_tok"))
 EXPERT_WIDTH = Setting("expert_feed_forward_length", "moe_intermediate_size")
 
+LINEAR = frozenset({"default", "linear"})
 QKV = frozenset({"ATTN_Q", "ATTN_K", "ATTN_V"})
 NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
 SILU = {"hidden_act": ("silu", "swish")}
@@ -227,11 +228,8 @@ GEMMA = Architecture(
 GEMMA2 = Architecture(
     name="GEMMA2",
     gain_offset=1,
-    settings=(
-        Setting("attn_logit_softcapping", "attn_logit_softcapping", real=True),
-        Setting("final_logit_softcapping", "final_logit_softcapping", real=True),
-    ),
-    rope=frozenset({"default", "linear"}),
+    settings=(_real("attn_logit_softcapping"), _real("final_logit_softcapping")),
+    rope=LINEAR,
     windows=LAYERS,
     window_period=2,
     forced_window=True,
@@ -240,8 +238,8 @@ GEMMA2 = Architecture(
 GEMMA3 = Architecture(
     name="GEMMA3",
     gain_offset=1,
-    settings=(Setting("final_logit_softcapping", "final_logit_softcapping", real=True, optional=True),),
-    rope=frozenset({"default", "linear"}),
+    settings=(_real("final_logit_softcapping")._replace(optional=True),),
+    rope=LINEAR,
     windows=LAYERS,
     window_period=6,
     values={
@@ -263,24 +261,16 @@ GRANITE = replace(
     LLAMA,
     name="GRANITE",
     settings=(
-        Setting("attention_scale", "attention_multiplier", real=True),
-        Setting("embedding_scale", "embedding_multiplier", real=True),
-        Setting("residual_scale", "residual_multiplier", real=True),
-        Setting("logit_scale", "logits_scaling", real=True),
+        *(_real(f"{part}_scale", f"{part}_multiplier") for part in ("attention", "embedding", "residual")),
+        _real("logit_scale", "logits_scaling"),
     ),
 )
 OLMO2 = Architecture(name="OLMO2", free_head_dim=False, own_head=True, values=SILU)
 OLMO3 = replace(OLMO2, windows=LAYERS, window_period=4, window_base=False)
-SMOLLM3 = Architecture(
-    name="SMOLLM3",
-    interleaved=True,
-    unrotated_period=4,
-    biases=QKV,
-    values=SILU | NO_WINDOW,
-)
+SMOLLM3 = Architecture(name="SMOLLM3", interleaved=True, unrotated_period=4, biases=QKV, values=SILU | NO_WINDOW)
 STARCODER2 = Architecture(
     name="STARCODER2",
-    norm=Setting("layer_norm_eps", "norm_epsilon", real=True),
+    norm=_real("layer_norm_eps", "norm_epsilon"),
     free_head_dim=False,
     windows=IGNORED,
     biases=QKV | {"ATTN_OUT", "FFN_UP", "FFN_DOWN"} | NORMS,
@@ -298,22 +288,16 @@ STABLELM = Architecture(
 COHERE = Architecture(
     name="COMMAND_R",
     norm=LAYER_NORM,
-    settings=(Setting("logit_scale", "logit_scale", real=True),),
+    settings=(_real("logit_scale"),),
     free_head_dim=False,
     biases=QKV,
     values=SILU | {"use_qk_norm": (False, None)},
 )
-COHERE2 = replace(
-    COHERE,
-    name="COHERE2",
-    rope=frozenset({"default"}),
-    windows=LAYERS,
-    window_period=4,
-    rotated_windows=True,
-)
+COHERE2 = replace(COHERE, name="COHERE2", rope=frozenset({"default"}), windows=LAYERS, window_period=4)
+COHERE2 = replace(COHERE2, rotated_windows=True)
 
 # By the model_type of transformers.
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Architecture] = {
     "cohere": COHERE,
     "cohere2": COHERE2,
     "gemma": GEMMA,

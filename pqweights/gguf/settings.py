@@ -152,8 +152,8 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     if period and _rotated_layers(settings) != _all_but_each(settings, period):
         raise settings.refusal(f"llama.cpp computes every {period}th layer without rotary embeddings")
     scalar = settings.get("query_pre_attn_scalar")
-    if scalar is not None and scalar != (taken := _scalar(settings)):
-        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {taken} only, found {scalar}")
+    if scalar is not None and scalar != (divisor := _scalar(settings)):
+        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
 
 
 # llama.cpp recognizes the 27B models of Gemma 2 and 3 by their number of layers; only they scale queries by the width

@@ -130,7 +130,7 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
     added = tokenizer.get("added_tokens") or []
-    known = {
+    known: dict[str, Any] = {
         "surrounding_ids": _surrounding(tokenizer, rows),
         "strips": any(entry.get("rstrip") and entry.get("special") for entry in added),
     }

@@ -35,25 +35,18 @@ QWEN3_5_MOE = [(*LINEAR, *EXPERTS, SHARED)] * 3 + [(*ATTENTION, *EXPERTS, SHARED
 
 # For each architecture the links of its layers, the prefix of its layers, and whether the head is folded.
 EXPECTED = {
-    "llama": ([DENSE] * 2, "model.", True),
-    "llama with a tied head": ([DENSE] * 2, "model.", False),
-    "mistral": ([DENSE] * 2, "model.", True),
-    "qwen2": ([DENSE] * 2, "model.", True),
-    "qwen3": ([DENSE] * 2, "model.", True),
-    "gemma": ([DENSE] * 2, "model.", False),
-    "gemma2": ([GEMMA2] * 2, "model.", False),
-    "gemma3_text": ([GEMMA2] * 6, "model.", False),
-    "phi3": ([FUSED] * 2, "model.", True),
-    "qwen3_moe": ([MOE] * 2, "model.", True),
-    "mixtral": ([MIXTRAL] * 2, "model.", True),
-    "gpt_oss": ([GPT_OSS] * 2, "model.", True),
-    "qwen3_next": (QWEN3_5_MOE, "model.", True),
-    "qwen3_5": (QWEN3_5_DENSE, "model.", True),
+    "llama": ([DENSE] * 2, "model.", True), "llama with a tied head": ([DENSE] * 2, "model.", False),
+    "mistral": ([DENSE] * 2, "model.", True), "qwen2": ([DENSE] * 2, "model.", True),
+    "qwen3": ([DENSE] * 2, "model.", True), "gemma": ([DENSE] * 2, "model.", False),
+    "gemma2": ([GEMMA2] * 2, "model.", False), "gemma3_text": ([GEMMA2] * 6, "model.", False),
+    "phi3": ([FUSED] * 2, "model.", True), "qwen3_moe": ([MOE] * 2, "model.", True),
+    "mixtral": ([MIXTRAL] * 2, "model.", True), "gpt_oss": ([GPT_OSS] * 2, "model.", True),
+    "qwen3_next": (QWEN3_5_MOE, "model.", True), "qwen3_5": (QWEN3_5_DENSE, "model.", True),
     "qwen3_5_moe": (QWEN3_5_MOE, "model.", True),
     "qwen3_5 with images": (QWEN3_5_DENSE, "model.language_model.", True),
     "gemma3": ([GEMMA2] * 6, "language_model.model.", False),
     "mistral3": ([DENSE] * 2, "language_model.model.", True),
-}
+}  # fmt: skip
 # model_type is that of another class here: qwen3_5_moe has images, and is built as text alone.
 OF_ANOTHER_CLASS = {"qwen3_5_moe"}
 

@@ -145,16 +145,18 @@ def test_kept_tensors_may_be_named_like_codes_and_norms(names: tuple[str, ...], 
     assert all(after[name][1].tobytes() == buffers[name][1].tobytes() for name in names)
 
 
-@pytest.mark.parametrize("how", ["source", "exported"])
-def test_folder_that_is_not_a_master_is_refused(how: str, tmp_path: Path) -> None:
-    source = model_of("BF16", tmp_path / "model")
-    folder = source if how == "source" else master_and_export(source, tmp_path)[1]
-    with pytest.raises(SourceError, match="master"):
+@pytest.mark.parametrize("made", ["source", "bf16", "vllm"])
+def test_folder_that_is_not_a_master_is_refused(made: str, tmp_path: Path) -> None:
+    folder, message = model_of("BF16", tmp_path / "source"), "expected a pqweights master"
+    run_command({"quantize": str(folder)}, tmp_path / "master")
+    if made != "source":
+        folder, message = tmp_path / made, rf"found an export \({made}\): .* give the folder of the master"
+        run_command({"export": str(tmp_path / "master"), "target": made}, folder)
+    with pytest.raises(SourceError, match=message):
         run_command({"export": str(folder), "target": "bf16"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    if how == "exported":
-        with pytest.raises(SourceError, match="already a pqweights master"):
-            run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
+    with pytest.raises(SourceError, match="already a pqweights master"):
+        run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
 
 
 def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
@@ -196,15 +198,6 @@ def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Pat
     stated = read_manifest(tmp_path / alias).made_by["target"]
     assert stated == {"vllm": "vllm-int4"}.get(name, name)  # as in the manifests of earlier versions
     assert target_name(stated) == name
-
-
-@pytest.mark.parametrize("target", ["bf16", "vllm"])
-def test_export_of_an_export_asks_for_the_master(target: str, tmp_path: Path) -> None:
-    run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "first")
-    with pytest.raises(SourceError, match=rf"found an export \({target}\): .* give the folder of the master"):
-        run_command({"export": str(tmp_path / "first"), "target": "bf16"}, tmp_path / "second")
-    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize("target", EXPORTS)

@@ -71,13 +71,6 @@ def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(tmp_path: Path) -> None:
     assert ignored == {f"{ATTENTION}.{n}_proj" for n in "qkv"}
 
 
-def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
-    modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo")
-    warnings = exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "torchao-int4", "--packing", "plain")
-    assert integer_names(tmp_path / "out") == [f"{ATTENTION}.o_proj.weight"]
-    assert any("plain because runtimes fuse them" in text for text in warnings)
-
-
 def kept_expert(base: Path, folder: Path) -> Path:
     """A master of a mixture of experts that keeps one of the matrices of one expert of one layer."""
     keep = "model.layers.1.mlp.experts.2.down_proj.weight"

@@ -275,14 +275,9 @@ def test_rope_parameters_are_read_by_old_and_new_keys(config: dict[str, Any], tm
 
 
 GEMMA3 = {
-    "model_type": "gemma3_text",
-    "architectures": None,
-    "hidden_act": None,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "tie_word_embeddings": True,
-    "sliding_window": 32,
-}
+    "model_type": "gemma3_text", "architectures": None, "hidden_act": None, "head_dim": 8, "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True, "sliding_window": 32,
+}  # fmt: skip
 BY_LAYERS = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},

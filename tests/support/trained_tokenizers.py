@@ -134,19 +134,16 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> None:
 
 
 _MADE: dict[str, Callable[[], Tokenizer]] = {
-    "gpt2": byte_level,
-    "digits": lambda: byte_level(digits=True),
+    "gpt2": byte_level, "digits": lambda: byte_level(digits=True),
     "llama3": lambda: byte_level(vocabulary.LLAMA3, whole_words=True, starts=True),
-    "llama3 with merges": lambda: byte_level(vocabulary.LLAMA3),
-    "qwen2": lambda: byte_level(vocabulary.QWEN2),
+    "llama3 with merges": lambda: byte_level(vocabulary.LLAMA3), "qwen2": lambda: byte_level(vocabulary.QWEN2),
     "qwen3.5": lambda: byte_level(vocabulary.QWEN35),
     "tekken": lambda: byte_level(vocabulary.TEKKEN, whole_words=True, starts=True),
     "gpt-4o": lambda: byte_level(vocabulary.GPT4O),
     "deepseek3": lambda: byte_level(r"\p{N}{1,3}", vocabulary.CJK, vocabulary.DEEPSEEK3),
-    "llama2": lambda: sentencepiece(prefix="legacy"),
-    "metaspace": sentencepiece,
+    "llama2": lambda: sentencepiece(prefix="legacy"), "metaspace": sentencepiece,
     "gemma": lambda: sentencepiece(gemma=True),
-}
+}  # fmt: skip
 
 
 @functools.cache
