@@ -22,7 +22,6 @@ from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity
 from pqweights.planning.target import SizeTarget
-from pqweights.planning.totals import count
 
 # How often the budget is corrected to meet a file size: headers depend a little on what the files hold.
 MOST_ROUNDS = 8
@@ -151,7 +150,7 @@ def fit(
         groups=fitted,
         output_bytes=output_bytes,
         bits_per_weight=8 * sum(group.bytes for group in fitted) / problem.parameters,
-        bits_per_parameter=8 * output_bytes / count(planner.planned({})).weights,
+        bits_per_parameter=8 * output_bytes / sum(t.weights for t in planner.planned({}) if t.role != "buffer"),
         smallest_bytes=smallest_bytes,
         unknown=tuple(unknown),
         free=planner.free,
