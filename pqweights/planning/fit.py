@@ -225,15 +225,15 @@ class _Problem:
         that a solution turns out to have.
         """
         best = solution = self.smallest
-        tried: set[int] = set()
+        size, tried = self.measured(solution), set[int]()
         while len(tried) < MOST_ROUNDS:
-            budget = self.limit - (self.measured(solution) - solution.cost)
+            budget = self.limit - (size - solution.cost)
             within = None if budget in tried else solve(self._choices, budget)
             if within is None:
                 break
             tried.add(budget)
-            solution = within
-            if solution.loss <= best.loss and self.measured(solution) <= self.limit:
+            solution, size = within, self.measured(within)
+            if solution.loss <= best.loss and size <= self.limit:
                 best = solution
         return best
 
