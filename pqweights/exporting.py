@@ -13,7 +13,7 @@ from pqweights.exports import get_target, target_name
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
 from pqweights.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
-from pqweights.planning.totals import count
+from pqweights.planning.totals import total
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import Manifest, find_manifest
@@ -123,6 +123,6 @@ def _about_master(manifest: Manifest) -> dict[str, Any]:
     about: dict[str, Any] = {
         key: manifest.made_by[key] for key in ("recipe", "awq", "fit", "fold") if key in manifest.made_by
     }
-    about["bits_per_weight"] = count(manifest.tensors).bits_per_weight
+    about["bits_per_weight"] = total(manifest.tensors, source_bytes=0, output_bytes=0).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
     return about

@@ -64,7 +64,7 @@ class AwqScales:
                 raise SourceError(
                     f"{self.file.path}: {name!r}: expected scales for {now}, as the recipe has it, found scales that "
                     f"were searched for {codec} at {bits:g} bits; run pqweights calibrate with the same recipe, or "
-                    "pass --awq-any-codec"
+                    "pass `awq_any_codec`"
                 )
 
 

@@ -114,7 +114,7 @@ def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
 def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
     """Raise RecipeError if a name pattern of the recipe matches no tensor."""
     names = [tensor.name for tensor in tensors]
-    rules = [((rule.reason or "").partition(" ")[0], rule) for rule in recipe.overrides]
+    rules = [("`keep`" if rule.keep else "`set_bits`", rule) for rule in recipe.overrides]
     rules += [(f"recipe {recipe.name!r}: rule {number}", rule) for number, rule in enumerate(recipe.rules, start=1)]
     for where, rule in rules:
         for pattern in rule.names:

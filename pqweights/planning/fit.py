@@ -22,7 +22,6 @@ from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity
 from pqweights.planning.target import SizeTarget
-from pqweights.planning.totals import count
 
 # How often the budget is corrected to meet a file size: headers depend a little on what the files hold.
 MOST_ROUNDS = 8
@@ -151,7 +150,7 @@ def fit(
         groups=fitted,
         output_bytes=output_bytes,
         bits_per_weight=8 * sum(group.bytes for group in fitted) / problem.parameters,
-        bits_per_parameter=8 * output_bytes / count(planner.planned({})).weights,
+        bits_per_parameter=8 * output_bytes / sum(t.weights for t in planner.planned({}) if t.role != "buffer"),
         smallest_bytes=smallest_bytes,
         unknown=tuple(unknown),
         free=planner.free,
@@ -226,15 +225,15 @@ class _Problem:
         that a solution turns out to have.
         """
         best = solution = self.smallest
-        tried: set[int] = set()
+        size, tried = self.measured(solution), set[int]()
         while len(tried) < MOST_ROUNDS:
-            budget = self.limit - (self.measured(solution) - solution.cost)
+            budget = self.limit - (size - solution.cost)
             within = None if budget in tried else solve(self._choices, budget)
             if within is None:
                 break
             tried.add(budget)
-            solution = within
-            if solution.loss <= best.loss and self.measured(solution) <= self.limit:
+            solution, size = within, self.measured(within)
+            if solution.loss <= best.loss and size <= self.limit:
                 best = solution
         return best
 

@@ -21,8 +21,8 @@ import yaml
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.common.documents import ClosedDocument, Number, as_document
-from pqweights.common.suggestions import instead, nearest
-from pqweights.errors import OptionError, RecipeError
+from pqweights.common.suggestions import instead
+from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target
 
@@ -138,26 +138,24 @@ class Recipe:
 
         Raises OptionError for an unknown codec, and for one without the bits of a rule or the effort of the recipe.
         """
-        try:
+        changed = replace(self, codec=codec)
+
+        def check() -> Recipe:
             for rule in self.rules:
                 if rule.codec is None and rule.bits is not None:
                     checked_rate(codec, rule.bits)
-            changed = replace(self, codec=codec, bits=nearest_rate(codec, self.bits))
             if self.effort is not None:
                 checked_effort(changed.codecs, self.effort)
-        except RecipeError as error:
-            raise OptionError(f"`codec`: recipe {self.name!r}: {error}") from None
-        return changed
+            return replace(changed, bits=nearest_rate(codec, self.bits))
+
+        return _checked(f"`codec`: recipe {self.name!r}", check, OptionError)
 
     def with_effort(self, effort: int) -> Recipe:
         """Return the recipe with another effort.
 
         Raises OptionError for an effort that its codecs do not have.
         """
-        try:
-            return replace(self, effort=checked_effort(self.codecs, effort))
-        except RecipeError as error:
-            raise OptionError(f"`effort`: {error}") from None
+        return replace(self, effort=_checked("`effort`", lambda: checked_effort(self.codecs, effort), OptionError))
 
     def with_bits(self, bits: float) -> Recipe:
         """Return the recipe with another default bit width; rules keep theirs.
@@ -168,10 +166,7 @@ class Recipe:
             raise OptionError(
                 f"`bits`: recipe {self.name!r} chooses bit widths to meet its target size; leave `bits` out"
             )
-        try:
-            return replace(self, bits=checked_rate(self.codec, bits))
-        except RecipeError as error:
-            raise OptionError(f"`bits`: {error}") from None
+        return replace(self, bits=_checked("`bits`", lambda: checked_rate(self.codec, bits), OptionError))
 
     def with_target(self, target: SizeTarget | None, sensitivity: str | None) -> Recipe:
         """Return the recipe with another target and another sensitivity, as far as they are given.
@@ -234,16 +229,7 @@ def recipe_text(name_or_file: str | Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"{path}: cannot be read: {reason}{_file_beside(path)}") from None
-
-
-def _file_beside(path: Path) -> str:
-    """Return what to give in place of a file that does not exist: a YAML file beside it with a similar name."""
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    by_stem = {other.stem: other for other in sorted(path.parent.iterdir()) if other.suffix in SUFFIXES}
-    near = nearest(path.stem, by_stem)
-    return "" if near is None else f"; did you mean {str(by_stem[near])!r}?"
+        raise RecipeError(f"{path}: cannot be read: {reason}") from None
 
 
 def _other_recipe(name: str) -> str:
@@ -359,9 +345,9 @@ def _checked_codec(where: str, name: str) -> str:
     return _checked(where, lambda: get_codec(name).name)
 
 
-def _checked(where: str, check: Callable[[], Item]) -> Item:
-    """Return what a check returns; what it raises names the place in the recipe."""
+def _checked(where: str, check: Callable[[], Item], error: type[PqweightsError] = RecipeError) -> Item:
+    """Return what a check returns; the message of what it raises names the place in the recipe, or the option."""
     try:
         return check()
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
+    except RecipeError as problem:
+        raise error(f"{where}: {problem}") from None

@@ -52,7 +52,7 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
     groups: the names of the weights in each group
     roles: the role of each weight
     """
-    places = {name: found for name in groups if (found := _LAYER.match(name))}
+    places = {name: match for name in groups if (match := _LAYER.match(name))}
     layers_of: dict[str, set[int]] = {}
     for layer in places.values():
         layers_of.setdefault(layer[1], set()).add(int(layer[2]))
@@ -101,13 +101,8 @@ def group_of(name: str, role: str, tied: bool) -> str:
     if role == "expert" and (experts := _EXPERTS.fullmatch(module)):
         return experts[1]
     path, _, last = module.rpartition(".")
-    whole = fused_name(last)
-    return f"{path}.{whole}" if path else whole
-
-
-def fused_name(module: str) -> str:
-    """Return the name of the fused layer for the last component of a module's name; else that component itself."""
-    return next((whole for pattern, whole in _FUSED if pattern.fullmatch(module)), module)
+    fused = next((whole for pattern, whole in _FUSED if pattern.fullmatch(last)), last)
+    return f"{path}.{fused}" if path else fused
 
 
 def grouped(weights: Iterable[tuple[str, str]], tied: bool) -> dict[str, list[str]]:

@@ -24,14 +24,15 @@ class _Counted(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Counts over tensors.
+class Totals:
+    """Counts over tensors, with the sizes of files.
 
     tensors: how many there are
     quantized_tensors: how many of them are quantized
     weights: elements of all tensors, buffers not counted
     quantized_weights: elements of the quantized tensors
     quantized_bytes: bytes of the quantized tensors, with norms, scales and padding
+    source_bytes, output_bytes: sizes of the weight files that are read, and of the safetensors files that are written
     """
 
     tensors: int
@@ -39,6 +40,8 @@ class Counts:
     weights: int
     quantized_weights: int
     quantized_bytes: int
+    source_bytes: int
+    output_bytes: int
 
     @property
     def coverage(self) -> float:
@@ -49,17 +52,6 @@ class Counts:
     def bits_per_weight(self) -> float | None:
         """The mean over the quantized weights, with norms, scales and padding; None if there are none."""
         return 8 * self.quantized_bytes / self.quantized_weights if self.quantized_weights else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals(Counts):
-    """Counts over tensors, with the sizes of files.
-
-    source_bytes, output_bytes: sizes of the weight files that are read, and of the safetensors files that are written
-    """
-
-    source_bytes: int
-    output_bytes: int
 
     @property
     def bits_per_parameter(self) -> float | None:
@@ -90,29 +82,18 @@ class Totals(Counts):
         }
 
 
-def count(tensors: Sequence[_Counted]) -> Counts:
-    """Return counts over tensors."""
-    weights = quantized_tensors = quantized_weights = quantized_bytes = 0
-    for tensor in tensors:
-        of_tensor = tensor.weights
-        if tensor.role != "buffer":
-            weights += of_tensor
-        if tensor.bits is not None:
-            quantized_tensors += 1
-            quantized_weights += of_tensor
-            quantized_bytes += tensor.bytes
-    return Counts(
-        tensors=len(tensors),
-        quantized_tensors=quantized_tensors,
-        weights=weights,
-        quantized_weights=quantized_weights,
-        quantized_bytes=quantized_bytes,
-    )
-
-
 def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
     """Return counts over tensors with the sizes of files."""
-    return Totals(**vars(count(tensors)), source_bytes=source_bytes, output_bytes=output_bytes)
+    quantized = [(tensor.weights, tensor.bytes) for tensor in tensors if tensor.bits is not None]
+    return Totals(
+        tensors=len(tensors),
+        quantized_tensors=len(quantized),
+        weights=sum(tensor.weights for tensor in tensors if tensor.role != "buffer"),
+        quantized_weights=sum(weights for weights, _ in quantized),
+        quantized_bytes=sum(byte_count for _, byte_count in quantized),
+        source_bytes=source_bytes,
+        output_bytes=output_bytes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -236,37 +236,6 @@ def test_what_does_not_fit_is_an_error() -> None:
 # --- errors ---
 
 
-def plainly_rounded(form: Affine, values: Floats) -> Floats:
-    """Each part by its smallest and largest weight, then d and dmin by the largest scale and offset."""
-
-    def half(numbers: Floats) -> Floats:
-        return numbers.astype(np.float16).astype(np.float32)
-
-    blocks = values.reshape(-1, 256 if form.last_level > 1 else form.part_size)
-    parts = blocks.reshape(len(blocks), -1, form.part_size)
-    low, high = parts.min(axis=2), parts.max(axis=2)
-    if form.last_level == 1:
-        scale, offset = half((high - low) / form.last_code), -half(low)
-    else:
-        low = np.minimum(low, 0)
-        stored = []
-        for numbers in ((high - low) / form.last_code, -low):
-            unit = half(numbers.max(axis=1, keepdims=True) / form.last_level)
-            stored.append(np.clip(np.rint(numbers / np.maximum(unit, 1e-30)), 0, form.last_level) * unit)
-        scale, offset = stored
-    scale, offset = scale[:, :, None], offset[:, :, None]
-    codes = np.clip(np.rint((parts + offset) / np.maximum(scale, 1e-30)), 0, form.last_code)
-    return np.asarray(codes * scale - offset, dtype=np.float32).reshape(values.shape)
-
-
-@every_affine_type
-@pytest.mark.parametrize("kind", ["gaussian", "heavy tails", "outlier columns", "sparse", "uniform"])
-def test_error_is_far_below_that_of_rounding(name: str, kind: str) -> None:
-    values = sample(kind)
-    back = decoded(name, encode_blocks(name, values, None), values.shape)
-    assert relative_error(values, back) < 0.85 * relative_error(values, plainly_rounded(AFFINE[name], values))
-
-
 def least_errors(form: Symmetric, w: Doubles, scales: Doubles, factors: Doubles) -> Doubles:
     """The least weighted squared error of each group [groups, weights] with any of its own scales [groups, n]."""
     least = np.full(len(w), np.inf)

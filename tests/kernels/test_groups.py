@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import helpers
@@ -366,17 +366,6 @@ def test_errors_by_the_rules_of_runtimes_are_those_of_what_is_decoded(runtime: s
         assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
 
 
-def test_rule_has_the_name_of_its_method_and_a_kind() -> None:
-    names = {
-        GroupRule(bits=4, group_size=32, symmetric=symmetric, middle=True, rule=BEST).kind
-        for symmetric in (False, True)
-    }
-    assert names == {"affine", "symmetric"}
-    assert [
-        GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=rule).name for rule in (BEST, *RUNTIME_RULES)
-    ] == [BEST, *RUNTIME_RULES]
-
-
 # --- rotation ---
 
 
@@ -468,85 +457,49 @@ def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None
 
 # --- what is refused ---
 
-GROUPS, SIZE = 4, 32
 
-
-def arguments() -> dict[str, npt.NDArray[Any]]:
+def fit_arguments() -> dict[str, npt.NDArray[Any]]:
     """The arrays of fit_groups."""
-    return {
-        "values": np.zeros(GROUPS * SIZE, np.float32),
-        "settings": _settings(False, 4, SIZE),
-        "codes": np.zeros((GROUPS, SIZE), np.uint8),
-        "scales": np.zeros(GROUPS, np.float32),
-        "offsets": np.zeros(GROUPS, np.float32),
-        "energies": np.zeros(GROUPS, np.float64),
-        "errors": np.zeros(GROUPS, np.float64),
-    }
+    numbers = {name: np.zeros(4, np.float32) for name in ("scales", "offsets")}
+    sums = {name: np.zeros(4, np.float64) for name in ("energies", "errors")}
+    values, settings = np.zeros(4 * 32, np.float32), _settings(False, 4, 32)
+    return {"values": values, "settings": settings, "codes": np.zeros((4, 32), np.uint8), **numbers, **sums}
 
 
-def with_gaps(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.repeat(array, 2, axis=-1)[..., ::2]
+@pytest.mark.parametrize("name", fit_arguments())
+def test_arrays_that_do_not_fit_are_refused(name: str) -> None:
+    """The kernels only see where an array begins; test_native.py has all that `native.array` refuses."""
 
+    def kernels(given: dict[str, npt.NDArray[Any]]) -> Iterator[Callable[[], None]]:
+        out = Groups(**{field: given[field] for field in FIELDS})
+        yield lambda: fit_groups(given["values"], given["settings"], out, bits=4, symmetric=False, middle=False)
+        if name != "settings":
+            yield lambda: round_groups(given["values"], out, bits=4, rule=1)
 
-def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    array = array.copy()
-    array.flags.writeable = False
-    return array
-
-
-WRONGS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
-    "another dtype": lambda array: array.astype(np.float16),
-    "another size": lambda array: np.append(array.reshape(-1), array.reshape(-1)[:1]),
-    "gaps": with_gaps,
-    "read-only": read_only,
-}
-
-
-# The codes say how many groups there are, and arrays that are only read may be read-only.
-ACCEPTED = {("codes", "another size"), ("values", "read-only"), ("settings", "read-only")}
-REFUSED = sorted(set(itertools.product(arguments(), WRONGS)) - ACCEPTED)
-
-
-@pytest.mark.parametrize(("name", "wrong"), REFUSED)
-def test_arrays_that_do_not_fit_are_refused(name: str, wrong: str) -> None:
-    """The kernels only see where an array begins."""
-
-    def out() -> Groups:
-        return Groups(**{field: given[field] for field in FIELDS})
-
-    def fit() -> None:
-        fit_groups(given["values"], given["settings"], out(), bits=4, symmetric=False, middle=False)
-
-    def round() -> None:
-        round_groups(given["values"], out(), bits=4, rule=1)
-
-    given = arguments()
-    kernels = (fit,) if name == "settings" else (fit, round)
-    for kernel in kernels:
+    good = fit_arguments()
+    wrongs = [good[name].astype(np.float16), np.repeat(good[name], 2, axis=-1)[..., ::2]]
+    wrongs += [] if name == "codes" else [np.append(good[name], good[name][:1])]  # they say how many groups there are
+    for kernel in kernels(good):
         kernel()
-    given[name] = WRONGS[wrong](given[name])
-    for kernel in kernels:
+    for wrong in wrongs:
+        for kernel in kernels(good | {name: wrong}):
+            with pytest.raises(ValueError, match="expected"):
+                kernel()
+
+
+def test_arrays_that_cannot_be_rotated_or_packed_are_refused() -> None:
+    codes = np.zeros((8, 256), np.uint8)
+    for wrong in (
+        lambda: rotate(np.zeros(256)),
+        lambda: rotate(np.zeros(512, np.float32)[::2]),
+        lambda: rotate(np.zeros(257, np.float32)),
+        lambda: rotate(np.frombuffer(bytes(1024), np.float32)),
+        *(lambda shape=shape: pack_tiles(np.zeros(shape, np.uint8)) for shape in ((12, 128), (8, 192))),
+        *(lambda wrong=wrong: pack_tiles(wrong) for wrong in (codes[:, ::2], codes.astype(np.float16))),
+        *(
+            lambda wrong=wrong: pack_bits(wrong, 4)
+            for wrong in (codes[:, ::2], codes.astype(np.float16), codes[0, :12])
+        ),
+    ):
         with pytest.raises(ValueError, match="expected"):
-            kernel()
-
-
-@pytest.mark.parametrize("wrong", WRONGS)
-def test_arrays_that_cannot_be_rotated_are_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        rotate(WRONGS[wrong](np.zeros(256, np.float32)))
-
-
-@pytest.mark.parametrize("wrong", ["another dtype", "gaps"])
-def test_arrays_that_cannot_be_packed_are_refused(wrong: str) -> None:
-    codes = WRONGS[wrong](np.zeros((8, 128), np.uint8))
-    for pack in (lambda codes: pack_bits(codes, 4), pack_tiles):
-        with pytest.raises(ValueError, match="expected"):
-            pack(codes)
-
-
-def test_shapes_that_no_packing_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected"):
-        pack_bits(np.zeros(12, np.uint8), 4)
-    for shape in ((12, 128), (8, 192)):
-        with pytest.raises(ValueError, match="expected"):
-            pack_tiles(np.zeros(shape, np.uint8))
+            wrong()

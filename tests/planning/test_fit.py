@@ -169,7 +169,7 @@ def test_smallest_and_largest_bits_per_weight(source: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("bits", [2.2, 2.9, 3.3, 4.0, 4.5, 5.125, 6.0, 7.7, 8.1, 12.0, 15.5])
+@pytest.mark.parametrize("bits", [2.2, 3.3, 5.125, 8.1, 15.5])
 def test_bits_per_weight_match_the_plan(source: Path, bits: float) -> None:
     fit, plan = fitted(source, targeted(bits=bits))
     named = {name for group in fit.groups for name in group.weights}
@@ -235,7 +235,7 @@ def test_written_files_have_the_planned_size(source: Path, tmp_path: Path) -> No
 # --- groups ---
 
 
-@pytest.mark.parametrize("bits", [2.5, 3.1, 4.5, 6.6, 9.0])
+@pytest.mark.parametrize("bits", [2.5, 4.5, 9.0])
 def test_weights_of_a_group_share_a_bit_width(source: Path, tmp_path: Path, bits: float) -> None:
     fit, plan = fitted(source, targeted(bits=bits, sensitivity=str(sensitivity(source, tmp_path / "s.json"))))
     widths = bits_of(plan)
@@ -555,15 +555,6 @@ def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
     again = json.loads(invoke("quantize", source, tmp_path / "out", *arguments).stdout)
     assert again["already_done"]
     assert again["fit"] == fit
-
-
-def test_quantize_prints_the_chosen_bit_widths(source: Path, tmp_path: Path) -> None:
-    done = invoke("quantize", source, tmp_path / "out", "--target-size", "250kB")
-    assert done.exit_code == 0, done.stderr
-    assert "target: 250000 bytes; result: " in done.stdout
-    assert "bits of each group of weights, by layer:" in done.stdout
-    assert invoke("verify", tmp_path / "out").exit_code == 0
-    assert files_bytes(tmp_path / "out") <= 250_000
 
 
 def test_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, group_of, grouped
+from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, grouped
 
 
 def groups(*names: str, tied: bool = False) -> dict[str, list[str]]:
@@ -13,38 +13,45 @@ def groups(*names: str, tied: bool = False) -> dict[str, list[str]]:
     return grouped([(name, classify(name, "BF16", (64, 128)).name) for name in names], tied)
 
 
-def of(*parts: str, within: str, end: str = ".weight") -> list[str]:
-    return [f"{within}{part}{end}" for part in parts]
+ALONE = ""
+# A module, the modules in it, and the name of their group within it; ALONE for a group of each.
+MODULES: list[tuple[str, tuple[str, ...], str]] = [
+    # Llama, and the names in Meta's own checkpoints
+    ("model.layers.7.self_attn.", ("k_proj", "q_proj", "v_proj"), "qkv"),
+    ("model.layers.7.mlp.", ("gate_proj", "up_proj"), "gate_up"),
+    ("model.layers.7.", ("self_attn.o_proj", "mlp.down_proj"), ALONE),
+    ("layers.0.attention.", ("wq", "wk", "wv"), "qkv"),
+    ("layers.0.feed_forward.", ("w1", "w3"), "gate_up"),
+    ("layers.0.", ("attention.wo", "feed_forward.w2"), ALONE),
+    # shared experts, which are not those of a mixture
+    ("model.layers.2.mlp.shared_expert.", ("gate_proj", "up_proj"), "gate_up"),
+    ("model.layers.2.mlp.shared_experts.", ("gate_proj", "up_proj"), "gate_up"),
+    ("model.layers.2.mlp.shared_experts.", ("down_proj",), ALONE),
+    # MLA of DeepSeek; V2-Lite has no latent for the queries
+    ("model.layers.1.self_attn.", ("q_a_proj", "kv_a_proj_with_mqa"), "qkv_a"),
+    ("model.layers.1.self_attn.", ("q_b_proj", "kv_b_proj", "o_proj"), ALONE),
+    # GPT-2 and BERT
+    ("", ("wte", "wpe", "h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.mlp.c_fc", "h.0.mlp.c_proj"), ALONE),
+    ("encoder.layer.0.attention.self.", ("query", "key", "value"), "qkv"),
+    ("encoder.layer.0.", ("attention.output.dense", "intermediate.dense", "output.dense"), ALONE),
+    # linear attention of Qwen3-Next and Qwen3.5
+    ("model.layers.0.linear_attn.", ("in_proj_qkvz",), "in_proj_qkvz"),
+    ("model.layers.0.linear_attn.", ("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
+    # other names of q, k and v, and some that are only similar
+    ("a.", ("q", "k", "v"), "qkv"),
+    ("a.", ("q_lin", "k_lin", "v_lin"), "qkv"),
+    ("", ("q", "k"), "qkv"),
+    ("a.", ("qk", "q_projection", "my_q_proj", "queries", "w12", "gate"), ALONE),
+]
 
 
-def test_groups_of_llama() -> None:
-    attention, mlp = "model.layers.7.self_attn.", "model.layers.7.mlp."
-    assert groups(
-        "model.embed_tokens.weight",
-        *of("k_proj", "o_proj", "q_proj", "v_proj", within=attention),
-        *of("down_proj", "gate_proj", "up_proj", within=mlp),
-        *of("q_proj", within="model.layers.8.self_attn."),
-        "lm_head.weight",
-    ) == {
-        "model.embed_tokens": ["model.embed_tokens.weight"],
-        attention + "qkv": of("k_proj", "q_proj", "v_proj", within=attention),
-        attention + "o_proj": of("o_proj", within=attention),
-        mlp + "down_proj": of("down_proj", within=mlp),
-        mlp + "gate_up": of("gate_proj", "up_proj", within=mlp),
-        "model.layers.8.self_attn.qkv": of("q_proj", within="model.layers.8.self_attn."),
-        "lm_head": ["lm_head.weight"],
-    }
-
-
-def test_groups_of_original_llama() -> None:
-    """The names are those of Meta's own checkpoints."""
-    layer = "layers.0."
-    assert set(
-        groups(
-            *of("wq", "wk", "wv", "wo", within=layer + "attention."),
-            *of("w1", "w2", "w3", within=layer + "feed_forward."),
-        )
-    ) == {layer + each for each in ("attention.qkv", "attention.wo", "feed_forward.gate_up", "feed_forward.w2")}
+@pytest.mark.parametrize(("path", "modules", "group"), MODULES)
+def test_modules_that_runtimes_fuse_are_one_group(path: str, modules: tuple[str, ...], group: str) -> None:
+    names = [f"{path}{module}.weight" for module in modules]
+    alone = {path + module: [f"{path}{module}.weight"] for module in modules}
+    assert groups(*names) == (alone if group == ALONE else {path + group: names})
+    other = f"x.layers.8.{names[0]}"
+    assert other not in groups(*names, other)[path + (group or modules[0])]
 
 
 @pytest.mark.parametrize(
@@ -59,85 +66,8 @@ def test_groups_of_original_llama() -> None:
 def test_all_experts_of_a_layer_are_one_group(path: str, modules: tuple[str, ...]) -> None:
     names = [f"{path}.{expert}.{module}.weight" for expert in range(12) for module in modules]
     assert groups(*names) == {path: names}
-
-
-def test_fused_experts_of_a_layer_are_one_group() -> None:
-    names = [
-        f"model.layers.{layer}.mlp.experts.{module}" for layer in (0, 1) for module in ("gate_up_proj", "down_proj")
-    ]
-    assert groups(*names) == {f"model.layers.{layer}.mlp.experts": names[2 * layer :][:2] for layer in (0, 1)}
-
-
-@pytest.mark.parametrize("shared", ["shared_expert", "shared_experts"])
-def test_shared_experts_are_groups_of_their_own(shared: str) -> None:
-    mlp = "model.layers.2.mlp."
-    modules = ("gate_proj", "up_proj", "down_proj")
-    experts = [f"{mlp}experts.{expert}.{module}.weight" for expert in range(3) for module in modules]
-    own = f"{mlp}{shared}."
-    assert groups(*experts, *of(*modules, within=own)) == {
-        mlp + "experts": experts,
-        own + "gate_up": of("gate_proj", "up_proj", within=own),
-        own + "down_proj": of("down_proj", within=own),
-    }
-
-
-def test_groups_of_latent_attention() -> None:
-    """MLA of DeepSeek; V2-Lite has no latent for the queries."""
-    attention = "model.layers.1.self_attn."
-    assert groups(*of("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", within=attention)) == {
-        attention + "qkv_a": of("q_a_proj", "kv_a_proj_with_mqa", within=attention),
-        attention + "q_b_proj": of("q_b_proj", within=attention),
-        attention + "kv_b_proj": of("kv_b_proj", within=attention),
-        attention + "o_proj": of("o_proj", within=attention),
-    }
-    assert list(groups(*of("q_proj", "kv_a_proj_with_mqa", within=attention))) == [
-        attention + "qkv",
-        attention + "qkv_a",
-    ]
-
-
-def test_groups_of_gpt2() -> None:
-    names = ["wte", "wpe", "h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.mlp.c_fc", "h.0.mlp.c_proj"]
-    assert groups(*of(*names, within="")) == {name: [f"{name}.weight"] for name in names}
-
-
-def test_groups_of_bert() -> None:
-    layer = "encoder.layer.0."
-    own = layer + "attention.self."
-    found = groups(
-        *of("query", "key", "value", within=own),
-        *of("attention.output.dense", "intermediate.dense", "output.dense", within=layer),
-    )
-    assert found == {
-        own + "qkv": of("query", "key", "value", within=own),
-        **{
-            f"{layer}{name}": [f"{layer}{name}.weight"]
-            for name in ("attention.output.dense", "intermediate.dense", "output.dense")
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        (("in_proj_qkvz", "out_proj"), {"in_proj_qkvz": 1, "out_proj": 1}),  # Qwen3-Next
-        (("in_proj_qkv", "in_proj_z", "out_proj"), {"in_proj_qkvz": 2, "out_proj": 1}),  # Qwen3.5
-    ],
-)
-def test_groups_of_linear_attention(names: tuple[str, ...], found: dict[str, int]) -> None:
-    path = "model.layers.0.linear_attn."
-    assert {name: len(of) for name, of in groups(*of(*names, within=path)).items()} == {
-        path + name: count for name, count in found.items()
-    }
-
-
-def test_other_names_of_q_k_and_v() -> None:
-    for names in (("q", "k", "v"), ("q_lin", "k_lin", "v_lin")):
-        assert groups(*of(*names, within="a.")) == {"a.qkv": of(*names, within="a.")}
-    assert groups("q.weight", "k.weight") == {"qkv": ["q.weight", "k.weight"]}
-    # but not names that are only similar
-    for name in ("qk", "q_projection", "my_q_proj", "queries", "w12", "gate"):
-        assert group_of(f"a.{name}.weight", "linear", False) == f"a.{name}"
+    fused = [f"{path}.{module}" for module in ("gate_up_proj", "down_proj")]
+    assert groups(*fused) == {path: fused}
 
 
 def test_tied_embeddings_are_one_group() -> None:
@@ -151,10 +81,6 @@ def test_tied_embeddings_are_one_group() -> None:
 
 
 def test_every_weight_is_in_one_group() -> None:
-    names = [
-        f"{a}{b}{c}"
-        for a in ("", "m.", "m.experts.0.", "..")
-        for b in ("q", "w1", "experts", "")
-        for c in ("", ".weight")
-    ]
-    assert sorted(name for each in groups(*names).values() for name in each) == sorted(names)
+    starts, middles = ("", "m.", "m.experts.0.", ".."), ("q", "w1", "experts", "")
+    names = [f"{start}{middle}{end}" for start in starts for middle in middles for end in ("", ".weight")]
+    assert sorted(name for members in groups(*names).values() for name in members) == sorted(names)

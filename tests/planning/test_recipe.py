@@ -212,8 +212,6 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "mine.yaml"))
     with pytest.raises(RecipeError, match=r"absent\.yaml.*No such file"):
         load_recipe(str(tmp_path / "absent.yaml"))
-    with pytest.raises(RecipeError, match=r"mine\.yml: .*No such file.*; did you mean '.*mine\.yaml'\?"):
-        load_recipe(str(tmp_path / "mine.yml"))
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("q55", "q5"), ("Q4", "q4"), ("q2x", "q2")])
@@ -293,16 +291,8 @@ def test_name_patterns_match_whole_names_and_case() -> None:
 )
 def test_error_for_a_pattern_without_match_suggests_a_wider_one_or_the_nearest(pattern: str, suggestion: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
-    assert f"matches no tensor of the checkpoint; {suggestion}" in str(caught.value)
-
-
-def test_error_for_a_pattern_without_match_names_the_nearest_tensor() -> None:
-    with pytest.raises(
-        RecipeError,
-        match=r"rule 2.*'model\.\*\.self_attn\.q_porj\.weight'.*'model\.layers\.0\.self_attn\.q_proj\.weight'",
-    ):
-        decisions("rules: [{role: mlp, bits: 4}, {name: [lm_head.weight, 'model.*.self_attn.q_porj.weight'], bits: 4}]")
+        decisions(f"rules: [{{role: mlp, bits: 4}}, {{name: [lm_head.weight, '{pattern}'], bits: 8}}]")
+    assert f"rule 2: the pattern {pattern!r} matches no tensor of the checkpoint; {suggestion}" in str(caught.value)
 
 
 # --- structural roles ---

@@ -157,7 +157,7 @@ class Fold:
     def over(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint with tensors of the same names, folded with the same factors."""
         tensors = tuple(
-            FoldedTensor.of(tensor, self.factors) if self._touches(tensor.name) else tensor
+            FoldedTensor(tensor, self.factors) if self._touches(tensor.name) else tensor
             for tensor in checkpoint.tensors
         )
         return replace(checkpoint, tensors=tensors)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor, PlainTensor
 from pqweights.common.dtypes import FINITE_RANGES, convert, item_bytes
 from pqweights.kernels.factors import multiply
@@ -56,34 +55,14 @@ class TensorFactors:
         return self.rows is None and self.columns is None and self.values is None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class FoldedTensor:
-    """A tensor of a folded model. Everything but the values is the original's.
+    """A tensor of a folded model. Everything but the values is the original's."""
 
-    original: the tensor as it was
-    factors: returns what it is multiplied by, once that is known
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    plain_dtype: str
-    parts: tuple[StoredTensor, ...]
-    original: LogicalTensor
-    factors: Callable[[str], TensorFactors]
-
-    @staticmethod
-    def of(original: LogicalTensor, factors: Callable[[str], TensorFactors]) -> FoldedTensor:
-        """Return a tensor with factors."""
-        return FoldedTensor(
-            name=original.name,
-            shape=original.shape,
-            dtype=original.dtype,
-            plain_dtype=original.plain_dtype,
-            parts=original.parts,
-            original=original,
-            factors=factors,
-        )
+    def __init__(self, original: LogicalTensor, factors: Callable[[str], TensorFactors]) -> None:
+        """Fold a tensor. factors: returns what the tensor of a name is multiplied by, once that is known."""
+        self.name, self.shape, self.dtype = original.name, original.shape, original.dtype
+        self.plain_dtype, self.parts = original.plain_dtype, original.parts
+        self.original, self.factors = original, factors
 
     @property
     def is_changed(self) -> bool:

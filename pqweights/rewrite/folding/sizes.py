@@ -66,7 +66,7 @@ class _Rows(NamedTuple):
 
     matrix: int
     first: int
-    count: int
+    rows: int
     share: float
 
 
@@ -114,7 +114,7 @@ class SizesPass:
                     for chunk, (of_columns, of_rows) in zip(chunks, summed, strict=True):
                         for use in own:
                             _add(use, chunk, of_columns, of_rows, sizes[use.link])
-                        done += chunk.count * tensor.shape[-1]
+                        done += chunk.rows * tensor.shape[-1]
                         self.progress(done, total, tensor.name)
                     for use in own:
                         left[use.link] -= 1
@@ -136,12 +136,12 @@ class SizesPass:
         """Read some rows, and return the sums of squares of their columns, and of each row, weighted by a norm."""
         height, columns = tensor.shape[-2:]
         dtype = exact_dtype(tensor)
-        raw = scratch("squares", chunk.count * columns * item_bytes(dtype))
-        tensor.read((chunk.matrix * height + chunk.first) * columns, chunk.count * columns, dtype, raw)
+        raw = scratch("squares", chunk.rows * columns * item_bytes(dtype))
+        tensor.read((chunk.matrix * height + chunk.first) * columns, chunk.rows * columns, dtype, raw)
         along_rows = [use for use in uses if use.side.axis == ROWS]
         norms = [use.input_norm for use in along_rows if use.input_norm is not None]
         weights = np.square(self.gain(*norms[0])) if norms else np.ones(columns)
-        return squares(raw, dtype, rows=chunk.count, weights=weights.astype(np.float32), along_rows=bool(along_rows))
+        return squares(raw, dtype, rows=chunk.rows, weights=weights.astype(np.float32), along_rows=bool(along_rows))
 
 
 def _add(use: _Use, chunk: _Rows, of_columns: Floats, of_rows: Floats, sizes: Sizes) -> None:
@@ -152,7 +152,7 @@ def _add(use: _Use, chunk: _Rows, of_columns: Floats, of_rows: Floats, sizes: Si
         sums = of_columns[side.first : side.first + side.count].astype(np.float64) / chunk.share
         channels += sums.reshape(-1, side.repeats, side.width).sum(axis=1).reshape(-1)
         return
-    low, high = max(side.first, chunk.first), min(side.first + side.count, chunk.first + chunk.count)
+    low, high = max(side.first, chunk.first), min(side.first + side.count, chunk.first + chunk.rows)
     if low < high:
         channels[low - side.first : high - side.first] += of_rows[low - chunk.first : high - chunk.first]
 
