@@ -20,7 +20,6 @@ from weight_errors import relative_mse
 
 from pqweights.common.installing import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
-from pqweights.exports.formats import unpack_nibbles, unpack_stream, unpack_tiles
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import open_model
 from pqweights.options import ExportOptions
