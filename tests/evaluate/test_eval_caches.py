@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cached_models import causal
+from caches import causal
 from calls import evaluate, export, quantize
 from commands import done, invoke, refused
 from families import ATTENTION, FAMILIES, Family, build

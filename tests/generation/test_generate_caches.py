@@ -9,12 +9,12 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from calls import export, quantize
+from calls import quantize
 from commands import answer, done, refused
 from language_models import TEMPLATE, babbler
 
 import pqweights
-from pqweights.errors import EvaluationError, OptionError
+from pqweights.errors import OptionError
 from pqweights.inference.generation.generator import Generator
 from pqweights.inference.generation.report import Generation
 from pqweights.inference.runtimes.cached import CachedRun
@@ -159,10 +159,3 @@ def test_a_bad_spec_is_one_line(work: Path) -> None:
     told = refused("generate", work / "plain", "-p", "A", "--kv-cache", "hadamard:4,keep=3", code=2)
     assert "hadamard has no option 'keep'" in told
     assert "the nearest is 'klt'" in refused("generate", work / "nowhere", "-p", "A", "--kv-cache", "kl", code=2)
-
-
-def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlx_lm")
-    export(work / "q4", tmp_path / "mlx", "mlx", threads=2)
-    with pytest.raises(EvaluationError, match="`kv_cache`: mlx-lm has a cache of its own"):
-        reply(tmp_path / "mlx", kv_cache="none")

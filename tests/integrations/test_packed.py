@@ -80,14 +80,6 @@ def test_logits_match_the_decoded_model(name: str, dtype: str, base: Path) -> No
     assert packed.get_memory_footprint() < decoded.get_memory_footprint()
 
 
-def test_logits_are_the_same_with_small_chunks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_WEIGHTS", 3000)
-    for name in ("llama-biased", "qwen3_moe"):
-        packed, decoded = open_both(families.master(base, name), dtype="float32")
-        one, other = output(packed), output(decoded)
-        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
-
-
 def test_tied_weights_share_one_parameter(base: Path) -> None:
     packed, _ = open_both(families.master(base, "llama-tied"))
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
@@ -98,12 +90,6 @@ def test_tied_weights_share_one_parameter(base: Path) -> None:
     assert moved.lm_head.weight.matrices[0][0].parts[1].dtype == torch.uint8
     exact = pqweights.load_model(families.master(base, "llama-tied"), dtype="float32", attn_implementation="eager")
     assert (output(moved) - output(exact)).abs().max() <= 1e-5 * output(exact).abs().max()
-
-
-def test_generation_matches_the_decoded_model(base: Path) -> None:
-    packed, decoded = open_both(families.master(base, "qwen3"), dtype="float32")
-    one, other = (m.generate(IDS, max_new_tokens=8, do_sample=False) for m in (packed, decoded))
-    assert torch.equal(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:.*their bytes cannot be checked")

@@ -71,24 +71,6 @@ def test_work_is_shared_by_as_many_threads_as_torch_has_now(counts: tuple[int, .
             assert used == {threading.get_ident()}
 
 
-def test_thread_count_of_torch_is_left_alone(folder: Path) -> None:
-    torch.set_num_threads(3)
-    weight = opened(folder)
-
-    def refuse(count: int) -> None:
-        raise AssertionError(f"the number of threads was set to {count}")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "set_num_threads", refuse)
-        weight.decode()
-    assert torch.get_num_threads() == 3
-    found: list[int] = []
-    new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    new.start()
-    new.join()
-    assert found == [3]
-
-
 def test_bytes_are_the_same_for_any_number_of_threads(folder: Path) -> None:
     weight, found = opened(folder), []
     for count in (1, 2, 5):

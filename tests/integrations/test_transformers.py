@@ -266,17 +266,6 @@ def test_damaged_configuration_is_refused(change: Callable[[dict[str, Any]], Non
         load(copied)
 
 
-@pytest.mark.filterwarnings("ignore::pqweights.errors.PqweightsWarning")  # it has no manifest
-def test_awq_scales_are_applied(base: Path, tmp_path: Path) -> None:
-    """The weights match those that the reader of checkpoints decodes."""
-    folder = scaled_master(families.master(base, "llama"), tmp_path / "master")
-    loaded = load(folder, dtype=torch.float32).state_dict()
-    for tensor in open_local(folder).tensors:
-        raw = np.empty(int(np.prod(tensor.shape)) * 4, dtype=np.uint8)
-        tensor.read(0, len(raw) // 4, "F32", raw)
-        assert loaded[tensor.name].numpy().tobytes() == raw.tobytes(), tensor.name
-
-
 def scaled_master(master: Path, folder: Path) -> Path:
     """Copy a master, and add scales of input channels to its weights."""
     shutil.copytree(master, folder)

@@ -241,39 +241,6 @@ def test_without_triton_rows_are_decoded(device: torch.device, monkeypatch: pyte
     assert not packed_products_gpu.multiplies((rows,), random_inputs(3, 384, torch.float32, device))
 
 
-def test_inputs_are_prepared_once_for_the_weights_that_read_them(
-    device: torch.device, products: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared, prepare = [], products.prepare
-    monkeypatch.setattr(products, "prepare", lambda *args: prepared.append(args) or prepare(*args))
-    q, k = ((packed_rows(n, 256, bits=4, rotation=HADAMARD, device=device, scaled=False),) for n in (16, 8))
-    signed = (packed_rows(8, 256, bits=4, rotation=SIGNED_HADAMARD, device=device, scaled=False),)
-    hidden = random_inputs(2, 256, torch.float32, device).view(1, 2, 256)
-
-    def count(matrix: tuple[PackedRows, ...], x: Tensor) -> int:
-        """Multiply, check the result, and return how many times inputs were prepared."""
-        before = len(prepared)
-        y = packed_products_gpu.multiply(matrix, x.reshape(-1, 256), None)
-        decoded = torch.empty(matrix[0].rows, 256, device=device)
-        decode_rows(matrix, 0, len(decoded), out=decoded)
-        assert_close(y, x.reshape(-1, 256), decoded.double())
-        return len(prepared) - before
-
-    with torch.no_grad():
-        assert [count(each, hidden) for each in (q, k, q)] == [1, 0, 0]
-        hidden.mul_(2)
-        assert [count(each, hidden) for each in (q, k)] == [1, 0]
-        assert [count(q, hidden.clone()), count(q, hidden[:, :1]), count(q, hidden[:, 1:])] == [1, 1, 1]
-        assert [count(q, hidden), count(signed, hidden), count(q, hidden)] == [1, 1, 1]
-        alias = hidden.data  # counts its changes apart
-        alias.mul_(3)
-        assert alias._version == hidden._version
-        assert count(q, alias) == 1
-    with torch.inference_mode():
-        made = hidden.clone()
-        assert [count(q, made), count(q, made)] == [1, 1]
-
-
 @on_gpu
 def test_a_cuda_graph_prepares_its_inputs_itself() -> None:
     matrix = (packed_rows(64, 512, bits=5, rotation=HADAMARD, device=torch.device("cuda"), scaled=False),)

@@ -10,49 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from caches import decoded, gaussian
+from caches import decoded, gaussian, store
 from torch import Tensor
 
-from pqweights.inference.kv.codes import coded, levels_of, width_tables
-from pqweights.inference.kv.polar_rope import TokenWise
 from pqweights.inference.kv.schemes import SCHEMES
-from pqweights.kernels.attention import hadamard_scores, polar_rope_scores, weighted_values
 
 CPU = torch.device("cpu")
 
 
-def polar_scores() -> Tensor:
-    codes = torch.arange(2 * 3 * 32 * 16, device=CPU).to(torch.uint8).view(2, 3, 32, 16)
-    queries, scales = gaussian(2, 4, 64), gaussian(2, 32).abs()
-    return polar_rope_scores(queries, codes, codes, scales, angle_bits=4, radius_bits=4)
-
-
-def token_wise(bits: int) -> tuple[Tensor, Tensor]:
-    codes = torch.arange(2 * 70 * 64 * bits // 8, device=CPU).to(torch.uint8).view(2, 70, -1)
-    levels, factors = width_tables(bits, CPU)[0], gaussian(2, 70).abs().half()
-    scores = hadamard_scores(gaussian(2, 4, 64), codes, factors, levels)
-    return scores, weighted_values(gaussian(2, 4, 70), codes, levels, size=64, scales=factors)
-
-
-def restored() -> Tensor:
-    states, runs = gaussian(1, 2, 70, 64), [(32, 4), (32, 2)]
-    codes, _ = coded(states, runs)
-    return levels_of({"codes": codes, "factor": states[..., 0].abs().half()}, runs)
-
-
-def weighted_by_integers() -> Tensor:
-    quantizer = TokenWise(4)
-    states = gaussian(1, 2, 70, 64)
-    shared = quantizer.fit(states, None, 0)
-    return quantizer.weighted(gaussian(1, 2, 4, 70), quantizer.encode(states, shared, 0), shared)
+def products(spec: str, kind: str) -> Tensor:
+    """Products of queries with packed keys, or sums of packed values."""
+    held = store(spec, 64, kind)
+    held.append(gaussian(1, 2, 96, 64))
+    quantizer, (chunk,) = held.quantizer, held.chunks
+    assert quantizer is not None
+    if kind == "keys":
+        return quantizer.scores(gaussian(1, 2, 4, 64), chunk.rows, chunk.shared)
+    return quantizer.weighted(gaussian(1, 2, 4, 96), chunk.rows, chunk.shared)
 
 
 COMPUTED: dict[str, Callable[[], Any]] = {
-    "polar scores": polar_scores,
-    "2 bits": lambda: token_wise(2),
-    "5 bits": lambda: token_wise(5),
-    "levels": restored,
-    "integers": weighted_by_integers,
+    **{
+        f"{spec} {kind}, products": lambda spec=spec, kind=kind: products(spec, kind)
+        for spec in ("hadamard:5,residual=0", "polar-rope:residual=0")
+        for kind in ("keys", "values")
+    },
     **{
         f"{spec} {kind}": lambda spec=spec, kind=kind: decoded(f"{spec}:residual=0", gaussian(1, 2, 70, 32), kind)
         for spec in sorted(set(SCHEMES) - {"none"})

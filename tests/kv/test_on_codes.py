@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cached_models import causal, hybrid_model, one_by_one, read, tokens
+from caches import causal, ids, model, one_by_one, read
 from torch import Tensor
 
 from pqweights.errors import OptionError
@@ -36,12 +36,12 @@ def llama() -> Any:
     return causal()
 
 
-def caches(net: Any, spec: str, ids: Tensor, mask: Tensor | None = None) -> tuple[KVCache, KVCache]:
+def caches(net: Any, spec: str, prompt: Tensor, mask: Tensor | None = None) -> tuple[KVCache, KVCache]:
     """A cache that restores and one that does not, which have read the same tokens."""
     before = kv_cache(net, spec)
-    read(net, before, ids, mask)
+    read(net, before, prompt, mask)
     after = kv_cache(net, spec, on_codes=True)
-    read(net, after, ids, mask)
+    read(net, after, prompt, mask)
     return before, after
 
 
@@ -53,7 +53,7 @@ def check_alike(
     net: Any, spec: str, before: KVCache, after: KVCache, *, batch: int = 1, mask: Tensor | None = None
 ) -> None:
     """Both give the same predictions within rounding, and the second attends on codes."""
-    following = tokens(batch, NEXT, seed=9)
+    following = ids(NEXT, batch, seed=9)
     whole = None if mask is None else torch.nn.functional.pad(mask, (0, NEXT), value=1)
     expected, found = (one_by_one(net, cache, following, whole) for cache in (before, after))
     assert all(layer._past is not None and layer._past.used for layer in after.packed_layers)
@@ -62,8 +62,8 @@ def check_alike(
 
 def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
     """Predictions are those of restored keys and values, to the bit."""
-    before, after = caches(net, spec, tokens(1, count))
-    following = tokens(1, NEXT, seed=9)
+    before, after = caches(net, spec, ids(count))
+    following = ids(NEXT, 1, seed=9)
     assert torch.equal(one_by_one(net, after, following), one_by_one(net, before, following))
 
 
@@ -72,20 +72,20 @@ def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_products_on_codes_are_those_with_restored_states(spec: str, llama: Any) -> None:
-    check_alike(llama, spec, *caches(llama, spec, tokens(1, PROMPT)))
+    check_alike(llama, spec, *caches(llama, spec, ids(PROMPT)))
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_batches_have_masks(spec: str, llama: Any) -> None:
     mask = torch.ones(3, PROMPT, dtype=torch.int64)
     mask[0, :50] = mask[2, :7] = 0
-    before, after = caches(llama, spec, tokens(3, PROMPT), mask)
+    before, after = caches(llama, spec, ids(PROMPT, 3), mask)
     check_alike(llama, spec, before, after, batch=3, mask=mask)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_cropped_and_chosen_caches_stay_on_codes(spec: str, llama: Any) -> None:
-    pair = caches(llama, spec, tokens(3, PROMPT))
+    pair = caches(llama, spec, ids(PROMPT, 3))
     check_alike(llama, spec, *pair, batch=3)
     for cache in pair:
         cache.crop(-75)
@@ -105,7 +105,7 @@ def test_cropped_and_chosen_caches_stay_on_codes(spec: str, llama: Any) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
 def test_query_heads_share_keys(heads: int, spec: str) -> None:
     net = causal(num_attention_heads=heads, num_key_value_heads=1)
-    check_alike(net, spec, *caches(net, spec, tokens(2, 100)), batch=2)
+    check_alike(net, spec, *caches(net, spec, ids(100, 2)), batch=2)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Cohere", "Glm", "Phi", "Mistral", "OPT"])
@@ -115,13 +115,13 @@ def test_families_attend_on_codes(name: str) -> None:
     hidden = 128 if name in ("Phi", "OPT") else 64
     net = causal(name, hidden_size=hidden, **{**sizes, **({"sliding_window": None} if name == "Mistral" else {})})
     spec = "hadamard:4" if name == "OPT" else "polar-rope:residual=0"
-    check_alike(net, spec, *caches(net, spec, tokens(1, PROMPT)))
+    check_alike(net, spec, *caches(net, spec, ids(PROMPT)))
 
 
 def test_a_model_in_bfloat16_attends_on_codes() -> None:
     net = causal().to(torch.bfloat16)
-    before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
-    found, expected = (one_by_one(net, cache, tokens(1, NEXT)) for cache in (after, before))
+    before, after = caches(net, "hadamard:4", ids(PROMPT))
+    found, expected = (one_by_one(net, cache, ids(NEXT)) for cache in (after, before))
     assert found.dtype == torch.bfloat16 and difference(found.float(), expected.float()) < 0.05
 
 
@@ -130,7 +130,7 @@ def test_generate_of_transformers_gives_the_same_tokens(beams: int, llama: Any) 
     def generated(**options: Any) -> list[list[int]]:
         cache = kv_cache(llama, "hadamard:8", **options)
         asked = {"max_new_tokens": 24, "num_beams": beams, "do_sample": False, "eos_token_id": -1}
-        found: list[list[int]] = llama.generate(tokens(2, 60), past_key_values=cache, **asked).tolist()
+        found: list[list[int]] = llama.generate(ids(60, 2), past_key_values=cache, **asked).tolist()
         return found
 
     assert generated(on_codes=True) == generated()
@@ -138,27 +138,27 @@ def test_generate_of_transformers_gives_the_same_tokens(beams: int, llama: Any) 
 
 def test_sliding_layers_beside_packed_ones_attend_as_before() -> None:
     net = causal("Qwen3", num_hidden_layers=4, sliding_window=32, use_sliding_window=True, max_window_layers=2)
-    before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
+    before, after = caches(net, "hadamard:4", ids(PROMPT))
     assert len(after.packed_layers) == 2 < len(after.layers)
     check_alike(net, "hadamard:4", before, after)
 
 
 def test_other_caches_compute_what_they_did() -> None:
     net = causal()
-    ids, mask = tokens(2, PROMPT), torch.ones(2, PROMPT + NEXT, dtype=torch.int64)
+    prompt, mask = ids(PROMPT, 2), torch.ones(2, PROMPT + NEXT, dtype=torch.int64)
     mask[1, :20] = 0
 
     def predictions() -> Tensor:
         cache = transformers.DynamicCache(config=net.config)
-        first = read(net, cache, ids, mask[:, :PROMPT])
-        return torch.cat([first[:, None], one_by_one(net, cache, tokens(2, NEXT), mask)], dim=1)
+        first = read(net, cache, prompt, mask[:, :PROMPT])
+        return torch.cat([first[:, None], one_by_one(net, cache, ids(NEXT, 2), mask)], dim=1)
 
     expected = predictions()
     kv_cache(net, "hadamard:4", on_codes=True)
     assert net.config._attn_implementation == NAME
     assert torch.equal(predictions(), expected)
     with torch.no_grad():
-        assert net(ids, use_cache=False).logits.shape[1] == PROMPT
+        assert net(prompt, use_cache=False).logits.shape[1] == PROMPT
 
 
 # --- where there are no kernels ---
@@ -177,7 +177,7 @@ def test_sizes_of_heads_without_kernels_restore(spec: str, size: int) -> None:
 
 def test_sizes_of_keys_have_kernels_where_values_stay() -> None:
     net = causal(head_dim=40)
-    check_alike(net, "polar-rope:values=16", *caches(net, "polar-rope:values=16", tokens(1, PROMPT)))
+    check_alike(net, "polar-rope:values=16", *caches(net, "polar-rope:values=16", ids(PROMPT)))
     check_falls_back(causal(head_dim=512), "polar-rope:values=16")
 
 
@@ -202,7 +202,7 @@ def test_models_that_attend_in_their_own_way_restore(name: str, changed: Any) ->
 
 
 def test_a_model_of_which_transformers_replaces_no_attention_restores() -> None:
-    check_falls_back(hybrid_model(), "hadamard:4")
+    check_falls_back(model("qwen3_5"), "hadamard:4")
 
 
 def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,12 +235,12 @@ def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.Monkey
 def test_an_attention_that_is_set_later_restores() -> None:
     """Also if it is set in the middle of a text."""
     net = causal()
-    before, after = caches(net, "hadamard:4", tokens(1, PROMPT))
-    one_by_one(net, after, tokens(1, 2, seed=7))
+    before, after = caches(net, "hadamard:4", ids(PROMPT))
+    one_by_one(net, after, ids(2, 1, seed=7))
     net.set_attn_implementation("eager")
     assert not attends_on_codes(net.config)
-    one_by_one(net, before, tokens(1, 2, seed=7))
-    following = tokens(1, NEXT)
+    one_by_one(net, before, ids(2, 1, seed=7))
+    following = ids(NEXT)
     assert difference(one_by_one(net, after, following), one_by_one(net, before, following)) < NEAR
 
 
@@ -265,12 +265,12 @@ def test_an_attention_that_ignores_packed_keys_is_noticed(llama: Any) -> None:
 def test_a_step_allocates_less_than_the_restored_states() -> None:
     count = 4000
     net = causal(num_hidden_layers=1, max_position_embeddings=8192)
-    pair = caches(net, "hadamard:4", tokens(1, count))
+    pair = caches(net, "hadamard:4", ids(count))
     largest = []
     for cache in pair:
-        one_by_one(net, cache, tokens(1, 1))  # room for more rows may be made once
+        one_by_one(net, cache, ids(1))  # room for more rows may be made once
         with torch.profiler.profile(profile_memory=True) as profile:
-            one_by_one(net, cache, tokens(1, 1))
+            one_by_one(net, cache, ids(1))
         largest.append(max(event.cpu_memory_usage for event in profile.events()))
     restored = count * 2 * 32 * 4
     assert largest[0] >= restored > 4 * largest[1]

@@ -30,7 +30,6 @@ def test_powers_of_two_take_the_matrix_of_sylvester() -> None:
 
 
 def test_rotation_never_changes() -> None:
-    """Saved caches are decoded with it."""
     signs = "+---+++------++-+-+-++-+-++++---+----+-+-+++-++-+-++++-++++++-++"
     assert "".join("+" if value > 0 else "-" for value in matrix(64, CPU)[0].tolist()) == signs
     first, last = matrix(80, CPU)[0, :4].tolist(), matrix(80, CPU)[79, 76:].tolist()

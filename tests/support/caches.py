@@ -101,6 +101,36 @@ def made(name: str, **changed: Any) -> Any:
     return net
 
 
+def causal(name: str = "Llama", **changed: Any) -> Any:
+    """A new model with other random weights.
+
+    name: of its family, in the names of classes
+    changed: settings of its configuration; head_dim may be None, for families that have none
+    """
+    torch.manual_seed(1)
+    settings = {**TEXT, "vocab_size": 128, "eos_token_id": 2, "initializer_range": 0.3, **changed}
+    settings = {key: value for key, value in settings.items() if key != "head_dim" or value is not None}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def read(net: Any, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Let a model read tokens at once; return the last predictions, [batch, vocabulary]."""
+    with torch.no_grad():
+        logits: Tensor = net(ids, past_key_values=cache, use_cache=True, attention_mask=mask).logits[:, -1]
+    return logits
+
+
+def one_by_one(net: Any, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Let a model read tokens one by one; return the predictions, [batch, tokens, vocabulary].
+
+    mask: [batch, tokens before and these]
+    """
+    before = 0 if mask is None else mask.shape[1] - ids.shape[1]
+    masks = [None if mask is None else mask[:, : before + at + 1] for at in range(ids.shape[1])]
+    return torch.stack([read(net, cache, ids[:, at : at + 1], of_token) for at, of_token in enumerate(masks)], dim=1)
+
+
 def ids(tokens: int, sequences: int = 1, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
 

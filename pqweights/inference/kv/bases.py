@@ -88,17 +88,10 @@ def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
     root = vectors * values.sqrt()[:, None] @ vectors.transpose(-1, -2)
     inverse = vectors * values.rsqrt()[:, None] @ vectors.transpose(-1, -2)
     variances, turned = torch.linalg.eigh(root @ covariance.double() @ root)
-    turned = turned * _signs(turned)
     mean = variances.mean(-1, keepdim=True)
     variances = variances.clamp(min=0) + torch.where(mean > 0, LEAST_SHARE * mean, 1)  # weights may be zero
     synthesis = turned.transpose(-1, -2) @ inverse
     return StateBasis((root @ turned).float(), synthesis.float(), variances.float())
-
-
-def _signs(vectors: Tensor) -> Tensor:
-    """Return the signs that make the columns of matrices the same on every machine, [heads, 1, size]."""
-    reference = torch.arange(vectors.shape[-2], dtype=vectors.dtype, device=vectors.device).cos()
-    return torch.where(reference @ vectors < 0, -1.0, 1.0).to(vectors.dtype)[:, None]
 
 
 def _key_heads(config: Any) -> int:

@@ -119,14 +119,6 @@ class PackedLayer(DynamicLayer):
         """Repeat every sequence."""
         self._replace_tensors(lambda part: part.repeat_interleave(repeats, dim=0))
 
-    def offload(self) -> None:
-        """Move everything to the memory of the CPU."""
-        self._replace_tensors(lambda part: part.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move everything back."""
-        self._replace_tensors(lambda part: part.to(self.device, non_blocking=True))
-
     def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
             for states in self.states:
