@@ -11,7 +11,7 @@ from pqweights_cli import bar, output
 from pqweights_cli.output import BYTES
 from rich.console import Console
 
-from pqweights.common.notices import listening, slow_step
+from pqweights.common.threads import listening, slow_step
 
 NAME = "model.language_model.layers.17.mlp.experts.113.down_proj.weight"
 
