@@ -10,7 +10,6 @@ from pqweights.common.units import counted
 from pqweights.quality.options import CalibrateArguments
 
 from . import options, output
-from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.planning.statistics_file import InputVector
@@ -30,7 +29,7 @@ COLUMNS = [
 REASONS_SHOWN = 2
 
 
-@taking(CalibrateArguments)
+@options.taking(CalibrateArguments)
 def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -75,17 +74,6 @@ def test_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
     rows = [[str(cell[title] or "") for title in titles] for cell in cells]
     table = "\n".join(output.table(columns, rows))
     assert invoke("plan", source, "--recipe", recipe).stdout.startswith(f"{table}\n\n")
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("sound", [True, False])
-def test_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: bool, source: Path) -> None:
-    try:
-        (gc.enable if enabled else gc.disable)()
-        assert invoke("plan", source if sound else source / "nowhere").exit_code == (0 if sound else 1)
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(
