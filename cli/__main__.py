@@ -7,9 +7,9 @@ import sys
 
 from . import interrupts
 
-# What multiplies matrices in one thread: commands, and an option. For all else the BLAS of numpy gets one thread: by
+# The commands that multiply matrices in one thread. For all else the BLAS of numpy gets one thread: by
 # default it starts one for each core when it is loaded, which takes a fifth of the start-up.
-WITH_BLAS = ("eval", "generate", "sensitivity", "--kv")
+WITH_BLAS = ("eval", "generate", "sensitivity")
 # It multiplies matrices of numpy in as many threads of its own as there are cores, which more of each would only slow
 # down, and runs a model in torch, whose BLAS may be the same library with all threads.
 WITH_OWN_THREADS = "calibrate"

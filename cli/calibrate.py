@@ -16,16 +16,7 @@ if TYPE_CHECKING:
     from pqweights.quality.measure.calibrate import Calibration
     from pqweights.quality.measure.scale_search import LayerReport
 
-COLUMNS = [
-    "weight",
-    "codec",
-    "#bits",
-    "#tokens",
-    "exponents",
-    "#gain",
-    "#gain held back",
-    "why scale 1",
-]
+COLUMNS = ["weight", "codec", "#bits", "#tokens", "exponents", "#gain", "#gain held back", "why scale 1"]
 REASONS_SHOWN = 2
 
 

@@ -37,8 +37,7 @@ QUIET = Annotated[
 
 
 def taking(
-    options: Callable[..., Asked],
-    continues: Callable[[Asked], bool | None] | None = None,
+    options: Callable[..., Asked], continues: Callable[[Asked], bool | None] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command so that it has the flags of a class of options, of which it gets an instance.
 

@@ -39,12 +39,7 @@ _NUMBERS = re.compile(r"\.\d+\.")
 
 
 @options.taking(PlanArguments)
-def command(
-    asked: PlanArguments,
-    *,
-    summary: options.SummaryOption = None,
-    json: options.JsonOption = False,
-) -> None:
+def command(asked: PlanArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
     Only the headers of the checkpoint are read.

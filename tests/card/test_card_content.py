@@ -221,7 +221,6 @@ def test_export_states_what_is_known_of_its_master(base: Path, tmp_path: Path) -
             {"kind": "text", "sha256": "ab" * 32},
             f"were measured (file with sha256 `{'ab' * 32}`) to meet the target of 4.25 bits per weight with",
         ),
-        ({"target_bpw": 6, "bpw_of": "checkpoint"}, {}, "to meet the target of the recipe with"),
         ({"target_size": "x"}, ["<b>"], "to meet the target of the recipe with"),
     ],
 )
@@ -243,7 +242,6 @@ def test_chosen_bit_widths_are_explained(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--bits", "4"), "Default: `hadamard-lloyd-max`, 4 bits."),
         (("--keep", "lm_head*"), "lists its 1 rule for"),
         (("--target-bpw", "4.5"), "to meet the target of 4.5 bits per weight with"),
     ],

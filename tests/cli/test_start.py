@@ -38,7 +38,6 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     [
         # What multiplies matrices has all threads, and other commands start none.
         ("eval", None, CORES, "None"),
-        ("inspect --kv", None, CORES, "None"),
         ("quantize", None, 1, "1"),
         ("", None, 1, "1"),
         # One thread of numpy in each of its own, and all of torch, which reads the environment.
@@ -61,5 +60,4 @@ def test_threads_with_which_numpy_multiplies_matrices(line: str, given: int | No
 
 def test_commands_that_multiply_matrices_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    options = {option for command in commands.values() for each in command.params for option in each.opts}
-    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS} < {*commands, *options}
+    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS} < {*commands}

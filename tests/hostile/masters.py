@@ -262,11 +262,7 @@ MASTER_CASES = [
     ),
     *(
         damaged(name, cut(file, 1), verify=(file, "bytes"), export=(file, "expected", "bytes", "found"))
-        for name, file in (
-            ("master-shard-truncated", SHARD),
-            ("trellis-cut", ONLY_SHARD),
-            ("polar-cut", ONLY_SHARD),
-        )
+        for name, file in (("master-shard-truncated", SHARD), ("trellis-cut", ONLY_SHARD), ("polar-cut", ONLY_SHARD))
     ),
     *(
         damaged(
@@ -380,12 +376,7 @@ MASTER_CASES = [
     settings("master-levels-with-nan", *LEVELS, to=lambda old: [*old[:-1], NAN], export=("levels",)),
     settings("master-levels-beyond-float32", *LEVELS, to=lambda old: [*old[:-1], 1e300], export=("levels",)),
     settings("master-levels-beyond-float64", *LEVELS, to=lambda old: [*old[:-1], 10**400], export=("levels",)),
-    settings(
-        "master-levels-equal-in-float32",
-        *LEVELS,
-        to=lambda o: [*o[:-1], o[-2] + 1e-12],
-        export=("levels",),
-    ),
+    settings("master-levels-equal-in-float32", *LEVELS, to=lambda o: [*o[:-1], o[-2] + 1e-12], export=("levels",)),
     settings("master-overrides-a-list", "overrides", to=[], export=("overrides",)),
     settings("master-override-unknown-key", "overrides", GATE, to={"shape": [4, 65], "bit": 4}, export=(GATE, "'bit'")),
     settings("master-override-unknown-weight", "overrides", "model.absent", to={"bits": 4}, export=("'model.absent'",)),
