@@ -11,40 +11,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from hostile.calibration import CALIBRATE_CASES
-from hostile.elsewhere import ELSEWHERE_CASES
-from hostile.evaluation import EVAL_CASES
-from hostile.exports import EXPORT_CASES
-from hostile.folds import FOLD_CASES
-from hostile.foreign import FOREIGN_CASES, PACKED_CASES
-from hostile.generation import GENERATE_CASES
-from hostile.gguf import GGUF_CASES
-from hostile.headers import HEADER_CASES, WEIGHT_CASES
-from hostile.indexes import INDEX_CASES
-from hostile.masters import MASTER_CASES
-from hostile.outputs import OUTPUT_CASES
-from hostile.pickles import PICKLE_CASES
-from hostile.recipes import RECIPE_CASES
-from hostile.sizes import FIT_CASES
-from hostile.sources import SOURCE_CASES
+from hostile import calibration, evaluation, exports, folds, foreign, generation, gguf, headers, masters, outputs, pickles, recipes, sizes, sources
 
 CASES = [
-    *WEIGHT_CASES,
-    *HEADER_CASES,
-    *INDEX_CASES,
-    *SOURCE_CASES,
-    *GGUF_CASES,
-    *FOREIGN_CASES,
-    *PACKED_CASES,
-    *PICKLE_CASES,
-    *RECIPE_CASES,
-    *OUTPUT_CASES,
-    *MASTER_CASES,
-    *EXPORT_CASES,
-    *FOLD_CASES,
-    *EVAL_CASES,
-    *GENERATE_CASES,
-    *CALIBRATE_CASES,
-    *FIT_CASES,
-    *ELSEWHERE_CASES,
+    *headers.WEIGHT_CASES,
+    *headers.HEADER_CASES,
+    *headers.INDEX_CASES,
+    *sources.SOURCE_CASES,
+    *gguf.GGUF_CASES,
+    *foreign.FOREIGN_CASES,
+    *foreign.PACKED_CASES,
+    *pickles.PICKLE_CASES,
+    *recipes.RECIPE_CASES,
+    *outputs.OUTPUT_CASES,
+    *masters.MASTER_CASES,
+    *exports.EXPORT_CASES,
+    *folds.FOLD_CASES,
+    *evaluation.EVAL_CASES,
+    *generation.GENERATE_CASES,
+    *calibration.CALIBRATE_CASES,
+    *sizes.FIT_CASES,
+    *outputs.ELSEWHERE_CASES,
 ]

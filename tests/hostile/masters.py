@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from calls import quantize
 from hostile.case import (
     CONFIG,
     DOWN,
@@ -31,6 +33,9 @@ from hostile.case import (
     stored,
     write,
 )
+from restated import restate_hashes
+
+from pqweights.planning.recipe import load_recipe
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
@@ -39,10 +44,6 @@ Make = Callable[[Path], None]
 
 
 def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
-    from calls import quantize
-
-    from pqweights.planning.recipe import load_recipe
-
     quantize(source, out, load_recipe("q5").with_bits(bits), threads=1, max_shard_bytes=300)
 
 
@@ -50,10 +51,6 @@ def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = 
     """A function that makes an undamaged master of some weights, a kept vector and a tokenizer."""
 
     def make(folder: Path) -> None:
-        from calls import quantize
-
-        from pqweights.planning.recipe import load_recipe
-
         files: dict[str, Content] = {FILE: stored({**weights, NORM: VECTOR}), CONFIG: {"model_type": "llama"}}
         write(folder, {**files, "src/tokenizer.json": {"tokens": []}})
         chosen = load_recipe(recipe) if codec is None else load_recipe(recipe).with_codec(codec)
@@ -155,7 +152,6 @@ def delete(file: str) -> Damage:
 
 def consistently(file: str, damage: Damage) -> Damage:
     """Damage a file, and make the manifest agree with it."""
-    import hashlib
 
     def both(master: Path) -> None:
         damage(master)
@@ -168,7 +164,6 @@ def consistently(file: str, damage: Damage) -> Damage:
 
 def forged(damage: Damage) -> Damage:
     """Damage tensors, and make their hashes in the manifest agree: only the decoder can notice."""
-    from restated import restate_hashes
 
     def both(master: Path) -> None:
         damage(master)

@@ -1,4 +1,4 @@
-"""Bad inputs: output folders that may not be replaced or continued."""
+"""Bad inputs: output folders that may not be replaced or continued; clusters and storage that cannot be meant."""
 
 from __future__ import annotations
 
@@ -134,4 +134,26 @@ OUTPUT_CASES = [
     asked("size-zero", "--max-shard-size 0", "at least one byte"),
     asked("threads-zero", "--threads 0", "--threads"),
     Case("target-unknown", {"export src out --target bf61": ("bf61",)}, GOOD_SRC),
+]
+ELSEWHERE_CASES = [
+    asked("ray-no-address", "--ray here", "--ray here", "HOST:PORT", "auto", "local"),
+    asked("ray-no-port", "--ray 127.0.0.1:", "HOST:PORT"),
+    asked("ray-port-too-large", "--ray 127.0.0.1:65536", "HOST:PORT"),
+    asked("ray-client", "--ray ray://127.0.0.1:10001", "ray://", "node of the cluster"),
+    asked("ray-nobody-answers", "--ray 127.0.0.1:1", "127.0.0.1:1", "nothing answers there"),
+    Case(
+        "ray-unknown-host", {QUANTIZE + " --ray nobody.invalid:6379": ("nobody.invalid", "check the address")}, GOOD_SRC
+    ),
+    Case("address-unknown-scheme", {"quantize nowhere://bucket/model out": ("nowhere",)}),
+    Case("address-without-bucket", {"quantize s3:// out": ("s3://",)}),
+    Case("address-with-credentials", {"quantize s3://id:secret@bucket/model out": ("s3://",)}),
+    Case("address-of-nothing", {"quantize memory://nothing out": ("memory://nothing",)}),
+    Case("address-of-no-master", {"verify memory://nothing": ("memory://nothing",)}),
+    Case(
+        "address-for-eval",
+        {"eval memory://nothing --text eval.txt": ("memory://nothing", "local")},
+        {"eval.txt": "text"},
+    ),
+    Case("output-on-the-hub", {"quantize src hf://org/model": ("hf://org/model", "push")}, GOOD_SRC),
+    Case("output-unknown-scheme", {"quantize src nowhere://bucket/out": ("nowhere",)}, GOOD_SRC),
 ]
