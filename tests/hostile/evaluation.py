@@ -130,7 +130,7 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
     ]
 
 
-EVAL_CASES = [
+CASES = [
     *of_broken_models("eval", EVAL),
     evaluating("eval-text-missing", "nowhere.txt", "No such file", command="eval model --text nowhere.txt"),
     evaluating("eval-text-empty", TEXT, "an empty file", text=b""),

@@ -132,7 +132,7 @@ def of_original(
     return exporting(f"export-original-{name}", said, damage=other_source({NORM: VECTOR, **tensors}, manifest))
 
 
-EXPORT_CASES = [
+CASES = [
     exporting(
         "group-size-that-no-target-has",
         {

@@ -66,7 +66,7 @@ def scales_file(folder: Path) -> None:
     (folder / "m.safetensors").write_bytes(stored({"a_awq_scale": ("F16", [1], b"\0\0")}))
 
 
-FOLD_CASES = [
+CASES = [
     folding(
         "fold-unknown",
         {

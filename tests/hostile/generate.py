@@ -6,30 +6,17 @@ of its case: the answer must be one line that names the culprit, and nothing in 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from hostile import calibration, evaluation, exports, folds, foreign, generation, gguf, headers, masters, outputs, pickles, recipes, sizes, sources
+from hostile.case import Case
 
-CASES = [
-    *headers.WEIGHT_CASES,
-    *headers.HEADER_CASES,
-    *headers.INDEX_CASES,
-    *sources.SOURCE_CASES,
-    *gguf.GGUF_CASES,
-    *foreign.FOREIGN_CASES,
-    *foreign.PACKED_CASES,
-    *pickles.PICKLE_CASES,
-    *recipes.RECIPE_CASES,
-    *outputs.OUTPUT_CASES,
-    *masters.MASTER_CASES,
-    *exports.EXPORT_CASES,
-    *folds.FOLD_CASES,
-    *evaluation.EVAL_CASES,
-    *generation.GENERATE_CASES,
-    *calibration.CALIBRATE_CASES,
-    *sizes.FIT_CASES,
-    *outputs.ELSEWHERE_CASES,
+SUBJECTS = "headers sources gguf foreign pickles recipes outputs masters exports folds evaluation generation sizes"
+CASES: list[Case] = [
+    case
+    for subject in [*SUBJECTS.split(), "calibration"]
+    for case in importlib.import_module(f"hostile.{subject}").CASES
 ]

@@ -27,7 +27,7 @@ from hostile.case import (
 )
 
 INDEX_NAME = "model.safetensors.index.json"
-WEIGHT_CASES = [
+CASES = [
     one_file("nan-in-a-weight", stored({UP: weight_with(NAN, 1, 5)}), UP, "[1, 5]", "NaN"),
     one_file("infinity-in-a-weight", stored({UP: weight_with(INFINITY, 0, 127)}), UP, "[0, 127]", "infinity"),
     one_file("minus-infinity-in-a-weight", stored({UP: weight_with(-INFINITY, 1, 0)}), UP, "[1, 0]", "infinity"),
@@ -46,7 +46,7 @@ WEIGHT_CASES = [
         files={SHARD_2: stored({DOWN: weight_with(NAN, 1, 127)})},
     ),
 ]
-HEADER_CASES = [
+CASES += [
     one_file("empty-file", b"", "0 bytes"),
     one_file("shorter-than-8-bytes", b"\x02\0\0\0\0\0\0", "7 bytes"),
     one_file("header-longer-than-the-file", (1000).to_bytes(8, "little") + b"{}", "header length", "1000"),
@@ -111,7 +111,7 @@ HEADER_CASES = [
     one_file("truncated-file", headed({UP: entry()}, WEIGHT_DATA[:-1]), "truncated"),
     one_file("name-with-half-a-surrogate", raw('{"\\ud800": ' + json.dumps(entry()) + "}", WEIGHT_DATA), "ud800"),
 ]
-INDEX_CASES = [
+CASES += [
     two_shards(
         "index-leaves-the-folder",
         {UP: "../x.safetensors"},

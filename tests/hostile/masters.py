@@ -240,7 +240,7 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
     return damaged(name, set_json(MANIFEST, *path, to=to), verify=(MANIFEST,), inspect=(MANIFEST,))
 
 
-MASTER_CASES = [
+CASES = [
     *(
         damaged(name, damage, both=(file, tensor, "blake3_of_pieces"))
         for name, file, tensor, damage in (

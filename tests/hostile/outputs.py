@@ -61,7 +61,7 @@ def asked(name: str, options: str, *fragments: str) -> Case:
 
 UNFINISHED = ("master", "unfinished run of pqweights quantize", "run the same command again")
 JOURNAL = "out/.pqweights/journal.jsonl"
-OUTPUT_CASES = [
+CASES = [
     Case("out-holds-something-else", {QUANTIZE: ("out", "'notes.txt'")}, {**GOOD_SRC, "out/notes.txt": "mine"}),
     Case(
         "out-holds-something-else-to-overwrite",
@@ -135,7 +135,7 @@ OUTPUT_CASES = [
     asked("threads-zero", "--threads 0", "--threads"),
     Case("target-unknown", {"export src out --target bf61": ("bf61",)}, GOOD_SRC),
 ]
-ELSEWHERE_CASES = [
+CASES += [
     asked("ray-no-address", "--ray here", "--ray here", "HOST:PORT", "auto", "local"),
     asked("ray-no-port", "--ray 127.0.0.1:", "HOST:PORT"),
     asked("ray-port-too-large", "--ray 127.0.0.1:65536", "HOST:PORT"),

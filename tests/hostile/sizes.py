@@ -33,7 +33,7 @@ def by_file(name: str, *fragments: str, content: Content | None = None, **change
     return Case(name, {BY_FILE: ("s.json", *fragments)}, GOOD_MODEL | {"s.json": whole if content is None else content})
 
 
-FIT_CASES = [
+CASES = [
     fitting("fit-size-no-size", "--target-size 9XB", "'9XB'", "5GiB (2**30)"),
     fitting("fit-size-zero", "--target-size 0", "at least one byte"),
     fitting("fit-size-beyond-all-files", "--target-size " + "9" * 5000, "at most 2**63"),
