@@ -13,8 +13,7 @@ from pqweights.options import ExportArguments
 from pqweights.parameters import with_options
 
 from . import options, output, report
-from .report import fold_lines
-from .report_errors import integer_form_lines
+from .report import fold_lines, integer_form_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport

@@ -9,8 +9,7 @@ from pqweights.common.units import size_text
 from pqweights.options import InspectArguments
 
 from . import options, output, report
-from .report import action_text, is_summarized, summary_table
-from .report_errors import integer_form_lines, quality_lines
+from .report import action_text, integer_form_lines, is_summarized, quality_lines, summary_table
 from .tables import table
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pqweights.parameters import with_options
 
 from . import options, output, report
 from .plan import fit_lines, show_plan
-from .report import fold_lines, is_summarized, summary_table
-from .report_errors import quality_lines
+from .report import fold_lines, is_summarized, quality_lines, summary_table
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
