@@ -92,7 +92,7 @@ def placed(values: Any) -> Any:
     """A tensor of its own: plain and packed weights then are aligned alike, and have pages of the same size."""
     import torch
 
-    from pqweights.common.buffers import pageable
+    from pqweights.kernels.workers import pageable
 
     result = torch.from_numpy(pageable(values.nbytes).view(values.dtype).reshape(values.shape))
     return result.copy_(torch.from_numpy(values))

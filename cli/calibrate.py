@@ -10,27 +10,17 @@ from pqweights.common.units import counted
 from pqweights.quality.options import CalibrateArguments
 
 from . import options, output
-from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.planning.statistics_file import InputVector
     from pqweights.quality.measure.calibrate import Calibration
     from pqweights.quality.measure.scale_search import LayerReport
 
-COLUMNS = [
-    "weight",
-    "codec",
-    "#bits",
-    "#tokens",
-    "exponents",
-    "#gain",
-    "#gain held back",
-    "why scale 1",
-]
+COLUMNS = ["weight", "codec", "#bits", "#tokens", "exponents", "#gain", "#gain held back", "why scale 1"]
 REASONS_SHOWN = 2
 
 
-@taking(CalibrateArguments)
+@options.taking(CalibrateArguments)
 def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 

@@ -11,7 +11,6 @@ from pqweights.common.units import counted
 from pqweights.publish.options import CardArguments
 
 from . import options, output, report
-from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.publish.card import Card
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 PrintOption = Annotated[bool, typer.Option("--print", help="Print the card without writing it.")]
 
 
-@taking(CardArguments)
+@options.taking(CardArguments)
 def command(asked: CardArguments, *, shown: PrintOption = False, json: options.JsonOption = False) -> None:
     """Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.
 

@@ -11,7 +11,6 @@ from pqweights.options import path_of
 from pqweights.quality.options import EvaluateArguments
 
 from . import options, output
-from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
@@ -22,7 +21,7 @@ COLUMNS = "model,KV cache,bits/coord.,bytes/token,GB,bits/param,bits/weight,perp
 CACHE_LEGEND = "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits"
 
 
-@taking(EvaluateArguments)
+@options.taking(EvaluateArguments)
 def command(asked: EvaluateArguments, *, json: options.JsonOption = False) -> None:
     """Evaluate models on a text: perplexity, and how far each model is from a reference.
 

@@ -13,9 +13,7 @@ from pqweights.options import ExportArguments
 from pqweights.parameters import with_options
 
 from . import options, output, report
-from .flags import taking
-from .report import fold_lines
-from .report_errors import integer_form_lines
+from .report import fold_lines, integer_form_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -47,7 +45,7 @@ class Command(TyperCommand):
             raise
 
 
-@taking(ExportArguments, continues=lambda asked: options.run_continues(str(asked.master), str(asked.out)))
+@options.taking(ExportArguments, continues=lambda asked: options.run_continues(str(asked.master), str(asked.out)))
 def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None:
     """Export a master to a checkpoint that runtimes load.
 

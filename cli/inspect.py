@@ -9,21 +9,22 @@ from pqweights.common.units import size_text
 from pqweights.options import InspectArguments
 
 from . import options, output, report
-from .flags import taking
-from .report import action_text, is_summarized, summary_table
-from .report_errors import integer_form_lines, quality_lines
-from .report_gguf import gguf_lines
+from .report import action_text, integer_form_lines, is_summarized, quality_lines, summary_table
 from .tables import table
 
 if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
+    from pqweights.gguf.contents import MetadataValue
     from pqweights.planning.plan import TensorPlan
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
-    from pqweights.rewrite.results.inspect import Inspection
+    from pqweights.rewrite.results.inspect import GgufInspection, Inspection, TypeTotal
+
+# A list of more items in the metadata of a GGUF file, and a text of more characters, is cut.
+ITEMS_SHOWN, CHARACTERS_SHOWN = 8, 60
 
 
-@taking(InspectArguments)
+@options.taking(InspectArguments)
 def command(
     asked: InspectArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False
 ) -> None:
@@ -42,7 +43,7 @@ def command(
         if json:
             output.print_json(inspection.to_json())
         else:
-            output.show(*gguf_lines(inspection, summary))
+            output.show(*_gguf_lines(inspection, summary))
         return
     shown = _show_folder(result.where, summary=summary, json=json)
     if result.origin is None:
@@ -125,3 +126,59 @@ def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
         return integer_form_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
     return quality_lines(manifest.pairs)
+
+
+def _gguf_lines(inspection: GgufInspection, summary: bool | None) -> list[str]:
+    """Return what a GGUF file holds. summary: whether to leave out the tensors; by default where there are many"""
+    lines = []
+    if is_summarized(summary, len(inspection.contents.tensors)):
+        lines += [] if summary else [f"--no-summary lists all {len(inspection.contents.tensors)} tensors", ""]
+    elif inspection.contents.tensors:
+        columns = ["tensor", "shape", "type", "#bytes"]
+        rows = [[t.name, "x".join(map(str, t.shape)), t.type, str(t.byte_count)] for t in inspection.contents.tensors]
+        lines += [*table(columns, rows), ""]
+    titles = ["type", "#tensors", "#weights", "#bytes", "#bits/weight"]
+    if inspection.types:
+        totals = [inspection.totals] if len(inspection.types) > 1 else []
+        lines += [*table(titles, [_total_cells(total) for total in (*inspection.types, *totals)]), ""]
+    return [*lines, _gguf_line(inspection), *_fact_lines(inspection)]
+
+
+def _total_cells(total: TypeTotal) -> list[str]:
+    bits = "" if total.bits_per_weight is None else f"{total.bits_per_weight:.3f}"
+    return [total.type, str(total.tensors), str(total.weights), str(total.bytes), bits]
+
+
+def _gguf_line(inspection: GgufInspection) -> str:
+    contents = inspection.contents
+    files = "" if len(contents.files) == 1 else f" in {len(contents.files)} files"
+    kind = "" if inspection.file_type is None else f", type {inspection.file_type}"
+    name = "" if not inspection.name else f" ({_value_text(inspection.name)})"
+    architecture = contents.architecture or "no architecture"
+    return f"GGUF {contents.version}: {architecture}{name}{kind}: {size_text(contents.file_bytes)}{files}"
+
+
+def _fact_lines(inspection: GgufInspection) -> list[str]:
+    parameters = ", ".join(f"{key} {_value_text(value)}" for key, value in inspection.hyper_parameters.items())
+    return [*([f"hyper-parameters: {parameters}"] if parameters else []), f"tokenizer: {_tokenizer(inspection)}"]
+
+
+def _tokenizer(inspection: GgufInspection) -> str:
+    facts = inspection.tokenizer
+    if facts.model is None:
+        return "none"
+    parts = [_value_text(facts.model) + ("" if facts.splitter is None else f" ({_value_text(facts.splitter)})")]
+    parts += [] if facts.tokens is None else [f"{facts.tokens} tokens"]
+    parts += [f"{what} {token}" for what, token in (("begin", facts.begin), ("end", facts.end)) if token is not None]
+    return ", ".join([*parts, "chat template" if facts.has_chat_template else "no chat template"])
+
+
+def _value_text(value: MetadataValue) -> str:
+    """Return a value, cut if it is long."""
+    if isinstance(value, tuple):
+        items = [_value_text(item) for item in value.first[:ITEMS_SHOWN]]
+        return f"[{', '.join(items)}{', ...' if value.length > ITEMS_SHOWN else ''}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text[:CHARACTERS_SHOWN] + ("..." if len(text) > CHARACTERS_SHOWN else "")

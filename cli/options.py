@@ -1,23 +1,108 @@
-"""The options that several commands share, and what the commands make of them."""
+"""The options of commands: made from the parameters of the library (pqweights/options.py), or of commands alone."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from pqweights import parameters as checks
+from pqweights.parameters import Check, Parameter, in_order, parameters
 
 from . import output
 
 if TYPE_CHECKING:
     from pqweights.storage.hub.sources import Access, Fetched
 
+Asked = TypeVar("Asked")
 
-def thread_count(asked: int | None) -> int:
-    """Return the number of threads that was asked for, by default one for each core that this process may use."""
-    from pqweights.rewrite.task import usable_cores
+# What Typer parses for each check, if not a text; the library's own checks follow.
+TYPES: dict[Check, Any] = {
+    checks.flag: bool,
+    checks.number: float,
+    checks.whole: int,
+    checks.path: Path,
+    checks.patterns: list[str],
+    checks.bits_by_pattern: list[str],
+    checks.types_by_pattern: list[str],
+}
+NUMBERS = {"temperature", "top_p"}
+QUIET = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
+]
 
-    return asked or usable_cores()
+
+def taking(
+    options: Callable[..., Asked], continues: Callable[[Asked], bool | None] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command so that it has the flags of a class of options, of which it gets an instance.
+
+    continues: whether an interrupted run left something from which the same command continues; None, or its answer, if
+        there is nothing to continue
+    """
+    known = parameters(options)
+    named = [name for name in in_order(options) if known[name].flags != ()]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        also = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            rest = {p.name: given[p.name] for p in also}
+            asked: list[Asked] = []
+            kept = None if continues is None else lambda: continues(asked[0]) if asked else False
+            with output.errors(kept=kept, quiet=given.pop("quiet")):
+                taken = {name: given[name] for name in named if given[name] not in (None, [])}
+                asked.append(options(**taken, **({"tell": output.note} if "token" in named else {})))
+                command(asked[0], **rest)
+
+        flags = [_parameter(options, name) for name in named]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        quiet = inspect.Parameter("quiet", keyword, default=False, annotation=QUIET)
+        run.__signature__ = inspect.Signature([*flags, *also, quiet])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        return run
+
+    return decorate
+
+
+def option(options: Any, name: str) -> Any:
+    """Return what Typer calls the option of a parameter, without its default."""
+    parameter = parameters(options)[name]
+    text = _spoken(parameter.help, options)
+    if parameter.argument:
+        return typer.Argument(metavar=parameter.metavar, help=text)
+    shown = None if parameter.default_text is None else _spoken(parameter.default_text, options)
+    return typer.Option(
+        *(parameter.flags or (flag_of(name, parameter),)),
+        metavar=parameter.metavar or "|".join(parameter.choices) or None,
+        help=text,
+        show_default=shown or TYPES.get(parameter.check) != list[str],
+    )
+
+
+def flag_of(name: str, parameter: Parameter) -> str:
+    """Return the flag of a parameter, its long form."""
+    return parameter.flags[0].partition("/")[0] if parameter.flags else f"--{name.replace('_', '-')}"
+
+
+def _spoken(text: str, options: Any) -> str:
+    return output.with_flags(text, {name: flag_of(name, known) for name, known in parameters(options).items()})
+
+
+def _parameter(options: Any, name: str) -> inspect.Parameter:
+    """Return the parameter of the function that Typer calls."""
+    made = inspect.signature(options).parameters[name]
+    typed = float if name in NUMBERS else TYPES.get(parameters(options)[name].check, str)
+    required = made.default is made.empty
+    optional: Any = typed | None if not required and made.default in (None, ()) else typed
+    default = None if made.default == () else made.default
+    annotation: Any = Annotated[optional, option(options, name)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def run_continues(source: str, out: str) -> bool:

@@ -211,7 +211,7 @@ def leave(code: str | int | None, error: OSError | None = None) -> NoReturn:
 @contextlib.contextmanager
 def progress(verb: str, unit: str | None = BYTES) -> Iterator[Bar | _Lines]:
     """Yield a callback that shows progress, rate and time left: as a bar on a terminal, else as lines on stderr."""
-    from pqweights.common.notices import listening
+    from pqweights.common.threads import listening
 
     display = _display(verb, unit)
     try:
@@ -224,7 +224,7 @@ def progress(verb: str, unit: str | None = BYTES) -> Iterator[Bar | _Lines]:
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
     """Show what a slow step does while it lasts: on a terminal at once, else by a line if it takes longer than 2 s."""
-    from pqweights.common.notices import listening
+    from pqweights.common.threads import listening
 
     display = _display("", None)
     try:

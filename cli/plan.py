@@ -2,60 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from pqweights.common.units import counted, first_names, size_text
 from pqweights.options import PlanArguments, QuantizeArguments
 
-from . import options, output, report, report_plan
-from .flags import taking
-from .report import warn_if_nothing_is_quantized
-from .report_fit import fit_lines
+from . import options, output, report, tables
+from .printable import printable
+from .report import (
+    export_lines,
+    is_summarized,
+    left_out_lines,
+    planned_fold_lines,
+    reason_lines,
+    summary_table,
+    totals_lines,
+    warn_if_nothing_is_quantized,
+)
 
 if TYPE_CHECKING:
+    from pqweights.planning.fit import Fit
+    from pqweights.planning.plan import TensorPlan
     from pqweights.planning.recipe import Recipe
+    from pqweights.rewrite.needs import ResourceNeeds
+    from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
     from pqweights.storage import Store
 
+COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]
+# With fewer bits the loss rises faster than in proportion to the error, which the prediction does not know.
+FEWEST_LINEAR_BITS = 3
+_NUMBERS = re.compile(r"\.\d+\.")
 
-@taking(PlanArguments)
-def command(
-    asked: PlanArguments,
-    *,
-    summary: options.SummaryOption = None,
-    json: options.JsonOption = False,
-) -> None:
+
+@options.taking(PlanArguments)
+def command(asked: PlanArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
     Only the headers of the checkpoint are read.
     """
-    with _no_search_for_cycles():
-        from pqweights.planning.choice import choose_recipe
+    from pqweights.planning.choice import choose_recipe
 
-        chosen = choose_recipe(asked.recipe, asked)
-        report.warn_of_files_beside(str(asked.source))
-        show_plan(asked, chosen, threads=asked.threads, summary=summary, json=json)
-
-
-@contextlib.contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """Turn off the garbage collector's search for reference cycles, which runs again for every 700 objects that stay.
-
-    The plan of a large model is half a million objects without a cycle among them, and the search took a quarter of
-    the time, and a thirtieth of that of the imports. It is turned off here and not in the library, whose callers may
-    depend on it. As a decorator it comes back only after the plan is freed.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    chosen = choose_recipe(asked.recipe, asked)
+    report.warn_of_files_beside(str(asked.source))
+    show_plan(asked, chosen, threads=asked.threads, summary=summary, json=json)
 
 
-@_no_search_for_cycles()
 def show_plan(
     asked: PlanArguments | QuantizeArguments,
     recipe: Recipe,
@@ -74,15 +69,158 @@ def show_plan(
     summary: whether to summarize the tensors; None to choose by their number
     json: whether to print JSON
     """
-    from pqweights.rewrite.results.plan_report import report_plan as make_plan
+    from pqweights.rewrite.results.plan_report import report_plan
+    from pqweights.rewrite.task import usable_cores
 
     with output.status("reading the headers"):
-        made = make_plan(str(asked.source), recipe, asked, options.thread_count(threads), out)
+        made = report_plan(str(asked.source), recipe, asked, threads or usable_cores(), out)
     warn_if_nothing_is_quantized(made.plan.totals)
     if json:
         output.print_json_pieces(piece.decode() for piece in made.to_pieces())
         return
-    lines = report_plan.plan_lines(made, summary)
-    if made.fit is not None:
-        lines += ["", *fit_lines(made.fit)]
-    output.show(*lines)
+    output.show(*_plan_lines(made, summary), *(["", *fit_lines(made.fit)] if made.fit else []))
+
+
+def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
+    """Return the lines of plan, without how a size was fitted.
+
+    summary: whether to summarize the tensors; None to choose by their number
+    """
+    plan, needs = report.plan, report.needs
+    return [
+        *_tensor_lines(plan.tensors, summary),
+        "",
+        *totals_lines(plan.totals),
+        f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
+        f"{counted(len(plan.companions), 'other file')} copied",
+        f"needs: {_room(needs)}, at most {size_text(needs.peak_memory_bytes)} of memory",
+        *_fused_experts_lines(plan.tensors),
+        *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
+        *left_out_lines(plan),
+        *export_lines(report.exports),
+        *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
+    ]
+
+
+def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return what exports make of experts that are fused into one tensor, if there are any."""
+    fused = [t for t in tensors if t.role == "expert" and t.action == "quantize" and len(t.shape) > 2]
+    if not fused:
+        return []
+    weights = sum(tensor.weights for tensor in fused)
+    return [
+        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: vllm and torchao-int4 store them "
+        f"in BF16 ({size_text(2 * weights)}); gguf and mlx round them"
+    ]
+
+
+def _room(needs: ResourceNeeds) -> str:
+    if needs.scratch_bytes is None:
+        return f"{size_text(needs.peak_disk_bytes)} of disk space"
+    here = f"{size_text(needs.scratch_bytes)} of disk space on this machine (with --ray, for each task)"
+    return f"{size_text(needs.peak_disk_bytes)} in object storage, {here}"
+
+
+def _tensor_lines(tensors: Sequence[TensorPlan], summary: bool | None) -> list[str]:
+    """Return a summary, or a heading and a line for each tensor; the reasons stand below if there is no room beside."""
+    width = tables.terminal_width()
+    if is_summarized(summary, len(tensors)):
+        note = [] if summary else [f"--no-summary lists all {len(tensors)} tensors"]
+        return [*summary_table(tensors), *note, "", *reason_lines(tensors)]
+    lines = _wide_lines(tensors)
+    if width is None or max(len(line) for line in lines) <= width:
+        return lines
+    rows = [[tensor.name, *_cells(tensor)] for tensor in tensors]
+    shown = tables.table(["tensor", *COLUMNS], rows, drop=["codec", "action", "dtype"])
+    return [*shown, "", *reason_lines(tensors)]
+
+
+def _wide_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return a heading and a line for each tensor.
+
+    Thousands of tensors differ in their names alone, so the rest of a line is laid out once for all of them.
+    """
+    kinds = [tensor.kind for tensor in tensors]
+    one_of = dict(zip(kinds, tensors, strict=True))
+    heading, *lines = tables.aligned(COLUMNS, [_cells(t) for t in one_of.values()])
+    rest = {kind: f"  {line}  {one_of[kind].reason}".rstrip() for kind, line in zip(one_of, lines, strict=True)}
+    names = [printable(tensor.name) for tensor in tensors]
+    width = max([len("tensor"), *map(len, names)])
+    return [
+        f"{'tensor':{width}}  {heading}  reason",
+        *[name.ljust(width) + rest[kind] for name, kind in zip(names, kinds, strict=True)],
+    ]
+
+
+def _cells(tensor: TensorPlan) -> list[str]:
+    shape = "x".join(str(length) for length in tensor.shape) or "scalar"
+    return [shape, tensor.dtype, tensor.action, tensor.codec or "", str(tensor.bits or ""), str(tensor.bytes)]
+
+
+def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
+    """Return which commit was planned, and what fetching the source needs.
+
+    where: what --low-disk keeps files in
+    """
+    if hub is None:
+        return []
+    return [
+        f"fetching the source needs, in addition, {size_text(hub.source_bytes)} in the Hub's cache, or with --low-disk "
+        f"{size_text(hub.low_disk_bytes)} {where}",
+        f"planned from {hub.repository} at {hub.revision}",
+    ]
+
+
+def fit_lines(fit: Fit) -> list[str]:
+    """Return the chosen bit widths, the size that they give, and how much the loss is predicted to rise."""
+    target = fit.target.output_bytes
+    used = f" ({fit.output_bytes / target:.2%})" if target else ""
+    return [
+        *_width_lines(fit),
+        f"target: {fit.target}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
+        f"bits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes{_left(fit)}, "
+        f"{fit.bits_per_parameter:.4f} per parameter",
+        f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)})",
+        *_warnings(fit),
+    ]
+
+
+def _width_lines(fit: Fit) -> list[str]:
+    """Return a line for each kind of group, with its bit widths in the order of the layers."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for group in sorted(fit.groups, key=lambda g: [int(n) for n in re.findall(r"\d+", g.name)]):
+        kinds[_NUMBERS.sub(".*.", group.name)].append("kept" if group.bits is None else str(group.bits))
+    width = max(len(kind) for kind in kinds)
+    lines = [tables.folded(f"  {kind:{width}}  ", widths) for kind, widths in kinds.items()]
+    return ["bits of each group of weights, by layer:", *chain.from_iterable(lines)]
+
+
+def _left(fit: Fit) -> str:
+    """Return that the mean is also over weights that the target leaves as they are, if there are any."""
+    left = sum(group.parameters for group in fit.groups if group.bits is None)
+    return f" ({left} of them kept for the target)" if left else ""
+
+
+def _unit(fit: Fit) -> str:
+    """Return the unit of the predicted rise and what it is predicted from."""
+    if fit.sensitivity is None:
+        return "by the rule of thumb, which only compares sizes of one model"
+    method = fit.sensitivity.method
+    return f"nats per token, measured on {method.get('tokens')} tokens, {method.get('kind')}"
+
+
+def _warnings(fit: Fit) -> list[str]:
+    """Return why the prediction is less certain for some groups."""
+    lines = []
+    if fit.unknown:
+        lines.append(
+            "not in the sensitivity file, so fitted by the rule of thumb: "
+            f"{counted(len(fit.unknown), 'group')}: {first_names(fit.unknown)}"
+        )
+    few = [group.name for group in fit.groups if group.bits is not None and group.bits < FEWEST_LINEAR_BITS]
+    if few:
+        lines.append(
+            f"below {FEWEST_LINEAR_BITS} bits, where the loss rises more than predicted: "
+            f"{counted(len(few), 'group')}: {first_names(few)}"
+        )
+    return lines

@@ -9,13 +9,12 @@ from pqweights.common.units import counted, size_text
 from pqweights.publish.options import PushArguments
 
 from . import options, output
-from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.publish.push import PushReport
 
 
-@taking(PushArguments, continues=lambda asked: None if asked.dry_run else True)
+@options.taking(PushArguments, continues=lambda asked: None if asked.dry_run else True)
 def command(asked: PushArguments, *, json: options.JsonOption = False) -> None:
     """Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
 

@@ -11,11 +11,8 @@ from pqweights.options import QuantizeArguments
 from pqweights.parameters import with_options
 
 from . import options, output, report
-from .flags import taking
-from .plan import show_plan
-from .report import fold_lines, is_summarized, summary_table
-from .report_errors import quality_lines
-from .report_fit import fit_lines
+from .plan import fit_lines, show_plan
+from .report import fold_lines, is_summarized, quality_lines, summary_table
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
 
 
-@taking(QuantizeArguments, continues=lambda asked: options.run_continues(str(asked.source), str(asked.out)))
+@options.taking(QuantizeArguments, continues=lambda asked: options.run_continues(str(asked.source), str(asked.out)))
 def command(
     asked: QuantizeArguments,
     *,

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from pqweights.quality.options import SensitivityArguments
 
 from . import options, output
-from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.planning.sensitivity_file import Sensitivity
 
 
-@taking(SensitivityArguments)
+@options.taking(SensitivityArguments)
 def command(asked: SensitivityArguments, *, json: options.JsonOption = False) -> None:
     """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 

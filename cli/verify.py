@@ -11,10 +11,9 @@ from pqweights.options import VerifyArguments
 from pqweights.parameters import with_options
 
 from . import options, output
-from .flags import taking
 
 
-@taking(VerifyArguments)
+@options.taking(VerifyArguments)
 def command(asked: VerifyArguments, *, json: options.JsonOption = False) -> None:
     """Check every stored byte of a finished folder against its manifest.
 

@@ -133,12 +133,6 @@ class RunArguments(ProgressOption, ThreadsOption):
         default=None,
         metavar="ADDRESS|auto|local",
     )
-
-
-@options
-class OverwriteOption(Options):
-    """What becomes of an earlier result."""
-
     overwrite: bool = option(
         "Replace an earlier result in OUT. Only files listed in its manifest are deleted.", default=False
     )
@@ -291,7 +285,7 @@ class PlanArguments(RecipeOptions, QuantizeOptions, ThreadsOption):
 
 
 @options
-class QuantizeArguments(RecipeOptions, QuantizeOptions, OverwriteOption, RunArguments):
+class QuantizeArguments(RecipeOptions, QuantizeOptions, RunArguments):
     """What `quantize` takes."""
 
     source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
@@ -380,7 +374,7 @@ class ExportOptions(FoldOptions):
 
 
 @options
-class ExportArguments(ExportOptions, ShardOption, OverwriteOption, RunArguments, HubOptions):
+class ExportArguments(ExportOptions, ShardOption, RunArguments, HubOptions):
     """What `export` takes."""
 
     master: StrPath = option(

@@ -1,6 +1,6 @@
 """Parameters of functions and commands, each defined once: a field of a class of options, made by `option`.
 
-From such fields come the keywords of a function of the API (`takes`), the flags of its command (cli/flags.py), the
+From such fields come the keywords of a function of the API (`takes`), the flags of its command (cli/options.py), the
 checks of both, their help and docs/commands.md. Texts and messages name parameters between backquotes, such as
 `max_shard_size`; the command line prints their flags in that place.
 """

@@ -22,14 +22,7 @@ from pqweights.options import QuantizeOptions
 from pqweights.planning.awq import AwqScales, open_awq
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
-from pqweights.planning.plan import (
-    KEEP,
-    QUANTIZE,
-    Plan,
-    TensorPlan,
-    coder_of,
-    stored_bytes,
-)
+from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coder_of, stored_bytes
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.statistics_file import MOMENTS, open_statistics
@@ -251,11 +244,7 @@ def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) ->
     """Return how each quantized tensor of a finished plan is stored."""
     return [
         Encoding(
-            name=tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            coder=coder_of(tensor),
-            state=record.state or {},
+            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coder_of(tensor), state=record.state or {}
         )
         for tensor, record in zip(tensors, records, strict=True)
         if tensor.action == QUANTIZE

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect as signatures
+import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +99,7 @@ def test_the_functions_are_listed_and_typed():
 
 def test_submodules_do_not_replace_functions():
     """A module of the same name as a function would take its place as soon as it is imported."""
-    code = (
-        "import pkgutil, pqweights; names = {module.name for module in pkgutil.iter_modules(pqweights.__path__)}; "
-        "assert not names & set(pqweights.__all__), names"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not {module.name for module in pkgutil.iter_modules(pqweights.__path__)} & set(pqweights.__all__)
 
 
 def test_reports_hold_what_the_commands_print(source, tmp_path):
@@ -120,8 +115,7 @@ def test_reports_hold_what_the_commands_print(source, tmp_path):
     assert exported.to_json() == {key: value for key, value in printed.items() if key != "output"}
 
 
-def test_a_path_is_never_a_repository(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_path_is_never_a_repository():
     with pytest.raises(SourceError, match="no such"):
         pqweights.plan(Path("org/model"))
 
@@ -146,20 +140,11 @@ def test_progress_reaches_the_end(source, tmp_path, monkeypatch):
     assert checked[-1][0] == checked[-1][1] > 0
 
 
-def test_keep_and_set_decide_before_the_recipe(source):
-    changed = pqweights.plan(source, "q4", keep=["lm_head.weight"], set_bits={"*.q_proj.weight": 6})
-    bits = {tensor.name: tensor.bits for tensor in changed.tensors}
-    assert bits["lm_head.weight"] is None
-    assert bits["model.layers.0.self_attn.q_proj.weight"] == 6
-    assert bits["model.layers.0.self_attn.k_proj.weight"] == 4
-
-
-def test_a_recipe_object_is_taken_as_it_is(source):
-    from pqweights.planning.recipe import load_recipe
-
-    recipe = load_recipe("q6")
-    assert pqweights.plan(source, recipe).totals == pqweights.plan(source, "q6").totals
-    assert pqweights.plan(source, recipe, bits=3).totals == pqweights.plan(source, "q6", bits=3).totals
+def test_a_recipe_object_is_taken_with_what_options_added(source):
+    _, transform, _ = plan_quantize(source, choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",))))
+    again = pqweights.plan(source, transform.recipe, set_bits={"*.q_proj.weight": 6})
+    bits = {tensor.name: tensor.bits for tensor in again.tensors}
+    assert bits["lm_head.weight"] is None and bits["model.layers.0.self_attn.q_proj.weight"] == 6
 
 
 def test_reports_are_displayed_in_one_line(source, master):
@@ -167,13 +152,6 @@ def test_reports_are_displayed_in_one_line(source, master):
     for line in shown:
         assert "10 tensors" in line and "per quantized weight" in line and len(line) < 160
     assert shown[1].startswith("<RewriteReport of the master: ") and shown[2].startswith("<Inspection of the master: ")
-
-
-def test_the_recipe_of_a_report_keeps_what_options_added(source):
-    _, transform, _ = plan_quantize(source, choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",))))
-    again = pqweights.plan(source, transform.recipe, set_bits={"*.q_proj.weight": 6})
-    bits = {tensor.name: tensor.bits for tensor in again.tensors}
-    assert bits["lm_head.weight"] is None and bits["model.layers.0.self_attn.q_proj.weight"] == 6
 
 
 @pytest.mark.parametrize(
@@ -200,18 +178,11 @@ def test_wrong_types_are_named(source, arguments, message):
     ("call", "error", "message"),
     [
         (lambda source, out: pqweights.plan(source, threads=0), OptionError, "`threads`: expected 1 to 256"),
-        (lambda source, out: pqweights.plan(source, threads=-1), OptionError, "`threads`: expected 1 to 256"),
-        (lambda source, out: pqweights.plan(source, max_shard_size=0), OptionError, "at least one byte"),
         (lambda source, out: pqweights.plan(source, awq_any_codec=True), OptionError, "`awq`"),
         (lambda source, out: pqweights.plan(source, target_size=1e5 + 0.5), OptionError, "whole number of bytes"),
-        (lambda source, out: pqweights.plan(source, "q5", bits=99), OptionError, "`bits`"),
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
-        (lambda source, out: pqweights.plan(source, target_size="many"), OptionError, "size"),
         (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), OptionError, "max_shard_size"),
-        (lambda source, out: pqweights.quantize(out / "missing", out), SourceError, "missing"),
         (lambda source, out: pqweights.quantize(source, source), OutputError, "source"),
-        (lambda source, out: pqweights.export(source, out, "bf17"), OptionError, "bf17"),
-        (lambda source, out: pqweights.export(source, out, "bf16", group_size=128), OptionError, "`group_size`"),
         (lambda source, out: pqweights.export(source, out, "bf16"), SourceError, "master"),
         (lambda source, out: pqweights.verify(source), MasterError, "pqweights.json"),
         (lambda source, out: pqweights.inspect(out), MasterError, "out"),

@@ -1,4 +1,4 @@
-"""JSON documents as typed structs: what fits is read, and everything else is refused in one line."""
+"""JSON: the text is that of json.dumps; documents are read as typed structs, or refused in one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pqweights.common.documents import (
     ClosedDocument,
@@ -17,7 +19,7 @@ from pqweights.common.documents import (
     as_json,
     read_document,
 )
-from pqweights.common.strict_json import json_bytes
+from pqweights.common.strict_json import LIST_ITEM, JsonText, json_bytes, json_pieces, json_text
 from pqweights.errors import MasterError
 
 
@@ -104,3 +106,35 @@ def test_text_that_is_no_document_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(MasterError) as error:
         read(data)
     assert message in str(error.value)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+@given(VALUES)
+def test_text_is_that_of_json_dumps(value: Any) -> None:
+    assert json_text(value) == json.dumps(value, indent=2, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("value", [{1: 2}, {None: 2}, [object()], {"a": {b"b": 1}}, {"a": b"b"}])
+def test_keys_are_strings_and_values_are_those_of_json(value: Any) -> None:
+    with pytest.raises(TypeError):
+        json_text(value)
+
+
+@given(st.dictionaries(st.text(), VALUES | st.lists(VALUES, max_size=3), max_size=3))
+def test_pieces_are_the_bytes(value: dict[str, Any]) -> None:
+    lazy = {key: iter(item) if isinstance(item, list) else item for key, item in value.items()}
+    expected = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    assert b"".join(json_pieces(value)) == b"".join(json_pieces(lazy)) == json_bytes(value) == expected
+
+
+@given(st.lists(VALUES, max_size=4))
+def test_text_of_items_is_written_as_it_is(items: list[Any]) -> None:
+    texts = (JsonText(json_text(item, LIST_ITEM)) for item in items)
+    assert b"".join(json_pieces({"items": texts})) == json_bytes({"items": items})

@@ -74,12 +74,7 @@ def test_convert_matches_torch(source, target):
     raw = samples(source)
     through = as_torch(raw, source) if source == target else as_torch(raw, source).to(torch.float32)
     assert_same_values(convert(raw, source, target), through.to(TORCH[target]), target)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_converting_to_the_same_dtype_keeps_every_bit(dtype):
-    raw = samples(dtype)
-    assert np.array_equal(convert(raw, dtype, dtype), raw)
+    assert np.array_equal(convert(raw, source, source), raw)
 
 
 def test_overflow_is_infinite_and_ties_go_to_even():
@@ -105,7 +100,7 @@ def test_float8_tables_match_torch(dtype):
     assert_same_values(table.view(np.uint8), expected, "F32")
 
 
-def test_float8_tables_match_the_specifications():
+def test_sizes_and_float8_tables_match_the_specifications():
     """OCP 8-bit floating point specification 1.0, table 1; microscaling formats specification 1.0, table 7."""
     e4m3, e5m2, e8m0 = (float8_table(d).astype(float) for d in ("F8_E4M3", "F8_E5M2", "F8_E8M0"))
     assert (e4m3[0x7E], e4m3[0x08], e4m3[0x01], e4m3[0xFE]) == (448, 2.0**-6, 2.0**-9, -448)
@@ -114,8 +109,4 @@ def test_float8_tables_match_the_specifications():
     assert np.flatnonzero(np.isnan(e5m2)).tolist() == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
     assert (e8m0[0], e8m0[127], e8m0[254]) == (2.0**-127, 1, 2.0**127) and np.isnan(e8m0[255])
     assert np.signbit(e4m3[0x80]) and np.signbit(e5m2[0x80])
-
-
-def test_item_bytes():
-    assert {d: item_bytes(d) for d in TORCH} == {d: k.itemsize for d, k in TORCH.items()}
     assert (DTYPE_BITS["F4"], DTYPE_BITS["F6_E2M3"], DTYPE_BITS["C64"]) == (4, 6, 64)

@@ -13,7 +13,7 @@ import pqweights_cli
 import pytest
 
 import pqweights
-from pqweights.common.installing import PACKAGES, pip_install
+from pqweights.common.advice import PACKAGES, pip_install
 
 LIBRARY = Path(pqweights.__file__).parent
 COMMANDS = Path(pqweights_cli.__file__).parent
@@ -25,22 +25,19 @@ LAYERS = (
         "pqweights.autoload",
         "pqweights",
         "pqweights.errors",
-        "pqweights.common.buffers",
-        "pqweights.common.installing",
+        "pqweights.kernels.workers",
+        "pqweights.common.advice",
         "pqweights.common.documents",
         "pqweights.common.dtypes",
-        "pqweights.common.locks",
         "pqweights.common.markdown",
-        "pqweights.common.notices",
         "pqweights.common.strict_json",
-        "pqweights.common.suggestions",
+        "pqweights.common.threads",
         "pqweights.common.units",
         "pqweights.parameters",
     ),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
-    ("pqweights.common.journal",),
     ("pqweights.storage.remote",),
     ("pqweights.storage",),
     ("pqweights.storage.hub",),

@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
-from pqweights.common.locks import ProcessLock
+from pqweights.common.threads import ProcessLock
 from pqweights.errors import MasterError
 
 PIECE_BYTES = 1 << 17

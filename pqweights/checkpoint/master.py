@@ -20,10 +20,10 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
 from pqweights.codecs.protocol import Codec, Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
+from pqweights.common.advice import instead
 from pqweights.common.documents import Document, Number, Size, as_document
 from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
-from pqweights.common.suggestions import instead
 from pqweights.errors import MasterError, RecipeError
 
 QUANT_METHOD = "pqweights"

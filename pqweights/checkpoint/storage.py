@@ -22,7 +22,7 @@ from pqweights.checkpoint.companions import PARSED, leads_outside
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
 from pqweights.checkpoint.writer import DiskNeed
-from pqweights.common.locks import ProcessLock
+from pqweights.common.threads import ProcessLock
 from pqweights.errors import MasterError, SourceError
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
 from pqweights.common.dtypes import item_bytes
-from pqweights.common.locks import ProcessLock
+from pqweights.common.threads import ProcessLock
 
 # Matrices of at most this many bytes are kept while parts of them are transposed.
 KEPT_BYTES = 1 << 26

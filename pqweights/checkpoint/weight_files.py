@@ -20,7 +20,7 @@ from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
 from pqweights.checkpoint.header import StoredTensor, gguf_refused
 from pqweights.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
-from pqweights.common.installing import pip_install
+from pqweights.common.advice import pip_install
 from pqweights.common.strict_json import parse_json
 from pqweights.errors import MissingDependencyError, SourceError
 

@@ -8,7 +8,7 @@ from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.codecs.polar import PolarAngles
 from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
-from pqweights.common.suggestions import instead
+from pqweights.common.advice import instead
 from pqweights.errors import RecipeError
 
 __all__ = [

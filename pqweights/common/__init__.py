@@ -1,1 +1,1 @@
-"""What every package may use: strict JSON and typed documents, dtypes, memory, units, notices."""
+"""What every package may use: strict JSON and typed documents, dtypes, units, advice, what threads share."""

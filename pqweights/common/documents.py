@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pqweights.common.advice import instead
 from pqweights.common.strict_json import LARGEST_NUMBER, MAX_ELEMENTS, parse_json
-from pqweights.common.suggestions import instead
 
 # No document of ours is longer: a manifest takes some 400 bytes for each tensor.
 MAX_BYTES = 1_000_000_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pqweights.common.suggestions import instead
+from pqweights.common.advice import instead
 from pqweights.errors import OptionError
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import View
 from pqweights.codecs.weight import add_in_order
-from pqweights.common.locks import ProcessLock
 from pqweights.common.strict_json import rounded
+from pqweights.common.threads import ProcessLock
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.formats import BlockRule, Rule
 from pqweights.exports.integers import IntegerJob, RoundedChunk

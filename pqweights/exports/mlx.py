@@ -24,10 +24,10 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor
+from pqweights.common.advice import pip_install
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
-from pqweights.common.installing import pip_install
-from pqweights.common.locks import ProcessLock
 from pqweights.common.markdown import fenced
+from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pqweights.common.installing import pip_install
+from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pqweights.common.suggestions import instead
+from pqweights.common.advice import instead
 from pqweights.errors import OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 

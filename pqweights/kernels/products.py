@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.common.buffers import pageable
 from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, native
+from pqweights.kernels.workers import pageable
 
 # Levels and inputs as integers, at most: see native/products.cpp.
 MOST_LEVEL, MOST_INPUT = 8191, 16383

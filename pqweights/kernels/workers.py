@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.common.buffers import pageable
-
 Value = TypeVar("Value")
+
+# The size of a cache line, in bytes: vector instructions are fastest on memory that begins at one.
+ALIGNMENT = 64
 
 
 class _OfThread(threading.local):
@@ -28,6 +29,13 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+
+
+def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
+    """Return ordinary memory; pages that are never used cost nothing."""
+    memory = np.empty(byte_count + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + byte_count]
 
 
 def scratch(purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import get_codec, nearest_rate
+from pqweights.common.advice import nearest
 from pqweights.common.dtypes import item_bytes
-from pqweights.common.suggestions import nearest
 from pqweights.common.units import counted
 from pqweights.errors import RecipeError
 from pqweights.planning.plan import TensorPlan

@@ -20,8 +20,8 @@ import yaml
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
+from pqweights.common.advice import instead
 from pqweights.common.documents import ClosedDocument, Number, as_document
-from pqweights.common.suggestions import instead
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
 from pqweights.planning.target import SizeTarget, make_target

@@ -283,11 +283,7 @@ def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> 
     def commit() -> Any:
         try:
             return hub.api.create_commit(
-                repository,
-                operations,
-                commit_message=title,
-                revision=to.branch,
-                parent_commit=remote.commit or None,
+                repository, operations, commit_message=title, revision=to.branch, parent_commit=remote.commit or None
             )
         except ValueError as error:
             if type(error) is not ValueError:

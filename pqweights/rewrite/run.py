@@ -23,7 +23,7 @@ from pqweights.checkpoint.names import (
     WORK_FOLDER,
 )
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
-from pqweights.common.notices import slow_step
+from pqweights.common.threads import slow_step
 from pqweights.errors import OutputError, PqweightsError, StorageError
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
 from pqweights.rewrite.identity import JOURNAL, Journal, RunStatement, is_under_way, read_journal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import answer, done, invoke
+from commands import answer, done, invoke, refused
 from helpers import bf16, gaussian, read_all, small_checkpoint, write_checkpoint
 from pqweights_cli import output
 from pqweights_cli.main import COMMANDS, app
@@ -22,14 +21,6 @@ import pqweights
 
 PLAN_TOTALS = {"weights", "quantized_weights", "source_bytes", "output_bytes", "bits_per_weight"}
 PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "reason"}
-
-
-def refused(*arguments: object, code: int = 1) -> str:
-    """Return what a failing command writes to stderr; stdout must be empty."""
-    result = invoke(*arguments)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    return str(result.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +33,6 @@ def master(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("master") / "out"
     assert invoke("quantize", source, out).exit_code == 0
     return out
-
-
-# --- JSON ---
 
 
 def test_plan_json(source: Path, master: Path) -> None:
@@ -77,25 +65,10 @@ def test_plan_is_a_table_of_all_tensors(source: Path, tmp_path: Path) -> None:
     assert invoke("plan", source, "--recipe", recipe).stdout.startswith(f"{table}\n\n")
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("sound", [True, False])
-def test_plan_leaves_the_garbage_collector_as_it_was(enabled: bool, sound: bool, source: Path) -> None:
-    try:
-        (gc.enable if enabled else gc.disable)()
-        assert invoke("plan", source if sound else source / "nowhere").exit_code == (0 if sound else 1)
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize(
-    "extra", [(), ("--bits", "3"), ("--recipe", "q4", "--max-shard-size", "20kB", "--threads", "3")]
-)
-def test_dry_run_prints_the_plan(extra: tuple[str, ...], source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for json_option in ((), ("--json",)):
-        dry = invoke("quantize", source, out, "--dry-run", *extra, *json_option)
-        plan = invoke("plan", source, *extra, *json_option)
+def test_dry_run_prints_the_plan(source: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", ("--recipe", "q4", "--max-shard-size", "20kB", "--threads", "3")
+    for extra in (options, (*options, "--json")):
+        dry, plan = invoke("quantize", source, out, "--dry-run", *extra), invoke("plan", source, *extra)
         assert (dry.exit_code, dry.stdout, dry.stderr) == (0, plan.stdout, "")
     assert not out.exists()
 
@@ -131,9 +104,6 @@ def test_verify_reports_a_changed_file(source: Path, tmp_path: Path) -> None:
     assert text.stdout.splitlines() == found["problems"]
 
 
-# --- text ---
-
-
 def test_results_go_to_stdout(source: Path, master: Path, tmp_path: Path) -> None:
     for arguments in (
         ("plan", source),
@@ -158,36 +128,17 @@ def test_summary_says_what_was_kept_and_left_out_and_why(source: Path, tmp_path:
     assert "already holds" in again.stderr
 
 
-# --- exit codes and errors ---
+WRONG_USAGE = ["unknown", "plan", "quantize a", "plan a --unknown", "plan a --bits x", "export a o -t bf16 --dtype x"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("unknown",),
-        ("plan",),
-        ("quantize", "somewhere"),
-        ("plan", "somewhere", "--unknown"),
-        ("plan", "somewhere", "--bits", "1"),
-        ("plan", "somewhere", "--bits", "9"),
-        ("plan", "somewhere", "--bits", "five"),
-        ("plan", "somewhere", "--recipe", "mine"),
-        ("plan", "somewhere", "--threads", "0"),
-        ("plan", "somewhere", "--max-shard-size", "5 parsecs"),
-        ("plan", "somewhere", "--max-shard-size", "0"),
-        ("quantize", "somewhere", "out", "--device", "cpu"),
-        ("export", "somewhere", "out", "--target", "bf16", "--device", "cpu"),
-        ("export", "somewhere", "out", "--target", "awq"),
-        ("export", "somewhere", "out"),
-        ("export", "somewhere", "out", "--target", "bf16", "--dtype", "f64"),
-    ],
-)
-def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
-    assert refused(*arguments, code=2)
+@pytest.mark.parametrize("line", WRONG_USAGE)
+def test_wrong_usage_exits_2(line: str) -> None:
+    result = invoke(*line.split())
+    assert (result.exit_code, result.stdout) == (2, "") and result.stderr
 
 
 def test_export_without_a_target_lists_the_targets() -> None:
-    text = " ".join(refused("export", "somewhere", "out", code=2).replace("│", " ").split())
+    text = " ".join(invoke("export", "somewhere", "out").stderr.replace("│", " ").split())
     assert "Missing option '--target' / '-t'. Expected one of bf16, torchao-int4, mlx, gguf, vllm" in text
 
 
@@ -205,31 +156,19 @@ def test_operating_system_errors_are_one_line(source: Path, tmp_path: Path, monk
         raise OSError(5, "Input/output error", "model.safetensors")
 
     monkeypatch.setattr("os.preadv", failing)
-    lines = refused("plan", source).splitlines()
-    assert lines == ["error: model.safetensors: Input/output error"]
+    assert refused("plan", source) == "error: model.safetensors: Input/output error\n"
 
 
-# --- options ---
-
-
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_exits_0_and_every_command_has_json(option: str) -> None:
-    shown = done(option).stdout
-    for command in COMMANDS:
-        assert command in shown and "--json" in done(command, option).stdout
-
-
-def test_help_lists_the_first_line_of_each_command() -> None:
-    """Without importing the commands."""
+def test_help_lists_the_commands_and_every_command_has_json() -> None:
+    for option in ("--help", "-h"):
+        shown = done(option).stdout
+        for command in COMMANDS:
+            assert command in shown and "--json" in done(command, option).stdout
     assert {c.name: (c.help or "").split("\n\n")[0] for c in app.registered_commands} == COMMANDS
-
-
-def test_version_is_printed() -> None:
     assert done("--version").stdout == f"pqweights {pqweights.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "weights-of-mine.safetensors"])
-def test_single_file_is_a_source(name: str, tmp_path: Path) -> None:
+def test_single_file_is_a_source(tmp_path: Path) -> None:
     """A tensor without dimensions is one, too."""
     tensors = {
         "scale": ("F32", np.array(1.0, dtype=np.float32)),
@@ -237,7 +176,7 @@ def test_single_file_is_a_source(name: str, tmp_path: Path) -> None:
         "norm.weight": bf16(gaussian(128)),
     }
     folder = write_checkpoint(tmp_path / "folder", tensors, companions={"secret.txt": b"not asked for"})
-    file = (folder / "model.safetensors").rename(folder / name)
+    file = (folder / "model.safetensors").rename(folder / "weights-of-mine.safetensors")
     assert "scalar" in invoke("plan", file).stdout
     found = answer("quantize", file, tmp_path / "out")
     assert found["copied_files"] == []
@@ -247,77 +186,6 @@ def test_single_file_is_a_source(name: str, tmp_path: Path) -> None:
     answer("export", tmp_path / "out", tmp_path / "exported", "--target", "bf16")
     assert read_all(tmp_path / "exported").keys() == tensors.keys()
 
-
-# --- progress ---
-
-
-class Clock:
-    """A replacement of time.monotonic."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    result = Clock()
-    monkeypatch.setattr(output.time, "monotonic", result)
-    return result
-
-
-def test_progress_is_plain_lines_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with output.progress("quantizing") as show:
-        for second in range(1, 31):
-            clock.now = 1000.0 + second
-            show(second * 100_000_000, 4_000_000_000, "model.layers.0.weight")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = captured.err.splitlines()
-    assert 4 <= len(lines) <= 8  # one every few seconds, not thirty
-    assert lines[0].startswith("quantizing ")
-    for line in lines:
-        assert "of 4.00 GB" in line and "100.00 MB/s" in line and "s left" in line and "model.layers.0.weight" in line
-        assert "\r" not in line and "\x1b" not in line
-    assert lines[-1].split(",")[-1].strip().split(":")[0] in {f"{40 - second} s left" for second in range(26, 31)}
-
-
-def test_short_jobs_and_jobs_that_have_not_begun_show_no_progress(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with output.progress("verifying") as show:
-        for step in range(20):
-            clock.now += 0.05
-            show(step, 20, "x")
-    with output.progress("verifying") as show:
-        clock.now += 60
-        show(0, 100, "x")
-        clock.now += 60
-        show(0, 0, "x")
-    assert capsys.readouterr().err == ""
-
-
-def test_slow_run_shows_progress(source: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock advances by a second for each tensor."""
-    from pqweights.quantizing import Quantize
-
-    job = Quantize.job
-
-    def slow(self: Quantize, *given: Any) -> Any:
-        clock.now += 1.0
-        return job(self, *given)
-
-    monkeypatch.setattr(Quantize, "job", slow)
-    monkeypatch.setattr("pqweights.rewrite.shard.PROGRESS_SECONDS", 0.0)
-    result = invoke("quantize", source, tmp_path / "out", "--json")
-    lines = result.stderr.splitlines()
-    assert 1 <= len(lines) <= 3 and all(line.startswith("quantizing ") for line in lines)
-    json.loads(result.stdout)
-
-
-# --- fresh processes ---
 
 MAIN = "from pqweights_cli.main import main; main()"
 
@@ -345,9 +213,7 @@ def run_into(stdout: Any, unbuffered: str, *arguments: object) -> tuple[int, str
 BUFFERING = pytest.mark.parametrize("unbuffered", ["1", ""], ids=["unbuffered", "buffered"])
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("quantize", "--help"), ("export", "--help"), ("eval", "--help"), ("--version",)]
-)
+@pytest.mark.parametrize("arguments", [("--help",), ("export", "--help"), ("eval", "--help"), ("--version",)])
 def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     imported = imported_by(*arguments)
     assert "typer" in imported  # the list is one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from pqweights_cli import bar, output
 from pqweights_cli.output import BYTES
 from rich.console import Console
 
-from pqweights.common.notices import listening, slow_step
+from pqweights.common.threads import listening, slow_step
 
 NAME = "model.language_model.layers.17.mlp.experts.113.down_proj.weight"
 
@@ -52,30 +53,34 @@ def test_progress_does_not_read_markup_in_names() -> None:
     display.close()
 
 
-def test_first_line_names_the_step() -> None:
-    console = terminal(80)
-    display = bar.Bar("", None, console)
-    display.status("reading the headers")
-    display.close()
-    assert isinstance(console.file, io.StringIO) and "reading the headers" in console.file.getvalue()
-
-
-def test_time_left_counts_only_what_this_run_did(
+def test_progress_is_plain_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One every few seconds, none for short jobs; the time left counts what this run did, and one count at a time."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def told(display: object, *calls: tuple[float, int, int, str]) -> str:
+        for seconds, done, total, name in calls:
+            now[0] = seconds
+            display(done, total, name)  # type: ignore[operator]
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    with output.progress("quantizing") as show:
+        lines = told(show, *((second, second * 10**8, 4 * 10**9, NAME) for second in range(1, 31))).splitlines()
+    assert 4 <= len(lines) <= 8
+    for line in lines:
+        assert re.fullmatch(rf"quantizing \d+% of 4.00 GB, 100.00 MB/s, \d+ s left: {NAME}", line)
+    with output.progress("verifying") as show:
+        assert told(show, *((30 + step / 20, step, 20, "x") for step in range(20))) == ""
+        assert told(show, (100, 0, 100, "x"), (200, 0, 0, "x")) == ""
+    now[0] = 0.0
     display = output._Lines("measuring", "groups")
-    for seconds, done, total, name in ((0, 12, 18, "a"), (10, 13, 18, "b"), (60, 18, 18, "")):
-        now[0] = seconds
-        display(done, total, name)
-    assert (
-        capsys.readouterr().err == "measuring 72% of 18 groups, 50 s left: b\nmeasuring 100% of 18 groups, 0 s left\n"
-    )
-    for seconds, done, total, name in ((61, 1, 16, "c"), (71, 2, 16, "d")):  # another count
-        now[0] = seconds
-        display(done, total, name)
-    assert capsys.readouterr().err == "measuring 12% of 16 groups, 140 s left: d\n"
+    earlier = told(display, (0, 12, 18, "a"), (10, 13, 18, "b"), (60, 18, 18, ""))
+    assert earlier == "measuring 72% of 18 groups, 50 s left: b\nmeasuring 100% of 18 groups, 0 s left\n"
+    assert told(display, (61, 1, 16, "c"), (71, 2, 16, "d")) == "measuring 12% of 16 groups, 140 s left: d\n"
 
 
 def test_new_display_replaces_the_old_one() -> None:
@@ -129,19 +134,13 @@ def test_status_is_a_line_without_a_terminal(
             assert waited_for("looking at the cluster\n", capsys)
         time.sleep(0.03)
         assert capsys.readouterr().err == ""  # it was said already
-    with output.progress("quantizing"), slow_step("looking at the cluster"):
-        assert waited_for("quantizing: looking at the cluster\n", capsys)
-
-
-def test_first_progress_ends_the_step_before_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(output, "STATUS_SECONDS", 0.02)
-    with output.progress("quantizing") as show:
+    with output.progress("quantizing") as show:  # the first call ends the step before it
         show.status("reading the headers")
         show(1, 10, "x")
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+    with output.progress("quantizing"), slow_step("looking at the cluster"):
+        assert waited_for("quantizing: looking at the cluster\n", capsys)
 
 
 def test_quiet_silences_notes_progress_and_summaries(

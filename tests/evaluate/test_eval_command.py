@@ -20,7 +20,7 @@ from families import ATTENTION, Family, build
 from pqweights_cli import tables
 from pqweights_cli.eval import _runtime_lines
 
-from pqweights.common.notices import listening
+from pqweights.common.threads import listening
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize, wikitext

@@ -18,7 +18,7 @@ from calls import export, quantize
 from export_decoders import export_weight
 from weight_errors import relative_mse
 
-from pqweights.common.installing import pip_install
+from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import open_model

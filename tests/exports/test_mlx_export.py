@@ -29,7 +29,7 @@ from helpers import (
     write_checkpoint,
 )
 
-from pqweights.common.installing import pip_install
+from pqweights.common.advice import pip_install
 from pqweights.errors import ExportError
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest

@@ -15,12 +15,12 @@ from helpers import SMALL_CHUNK, bf16, folder_bytes, killed_runs, run_command, s
 from rewriting import Killed
 
 from pqweights.checkpoint.names import FACTORS_FILE, WORK_FOLDER
-from pqweights.common.journal import read_journal
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs
 from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.rewrite.folding import fold as folds
 from pqweights.rewrite.folding import sizes
+from pqweights.rewrite.folding.fold import read_journal
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.needs import resource_needs
 

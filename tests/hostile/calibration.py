@@ -21,7 +21,7 @@ def calibrating(name: str, *fragments: str, options: str = "", **changed: Any) -
     return evaluating(f"calibrate-{name}", *fragments, command=CALIBRATE + options, **changed)
 
 
-CALIBRATE_CASES = [
+CASES = [
     *of_broken_models("calibrate", CALIBRATE),
     evaluating(
         "calibrate-text-missing",

@@ -75,12 +75,7 @@ def evaluating(
     name: str, *fragments: str, command: str = EVAL, without: tuple[str, ...] = (), **changed: Content
 ) -> Case:
     """An undamaged model and text, except for some files by key: text, config, tokenizer, weights."""
-    places = {
-        "text": TEXT,
-        "config": "model/config.json",
-        "tokenizer": "model/tokenizer.json",
-        "weights": MODEL,
-    }
+    places = {"text": TEXT, "config": "model/config.json", "tokenizer": "model/tokenizer.json", "weights": MODEL}
     files = {file: content for file, content in GOOD_MODEL.items() if file not in without}
     return Case(name, {command: fragments}, files | {places[key]: content for key, content in changed.items()})
 
@@ -135,7 +130,7 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
     ]
 
 
-EVAL_CASES = [
+CASES = [
     *of_broken_models("eval", EVAL),
     evaluating("eval-text-missing", "nowhere.txt", "No such file", command="eval model --text nowhere.txt"),
     evaluating("eval-text-empty", TEXT, "an empty file", text=b""),

@@ -27,7 +27,11 @@ from hostile.case import (
     stored,
     write,
 )
-from hostile.masters import DOWN_192, MANIFEST, Damage, run_quantize, set_json
+from hostile.masters import DOWN_192, MANIFEST, Damage, overwrite, run_quantize, set_json
+
+from pqweights.checkpoint.source import open_local
+from pqweights.exporting import MasterFolder
+from pqweights.exporting import export as exporting_of
 
 EXPORT_SRC: dict[str, Content] = {
     FILE: stored({UP: WEIGHT, DOWN: DOWN_192, NORM: VECTOR}),
@@ -67,18 +71,6 @@ def of_master(damage: Damage) -> Damage:
     return lambda folder: damage(folder / "master")
 
 
-def nan_norms(master: Path) -> None:
-    """Change a norm to NaN; of the commands, only verify looks for that."""
-    for path in sorted(master.glob("*.safetensors")):
-        data = bytearray(path.read_bytes())
-        length = int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8 : 8 + length]).items():
-            if name == UP + "_norms":
-                begin = 8 + length + entry["data_offsets"][0]
-                data[begin : begin + 2] = b"\x00\x7e"
-                path.write_bytes(data)
-
-
 def other_source(tensors: Mapping[str, Stored], manifest: bool = True) -> Damage:
     """Another original beside the master; without the manifest, there is no fingerprint to compare."""
 
@@ -88,17 +80,6 @@ def other_source(tensors: Mapping[str, Stored], manifest: bool = True) -> Damage
             (folder / "master" / MANIFEST).unlink()
 
     return damage
-
-
-def export_beside(folder: Path) -> None:
-    """Export the master to BF16, into the folder `exported`."""
-    from pqweights.exporting import MasterFolder, export
-
-    export(MasterFolder(folder / "master"), folder / "exported", "bf16")
-
-
-def newer_master(folder: Path) -> None:
-    set_json("config.json", "quantization_config", "format_version", to=99)(folder / "master")
 
 
 OTHER_UP: Stored = ("F32", [2, 128], WEIGHT_DATA[512:] + WEIGHT_DATA[:512])
@@ -120,8 +101,6 @@ def moments(cut: int = 0, value: float = 1.0, **about: Any) -> Damage:
     """
 
     def damage(folder: Path) -> None:
-        from pqweights.checkpoint.source import open_local
-
         told = {
             "version": 1,
             "holds": ["moments"],
@@ -153,7 +132,7 @@ def of_original(
     return exporting(f"export-original-{name}", said, damage=other_source({NORM: VECTOR, **tensors}, manifest))
 
 
-EXPORT_CASES = [
+CASES = [
     exporting(
         "group-size-that-no-target-has",
         {
@@ -261,12 +240,12 @@ EXPORT_CASES = [
             TORCHAO + " --qparams minmax": (UP + "_norms", "blake3_of_pieces"),
             EXPORT: (UP + "_norms", "blake3_of_pieces"),
         },
-        damage=of_master(nan_norms),
+        damage=of_master(overwrite("model-00001-of-00003.safetensors", UP + "_norms", 0, b"\x00\x7e")),
     ),
     exporting(
         "export-of-a-newer-master",
         dict.fromkeys((TORCHAO, VLLM, MLX), ("config.json", "format_version", "99")),
-        damage=newer_master,
+        damage=of_master(set_json("config.json", "quantization_config", "format_version", to=99)),
     ),
     exporting(
         "export-of-transposed-weights",
@@ -279,7 +258,7 @@ EXPORT_CASES = [
             "export exported out --target mlx": ("exported", "found an export (bf16)", "the folder of the master"),
             "export exported out --target bf16": ("exported", "the folder of the master"),
         },
-        damage=export_beside,
+        damage=lambda folder: exporting_of(MasterFolder(folder / "master"), folder / "exported", "bf16"),
     ),
     exporting(
         "export-of-layers-that-transformers-renames",

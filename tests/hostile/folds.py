@@ -6,7 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from folding_models import CONFIG, llama, llama_tensors, say_rotated
+from helpers import run_command, write_checkpoint
 from hostile.case import Case, stored
+from random_moments import write_random_moments
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
 FOLD = "quantize src out --fold equalize"
@@ -21,9 +24,6 @@ def folding(
     """A Llama, and what steps make of it. without: a tensor that is missing"""
 
     def prepare(folder: Path) -> None:
-        from folding_models import CONFIG, llama_tensors
-        from helpers import write_checkpoint
-
         tensors = {key: values for key, values in llama_tensors().items() if key != without}
         write_checkpoint(folder / "src", tensors, config=CONFIG)
         for step in steps:
@@ -36,8 +36,6 @@ def quantized(fold: str | None, out: str, calibration: str | None = None) -> Cal
     """A step that quantizes src."""
 
     def step(folder: Path) -> None:
-        from helpers import run_command
-
         moments = {} if calibration is None else {"calibration": str(folder / calibration)}
         run_command({"quantize": str(folder / "src"), "fold": fold, **moments}, folder / out)
 
@@ -48,18 +46,9 @@ def moments(of: str = "src", out: str = "m.safetensors", rows: int = 300) -> Cal
     """A step that writes moments of a model."""
 
     def step(folder: Path) -> None:
-        from random_moments import write_random_moments
-
         write_random_moments(folder / of, folder / out, tokens=lambda name, matrix: rows)
 
     return step
-
-
-def other_model(folder: Path) -> None:
-    """Write another Llama."""
-    from folding_models import llama
-
-    llama(folder / "other", "F32")
 
 
 def nan_gain(folder: Path) -> None:
@@ -72,19 +61,12 @@ def nan_gain(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def rotated(folder: Path) -> None:
-    """Make the folded master one that an earlier version made with --fold rotate."""
-    from folding_models import say_rotated
-
-    say_rotated(folder / "rotated")
-
-
 def scales_file(folder: Path) -> None:
     """Write a file with the metadata of calibrate's scales."""
     (folder / "m.safetensors").write_bytes(stored({"a_awq_scale": ("F16", [1], b"\0\0")}))
 
 
-FOLD_CASES = [
+CASES = [
     folding(
         "fold-unknown",
         {
@@ -145,7 +127,7 @@ FOLD_CASES = [
             ),
         },
         quantized(None, "master"),
-        other_model,
+        lambda folder: llama(folder / "other", "F32"),
         moments("other"),
     ),
     folding(
@@ -172,7 +154,7 @@ FOLD_CASES = [
         },
         quantized("equalize", "folded"),
         quantized("equalize", "rotated"),
-        rotated,
+        lambda folder: say_rotated(folder / "rotated"),  # as an earlier version made it with --fold rotate
     ),
     folding(
         "master-of-a-fold-that-went",
@@ -181,7 +163,7 @@ FOLD_CASES = [
             f"export rotated out {VLLM} --source src {GPTQ}": ("--source", "--fold rotate", "quantize again"),
         },
         quantized("equalize", "rotated"),
-        rotated,
+        lambda folder: say_rotated(folder / "rotated"),
         moments("rotated"),
     ),
     folding(

@@ -35,7 +35,7 @@ def named_by_tensors(name: str, text: str, *fragments: str) -> Case:
 Q = "model.layers.0.self_attn.q_proj"
 GROUPS_OF_128 = {"num_bits": 4, "type": "int", "group_size": 128}
 MLX = {"group_size": 64, "bits": 4}
-FOREIGN_CASES = [
+CASES = [
     named_by_method("gptq-config", "gptq", "GPTQ", bits=4),
     named_by_method("awq-config", "awq", "AWQ", bits=4),
     named_by_method("bitsandbytes-config", "bitsandbytes", "bitsandbytes", load_in_4bit=True),
@@ -129,7 +129,7 @@ def mxfp4(name: str, text: str, *fragments: str) -> Case:
 
 
 INFINITE: dict[str, Stored] = {UP: ("F8_E4M3", [2, 128], b"\x38" * 256), UP + "_scale": ("F32", [1], b"\0\0\x80\x7f")}
-PACKED_CASES = [
+CASES += [
     fp8("without-scales", "- F8_E4M3 2 128", UP, "without its scales", f"{UP}_scale_inv"),
     fp8("scales-of-a-wrong-shape", "- F8_E4M3 200 300, _scale_inv F32 2 2", UP + "_scale_inv", "[2, 2]"),
     fp8("scales-per-column", "- F8_E4M3 200 300, _scale F32 300", UP + "_scale", "[300]"),

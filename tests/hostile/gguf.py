@@ -32,7 +32,7 @@ def _damaged(name: str, data: bytes, *fragments: str) -> Case:
 GOOD = _file(_tensor("a", 32, 0), tensors=1, data=128)
 LIST = _text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2**40)
 
-GGUF_CASES = [
+CASES = [
     _damaged("gguf-empty", b"", "found a file of 0 bytes"),
     _damaged("gguf-another-format", b"PK\3\4" + bytes(60), "expected the bytes GGUF"),
     _damaged("gguf-version-1", _file(version=1), "version", "found 1"),

@@ -1,17 +1,22 @@
-"""Bad inputs: weights that are not finite, and headers of safetensors files."""
+"""Bad inputs: weights that are not finite, headers of safetensors files, and indexes of several."""
 
 from __future__ import annotations
 
 import json
 
 from hostile.case import (
+    CONFIG,
     DOWN,
     GOOD_MAP,
     INFINITY,
     NAN,
+    QUANTIZE,
+    SHARD_1,
     SHARD_2,
     UP,
+    WEIGHT,
     WEIGHT_DATA,
+    Case,
     entry,
     headed,
     one_file,
@@ -21,7 +26,8 @@ from hostile.case import (
     weight_with,
 )
 
-WEIGHT_CASES = [
+INDEX_NAME = "model.safetensors.index.json"
+CASES = [
     one_file("nan-in-a-weight", stored({UP: weight_with(NAN, 1, 5)}), UP, "[1, 5]", "NaN"),
     one_file("infinity-in-a-weight", stored({UP: weight_with(INFINITY, 0, 127)}), UP, "[0, 127]", "infinity"),
     one_file("minus-infinity-in-a-weight", stored({UP: weight_with(-INFINITY, 1, 0)}), UP, "[1, 0]", "infinity"),
@@ -40,7 +46,7 @@ WEIGHT_CASES = [
         files={SHARD_2: stored({DOWN: weight_with(NAN, 1, 127)})},
     ),
 ]
-HEADER_CASES = [
+CASES += [
     one_file("empty-file", b"", "0 bytes"),
     one_file("shorter-than-8-bytes", b"\x02\0\0\0\0\0\0", "7 bytes"),
     one_file("header-longer-than-the-file", (1000).to_bytes(8, "little") + b"{}", "header length", "1000"),
@@ -104,4 +110,48 @@ HEADER_CASES = [
     one_file("bytes-after-the-data", headed({UP: entry()}, WEIGHT_DATA + b"\0"), "foreign"),
     one_file("truncated-file", headed({UP: entry()}, WEIGHT_DATA[:-1]), "truncated"),
     one_file("name-with-half-a-surrogate", raw('{"\\ud800": ' + json.dumps(entry()) + "}", WEIGHT_DATA), "ud800"),
+]
+CASES += [
+    two_shards(
+        "index-leaves-the-folder",
+        {UP: "../x.safetensors"},
+        INDEX_NAME,
+        UP,
+        "../x.safetensors",
+        "same folder",
+        files={"x.safetensors": stored({UP: WEIGHT})},
+    ),
+    two_shards("index-absolute-path", {UP: "/x.safetensors"}, INDEX_NAME, UP, "/x.safetensors", "same folder"),
+    two_shards("index-windows-path", {UP: "C:\\x.safetensors"}, INDEX_NAME, UP, "same folder"),
+    two_shards("index-windows-parent", {UP: "..\\x.safetensors"}, INDEX_NAME, UP, "same folder"),
+    two_shards("index-names-a-number", {UP: 1}, INDEX_NAME, UP),
+    two_shards("index-names-the-config", {UP: "config.json"}, UP, "config.json", files={CONFIG: {}}),
+    two_shards("index-names-a-missing-file", {**GOOD_MAP, "x": "y.safetensors"}, "y.safetensors", "missing"),
+    two_shards("index-names-a-missing-tensor", {**GOOD_MAP, "x": GOOD_MAP[UP]}, GOOD_MAP[UP], "'x'"),
+    two_shards(
+        "index-names-the-wrong-file", {UP: GOOD_MAP[UP], DOWN: GOOD_MAP[UP], "x": GOOD_MAP[DOWN]}, "00001-of-00002"
+    ),
+    two_shards("index-swaps-files", {UP: GOOD_MAP[DOWN], DOWN: GOOD_MAP[UP]}, UP, GOOD_MAP[UP], GOOD_MAP[DOWN]),
+    two_shards("index-without-a-map", None, INDEX_NAME, "weight_map", index={"metadata": {}}),
+    two_shards("index-map-empty", {}, INDEX_NAME, "weight_map"),
+    two_shards("index-map-a-list", [UP], INDEX_NAME, "weight_map"),
+    two_shards("index-a-list", None, INDEX_NAME, "list", index=[]),
+    two_shards("index-not-json", None, INDEX_NAME, "JSON", index="{"),
+    two_shards("index-not-utf-8", None, INDEX_NAME, "JSON", index=b'{"\xff": 1}'),
+    two_shards("index-nested", None, INDEX_NAME, index="[" * 100_000),
+    two_shards("truncated-shard", GOOD_MAP, GOOD_MAP[DOWN], "truncated", files={SHARD_2: stored({DOWN: WEIGHT})[:-1]}),
+    two_shards(
+        "tensor-in-two-shards",
+        GOOD_MAP,
+        UP,
+        GOOD_MAP[UP],
+        GOOD_MAP[DOWN],
+        "twice",
+        files={SHARD_2: stored({UP: WEIGHT, DOWN: WEIGHT})},
+    ),
+    Case(
+        "several-files-without-an-index",
+        {QUANTIZE: (INDEX_NAME, "2 safetensors files")},
+        {SHARD_1: stored({UP: WEIGHT}), SHARD_2: stored({DOWN: WEIGHT})},
+    ),
 ]

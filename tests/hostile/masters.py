@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from calls import quantize
 from hostile.case import (
     CONFIG,
     DOWN,
@@ -31,6 +33,9 @@ from hostile.case import (
     stored,
     write,
 )
+from restated import restate_hashes
+
+from pqweights.planning.recipe import load_recipe
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
@@ -39,10 +44,6 @@ Make = Callable[[Path], None]
 
 
 def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
-    from calls import quantize
-
-    from pqweights.planning.recipe import load_recipe
-
     quantize(source, out, load_recipe("q5").with_bits(bits), threads=1, max_shard_bytes=300)
 
 
@@ -50,10 +51,6 @@ def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = 
     """A function that makes an undamaged master of some weights, a kept vector and a tokenizer."""
 
     def make(folder: Path) -> None:
-        from calls import quantize
-
-        from pqweights.planning.recipe import load_recipe
-
         files: dict[str, Content] = {FILE: stored({**weights, NORM: VECTOR}), CONFIG: {"model_type": "llama"}}
         write(folder, {**files, "src/tokenizer.json": {"tokens": []}})
         chosen = load_recipe(recipe) if codec is None else load_recipe(recipe).with_codec(codec)
@@ -155,7 +152,6 @@ def delete(file: str) -> Damage:
 
 def consistently(file: str, damage: Damage) -> Damage:
     """Damage a file, and make the manifest agree with it."""
-    import hashlib
 
     def both(master: Path) -> None:
         damage(master)
@@ -168,7 +164,6 @@ def consistently(file: str, damage: Damage) -> Damage:
 
 def forged(damage: Damage) -> Damage:
     """Damage tensors, and make their hashes in the manifest agree: only the decoder can notice."""
-    from restated import restate_hashes
 
     def both(master: Path) -> None:
         damage(master)
@@ -245,7 +240,7 @@ def manifest(name: str, *path: str | int, to: Any) -> Case:
     return damaged(name, set_json(MANIFEST, *path, to=to), verify=(MANIFEST,), inspect=(MANIFEST,))
 
 
-MASTER_CASES = [
+CASES = [
     *(
         damaged(name, damage, both=(file, tensor, "blake3_of_pieces"))
         for name, file, tensor, damage in (
@@ -262,11 +257,7 @@ MASTER_CASES = [
     ),
     *(
         damaged(name, cut(file, 1), verify=(file, "bytes"), export=(file, "expected", "bytes", "found"))
-        for name, file in (
-            ("master-shard-truncated", SHARD),
-            ("trellis-cut", ONLY_SHARD),
-            ("polar-cut", ONLY_SHARD),
-        )
+        for name, file in (("master-shard-truncated", SHARD), ("trellis-cut", ONLY_SHARD), ("polar-cut", ONLY_SHARD))
     ),
     *(
         damaged(
@@ -380,12 +371,7 @@ MASTER_CASES = [
     settings("master-levels-with-nan", *LEVELS, to=lambda old: [*old[:-1], NAN], export=("levels",)),
     settings("master-levels-beyond-float32", *LEVELS, to=lambda old: [*old[:-1], 1e300], export=("levels",)),
     settings("master-levels-beyond-float64", *LEVELS, to=lambda old: [*old[:-1], 10**400], export=("levels",)),
-    settings(
-        "master-levels-equal-in-float32",
-        *LEVELS,
-        to=lambda o: [*o[:-1], o[-2] + 1e-12],
-        export=("levels",),
-    ),
+    settings("master-levels-equal-in-float32", *LEVELS, to=lambda o: [*o[:-1], o[-2] + 1e-12], export=("levels",)),
     settings("master-overrides-a-list", "overrides", to=[], export=("overrides",)),
     settings("master-override-unknown-key", "overrides", GATE, to={"shape": [4, 65], "bit": 4}, export=(GATE, "'bit'")),
     settings("master-override-unknown-weight", "overrides", "model.absent", to={"bits": 4}, export=("'model.absent'",)),

@@ -1,4 +1,4 @@
-"""Bad inputs: output folders that may not be replaced or continued."""
+"""Bad inputs: output folders that may not be replaced or continued; clusters and storage that cannot be meant."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def asked(name: str, options: str, *fragments: str) -> Case:
 
 UNFINISHED = ("master", "unfinished run of pqweights quantize", "run the same command again")
 JOURNAL = "out/.pqweights/journal.jsonl"
-OUTPUT_CASES = [
+CASES = [
     Case("out-holds-something-else", {QUANTIZE: ("out", "'notes.txt'")}, {**GOOD_SRC, "out/notes.txt": "mine"}),
     Case(
         "out-holds-something-else-to-overwrite",
@@ -134,4 +134,26 @@ OUTPUT_CASES = [
     asked("size-zero", "--max-shard-size 0", "at least one byte"),
     asked("threads-zero", "--threads 0", "--threads"),
     Case("target-unknown", {"export src out --target bf61": ("bf61",)}, GOOD_SRC),
+]
+CASES += [
+    asked("ray-no-address", "--ray here", "--ray here", "HOST:PORT", "auto", "local"),
+    asked("ray-no-port", "--ray 127.0.0.1:", "HOST:PORT"),
+    asked("ray-port-too-large", "--ray 127.0.0.1:65536", "HOST:PORT"),
+    asked("ray-client", "--ray ray://127.0.0.1:10001", "ray://", "node of the cluster"),
+    asked("ray-nobody-answers", "--ray 127.0.0.1:1", "127.0.0.1:1", "nothing answers there"),
+    Case(
+        "ray-unknown-host", {QUANTIZE + " --ray nobody.invalid:6379": ("nobody.invalid", "check the address")}, GOOD_SRC
+    ),
+    Case("address-unknown-scheme", {"quantize nowhere://bucket/model out": ("nowhere",)}),
+    Case("address-without-bucket", {"quantize s3:// out": ("s3://",)}),
+    Case("address-with-credentials", {"quantize s3://id:secret@bucket/model out": ("s3://",)}),
+    Case("address-of-nothing", {"quantize memory://nothing out": ("memory://nothing",)}),
+    Case("address-of-no-master", {"verify memory://nothing": ("memory://nothing",)}),
+    Case(
+        "address-for-eval",
+        {"eval memory://nothing --text eval.txt": ("memory://nothing", "local")},
+        {"eval.txt": "text"},
+    ),
+    Case("output-on-the-hub", {"quantize src hf://org/model": ("hf://org/model", "push")}, GOOD_SRC),
+    Case("output-unknown-scheme", {"quantize src nowhere://bucket/out": ("nowhere",)}, GOOD_SRC),
 ]

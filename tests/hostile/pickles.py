@@ -74,7 +74,7 @@ def indexed_pickle(name: str, index: Content, *fragments: str) -> Case:
     return Case(name, {UNPICKLE: fragments}, prepare=prepare)
 
 
-PICKLE_CASES = [
+CASES = [
     pickled("pickle-unasked", lambda: saved(weights()), "pytorch_model.bin", "--allow-pickle", command=QUANTIZE),
     pickled(
         "pickle-malicious-unasked",

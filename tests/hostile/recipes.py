@@ -9,7 +9,7 @@ def recipe(name: str, text: Content, *fragments: str) -> Case:
     return Case(name, {RECIPE: ("recipe.yaml", *fragments)}, {**GOOD_SRC, "recipe.yaml": text})
 
 
-RECIPE_CASES = [
+CASES = [
     Case("recipe-name-unknown", {"quantize src out --recipe q55": ("'q55'", "'q5'")}, GOOD_SRC),
     Case("recipe-name-far-from-all", {"quantize src out --recipe gptq": ("'gptq'", "expected q2, q3")}, GOOD_SRC),
     Case("recipe-name-of-a-width", {"quantize src out --recipe q7": ("'q7'", "--recipe q5 --bits 7")}, GOOD_SRC),

@@ -33,7 +33,7 @@ def by_file(name: str, *fragments: str, content: Content | None = None, **change
     return Case(name, {BY_FILE: ("s.json", *fragments)}, GOOD_MODEL | {"s.json": whole if content is None else content})
 
 
-FIT_CASES = [
+CASES = [
     fitting("fit-size-no-size", "--target-size 9XB", "'9XB'", "5GiB (2**30)"),
     fitting("fit-size-zero", "--target-size 0", "at least one byte"),
     fitting("fit-size-beyond-all-files", "--target-size " + "9" * 5000, "at most 2**63"),
@@ -44,11 +44,11 @@ FIT_CASES = [
     ),
     fitting("fit-bits-nan", "--target-bpw nan", "positive number of bits per weight, found nan"),
     fitting("fit-bits-negative", "--target-bpw -4.5", "positive number of bits per weight, found -4.5"),
-    fitting("fit-bits-beyond-numbers", "--target-bpw 1e308", "leaves nothing to quantize", "at most"),
+    fitting("fit-bits-beyond-numbers", "--target-bpw 1e308", "leaves nothing to quantize", "expected less than"),
     fitting("fit-bits-below-the-smallest", "--target-bpw 2", "below the smallest possible", "2.1250 bits per weight"),
-    fitting("fit-bits-of-the-source", "--target-bpw 32", "leaves nothing to quantize", "expected at most"),
+    fitting("fit-bits-of-the-source", "--target-bpw 32", "leaves nothing to quantize", "expected less than"),
     fitting("fit-size-below-the-smallest", "--target-size 1kB", "1000 bytes: below the smallest possible"),
-    fitting("fit-size-above-the-source", "--target-size 1GB", "leaves nothing to quantize", "at most"),
+    fitting("fit-size-above-the-source", "--target-size 1GB", "leaves nothing to quantize", "expected less than"),
     fitting(
         "fit-sensitivity-without-target", "--sensitivity heuristic", "--sensitivity needs --target-size or --target-bpw"
     ),

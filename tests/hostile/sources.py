@@ -15,7 +15,7 @@ def linked_license(folder: Path) -> None:
     (folder / "src/LICENSE").symlink_to("../secret")
 
 
-SOURCE_CASES = [
+CASES = [
     Case("license-a-link-out-of-the-folder", {QUANTIZE: ("LICENSE", "leads out")}, prepare=linked_license),
     Case("source-missing", {QUANTIZE: ("src", "no such")}),
     Case("source-an-empty-folder", {QUANTIZE: ("no weights",)}, prepare=lambda folder: (folder / "src").mkdir()),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pqweights.codecs.polar_transform import GROUP
-from pqweights.common.suggestions import instead, nearest
+from pqweights.common.advice import instead, nearest
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import KarhunenLoeve, LayerBases
 from pqweights.inference.kv.polar_rope import PolarPairs, RopePairs, TokenWise

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pqweights.common.installing import pip_install
+from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
 
 # Loggers that log at import, or while something is loaded.

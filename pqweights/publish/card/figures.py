@@ -11,7 +11,6 @@ from pqweights.common.markdown import code, listed, number, table, words
 from pqweights.common.units import counted
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
-from pqweights.publish.card.text import as_number
 from pqweights.quality.evaluate.report import beginning, masked_tokens
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.records import TensorRecord, is_rescued, mean_error
@@ -38,8 +37,8 @@ def weights(manifest: Manifest) -> list[str]:
     """Return the section: errors by role, exceptions, tensors that are not quantized, and tensors that are left out."""
     quantized = [pair for pair in manifest.pairs if pair[0].bits is not None]
     lines = _by_role(quantized, manifest) if quantized else []
-    if manifest.kind != "master":
-        lines += _error_of_master(manifest)
+    if "original_fingerprint" in manifest.made_by:
+        lines.append("The integers were made from the weights of the original, not from those of the master.")
     lines += _exceptions(quantized, manifest)
     plain = [tensor for tensor in manifest.tensors if tensor.bits is None]
     if plain:
@@ -98,21 +97,6 @@ def _role_row(title: str, pairs: Sequence[Pair], integers: bool) -> list[str]:
         code(worst.name),
         number(record.relative_mse),
     ]
-
-
-def _error_of_master(manifest: Manifest) -> list[str]:
-    """Return what is known of the master that an export was made from."""
-    bits, error = (as_number(manifest.identity.master.get(key)) for key in ("bits_per_weight", "relative_mse"))
-    if isinstance(manifest.identity.master.get("awq"), dict):
-        error = None  # it is the error of the scaled weights
-    known = [
-        *([] if bits is None else [f"{bits:.4f} bits per weight"]),
-        *([] if error is None else [f"a relative MSE of {number(error)} against the original"]),
-    ]
-    lines = [f"The master itself has {' and '.join(known)}."] if known else []
-    if "original_fingerprint" in manifest.made_by:
-        lines.append("The integers were made from the weights of the original, not from those of the master.")
-    return lines
 
 
 def _exceptions(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:

@@ -21,12 +21,17 @@ from pqweights.options import ExportOptions
 from pqweights.parameters import parameters
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
-from pqweights.planning.target import SizeTarget
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.storage.hub.repository import is_repository_id
 
-HUB, PAPERS = "https://huggingface.co", "https://arxiv.org/abs"
+HUB = "https://huggingface.co"
+# The papers on what was done before and beside coding, by what says in the manifest that it was done.
+PAPERS = {
+    "fit": "Malinovskii et al., *HIGGS*, [arXiv:2411.17525](https://arxiv.org/abs/2411.17525): bit widths for a size.",
+    "awq": "Lin et al., *AWQ*, [arXiv:2306.00978](https://arxiv.org/abs/2306.00978): the scales of input channels.",
+    "gptq": "Frantar et al., *GPTQ*, [arXiv:2210.17323](https://arxiv.org/abs/2210.17323): rounding that compensates.",
+}
 # How integers were rounded, by --qparams.
 ROUNDING = {
     "best": ", with the parameters of least squared error for each group",
@@ -39,11 +44,6 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def as_number(value: Any) -> float | None:
-    """Return a value if it is a number of a sensible size, else None."""
-    return float(value) if isinstance(value, float | int) and value is not True and abs(value) < 1e300 else None
 
 
 def opening(inspection: Inspection, base_model: str | None) -> list[str]:
@@ -137,27 +137,30 @@ def _load_master(model: LoadableModel) -> list[str]:
 
 
 def recipe(manifest: Manifest) -> list[str]:
-    """Return the recipe of the master, and the calibration; nothing if the manifest holds none."""
-    is_master, source = manifest.kind == "master", _about_master(manifest)
-    stated, fit, fold = source.get("recipe"), source.get("fit"), source.get("fold") or manifest.made_by.get("fold")
+    """Return the recipe of the master, and what was calibrated; nothing if the manifest holds no recipe."""
+    is_master, made = manifest.kind == "master", _about_master(manifest)
+    stated, fold, awq = made.get("recipe"), made.get("fold") or manifest.made_by.get("fold"), made.get("awq")
     if not isinstance(stated, dict):
         return []
-    width = "a width chosen for each group" if isinstance(fit, dict) else f"{words(as_text(stated.get('bits')))} bits"
+    width = "a width chosen for each group" if "fit" in made else f"{words(as_text(stated.get('bits')))} bits"
     effort = f", effort {words(as_text(stated['effort']))}" if "effort" in stated else ""
     rules = len(stated["rules"]) if isinstance(stated.get("rules"), list) else 0
-    listed = (
-        f"{code(MANIFEST_FILE)} lists its {counted(rules, 'rule')} for other weights." if rules else "It has no rules."
-    )
+    listed = f"{code(MANIFEST_FILE)} lists its {counted(rules, 'rule')} for other weights." if rules else "No rules."
     lines = [
-        f"{'' if is_master else 'The recipe of the master is '}{_recipe_line(stated, fitted='fit' in source)}",
+        f"{'' if is_master else 'The recipe of the master is '}{_recipe_line(stated, fitted='fit' in made)}",
         f"Default: {code(as_text(stated.get('codec')))}, {width}{effort}. {listed}",
     ]
-    if isinstance(fit, dict):
-        lines.append(_fit(fit, stated))
+    if "fit" in made:
+        lines.append("Other widths were chosen to meet the target of the recipe with the smallest rise of the loss.")
     if isinstance(fold, dict):
-        lines.append(_fold(fold))
-    if not isinstance(fold, dict) or "calibration" not in fold or isinstance(source.get("awq"), dict):
-        lines.append(_calibration(source.get("awq"), manifest))
+        lines.append(_fold(as_text(fold.get("kind"))))
+    if isinstance(awq, dict):
+        file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
+        whose = "Input channels have" if is_master else "In the master, input channels have"
+        lines.append(f"{whose} activation-aware scales that were searched on a calibration text ({file}).")
+    elif not isinstance(fold, dict) or "calibration" not in fold:
+        without = "No calibration data was used."
+        lines.append(without if is_master else "The master was made without calibration data.")
     return lines
 
 
@@ -176,47 +179,12 @@ def _recipe_line(stated: Mapping[str, Any], *, fitted: bool) -> str:
     return f"{code(as_text(name))}: {words(as_text(stated.get('description')))}".rstrip(": ")
 
 
-def _fit(fit: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
-    """Return how widths were chosen for a target."""
-    output_bytes, per_weight = as_number(stated.get("target_size")), as_number(stated.get("target_bpw"))
-    target = "the target of the recipe"
-    if output_bytes is not None:
-        target = f"the target of {output_bytes:.0f} bytes"
-    elif per_weight is not None and "bpw_of" not in stated:  # a mean over other weights, in development versions
-        target = f"the target of {SizeTarget(bits_per_weight=per_weight)}"
-    measured = fit.get("sensitivity")
-    by = ""
-    if isinstance(measured, dict) and "sha256" in measured:
-        by = f" by sensitivities that were measured (file with sha256 {code(as_text(measured['sha256']))})"
-    return f"Widths that no rule sets were chosen{by} to meet {target} with the smallest rise of the loss."
-
-
-def _fold(fold: Mapping[str, Any]) -> str:
+def _fold(kind: str) -> str:
     """Return what was done to neighbouring layers before anything was quantized."""
-    kind = as_text(fold.get("kind"))
     how = "the residual stream was rotated" if kind == "rotate" else "factors were moved between neighbouring layers"
-    data = ""
-    if "calibration" in fold:
-        file = code(as_text(fold["calibration"]))
-        data = f", by the sizes of channels on a calibration text (file with sha256 {file})"
     return (
-        f"Before quantization, {how}{data} ({code(f'--fold {words(kind)}')}). The model computes the same, but "
-        "adapters that were trained for the original do not fit it."
-    )
-
-
-def _calibration(awq: Any, manifest: Manifest) -> str:
-    is_master = manifest.kind == "master"
-    if not isinstance(awq, dict):
-        return "No calibration data was used." if is_master else "The master was made without calibration data."
-    file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
-    if "original_fingerprint" in manifest.made_by:
-        return f"The master has activation-aware scales ({file}), which this export does not use."
-    count = sum(tensor.is_scaled for tensor in manifest.tensors) if is_master else awq.get("weights")
-    subject = "The input channels" if is_master else "In the master, the input channels"
-    return (
-        f"{subject} of {words(as_text(count))} weights were scaled before quantization, by activation-aware scales "
-        f"that were searched on a calibration text ({file})."
+        f"Before quantization, {how} ({code(f'--fold {words(kind)}')}). The model computes the same, but adapters that "
+        "were trained for the original do not fit it."
     )
 
 
@@ -227,18 +195,13 @@ def method(manifest: Manifest) -> list[str]:
     prefix = "" if manifest.kind == "master" else "The master was made as follows. "
     described = [f"{prefix}{codec.description}" for codec in known if codec.description]
     papers = [paper for codec in known for paper in codec.papers]
-    if isinstance(about.get("fit"), dict):
-        papers.append(f"Malinovskii et al., *HIGGS*, {_paper('2411.17525')}: bit widths for a size.")
-    if isinstance(about.get("awq"), dict) and "original_fingerprint" not in manifest.made_by:
-        papers.append(f"Lin et al., *AWQ*, {_paper('2306.00978')}: the scales of input channels.")
+    papers += [PAPERS[step] for step in ("fit", "awq") if isinstance(about.get(step), dict)]
     if any(tensor.action == INTEGER for tensor in manifest.tensors):
         rounding = ROUNDING.get(as_text(manifest.made_by.get("qparams")), "")
-        compensated = ""
         if manifest.made_by.get("rounding") == "gptq":
-            file = code(as_text(manifest.made_by.get("calibration")))
-            compensated = f", such that errors cancel in the outputs on a calibration text (moments with sha256 {file})"
-            papers.append(f"Frantar et al., *GPTQ*, {_paper('2210.17323')}: error-compensated rounding.")
-        described.append(f"In this export, the weights are rounded in groups{rounding}{compensated}.")
+            rounding += ", such that errors cancel in the outputs on a calibration text"
+            papers.append(PAPERS["gptq"])
+        described.append(f"In this export, the weights are rounded in groups{rounding}.")
     listed = "\n".join(f"- {paper}" for paper in dict.fromkeys(papers))
     return [part for part in (" ".join(described), listed) if part]
 
@@ -249,10 +212,6 @@ def _codecs(manifest: Manifest) -> list[str]:
         return sorted({tensor.codec for tensor in manifest.tensors if tensor.codec})
     stated = manifest.identity.master.get("recipe")
     return [as_text(stated.get("codec"))] if isinstance(stated, dict) else []
-
-
-def _paper(number: str) -> str:
-    return f"[arXiv:{number}]({PAPERS}/{number})"
 
 
 def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[str]:

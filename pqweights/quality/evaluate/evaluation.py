@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pqweights.common.notices import slow_step
+from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size

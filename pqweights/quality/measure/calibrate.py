@@ -20,7 +20,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.writer import COPY_BYTES, check_free, disk_errors
 from pqweights.common.documents import as_json
-from pqweights.common.notices import slow_step
+from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError, RecipeError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import package

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.common.notices import slow_step
+from pqweights.common.threads import slow_step
 from pqweights.common.units import counted
 from pqweights.errors import EvaluationError, RecipeError, SourceError
 from pqweights.inference.runtimes.folders import Folder

@@ -20,7 +20,7 @@ import numpy as np
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import check_free
-from pqweights.common.notices import slow_step
+from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError, MissingDependencyError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import Refused, package

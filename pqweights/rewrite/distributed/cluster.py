@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqweights.common.installing import pip_install
-from pqweights.common.notices import slow_step
+from pqweights.common.advice import pip_install
+from pqweights.common.threads import slow_step
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError
 from pqweights.rewrite.distributed.worker import LOOK, VERSIONS, remote_call
 

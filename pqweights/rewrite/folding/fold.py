@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +17,10 @@ import numpy.typing as npt
 from pqweights.checkpoint.names import FACTORS_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.common.advice import instead
 from pqweights.common.dtypes import from_float32, to_float32
-from pqweights.common.journal import append_line, read_journal
-from pqweights.common.locks import ProcessLock
-from pqweights.common.suggestions import instead
+from pqweights.common.threads import ProcessLock
 from pqweights.errors import OptionError, SourceError
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.statistics_file import Statistics
@@ -336,3 +339,38 @@ def _values(tensor: LogicalTensor) -> Floats:
     raw = np.empty(count * 4, dtype=np.uint8)
     tensor.read(0, count, "F32", raw)
     return raw.view(np.float32)
+
+
+def journal_line(value: Any) -> bytes:
+    """Return the line of a value in the append-only file of what was found: the sha256 of its JSON, a space, the JSON.
+
+    A line that a kill cut short is dropped when the file is read, with everything behind it.
+    """
+    content = json.dumps(value).encode()
+    return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add a line to a journal, which is created if it does not exist. Raises OutputError."""
+    with disk_errors(path), open(path, "ab") as stream:
+        stream.write(journal_line(value))
+
+
+def read_journal(path: Path) -> list[Any]:
+    """Return the values of a journal, in order, and cut off what is damaged behind them.
+
+    There are none if there is no journal, or if its first line is damaged; then it stays as it is.
+    """
+    values: list[Any] = []
+    if not path.exists():
+        return values
+    valid = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        digest, _, content = line.removesuffix(b"\n").partition(b" ")
+        if not line.endswith(b"\n") or hashlib.sha256(content).hexdigest().encode() != digest:
+            if values:
+                os.truncate(path, valid)
+            break
+        values.append(json.loads(content))
+        valid += len(line)
+    return values

@@ -24,7 +24,7 @@ from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import DiskNeed
-from pqweights.common.locks import ProcessLock
+from pqweights.common.threads import ProcessLock
 from pqweights.errors import HubError, OutputError, SourceError
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.repository import Repository

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pqweights.common.installing import pip_install
+from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, StorageError
 from pqweights.storage.remote.addresses import NOT_STORAGE, Address
 from pqweights.storage.remote.failures import expected_errors, explained

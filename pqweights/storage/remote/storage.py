@@ -20,7 +20,7 @@ from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder, others_of_model
 from pqweights.checkpoint.storage import Storage, WorkFolder, check_not_interrupted
-from pqweights.common.locks import ProcessLock
+from pqweights.common.threads import ProcessLock
 from pqweights.errors import SourceError
 from pqweights.storage.remote.addresses import Address, is_inside
 from pqweights.storage.remote.blocks import BlockCache

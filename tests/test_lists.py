@@ -1,0 +1,77 @@
+"""Lists of modules and tests are complete: references.md, slow.py, and what benchmarks import and wrap by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slow import SLOW
+
+TESTS = Path(__file__).parent
+BENCHMARKS = TESTS.parent / "benchmarks"
+PAGE = (TESTS / "references.md").read_text(encoding="utf-8")
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from phases import PHASES
+for module, owner, functions in PHASES.values():
+    holder = importlib.import_module(module)
+    for function in functions:
+        getattr(getattr(holder, owner) if owner else holder, function)
+"""
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])  # only here: names clash
+    from paper_cluster import Cluster, Estimate, estimate
+
+
+def functions_of(module: str) -> set[str]:
+    tree = ast.parse((TESTS / module).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_kernel_and_codec_has_a_reference() -> None:
+    rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    rows += [line for line in PAGE.splitlines() if line.startswith("No arithmetic of their own")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    package = TESTS.parent / "pqweights"
+    python = {path.stem for folder in ("kernels", "codecs") for path in (package / folder).glob("*.py")}
+    modules = python | {path.stem for path in (package / "kernels" / "native").glob("*.[ch]pp")}
+    assert len(named) == len(set(named)) and set(named) == modules
+
+
+def test_tests_that_are_named_exist() -> None:
+    references = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", PAGE)
+    assert references
+    for module, function in [*references, *(entry.split("::") for entry in SLOW if "::" in entry)]:
+        assert function in functions_of(module), (module, function)
+    assert all((TESTS / entry.partition("::")[0]).exists() for entry in SLOW)
+    assert all((TESTS / "support" / name).exists() for name in re.findall(r"`(\w+\.py)`", PAGE) if "test_" not in name)
+
+
+def test_every_benchmark_can_be_imported() -> None:
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    assert "phases" in names
+    code = f"import sys; sys.path[:0] = {[str(BENCHMARKS), str(TESTS / 'support')]!r}\n{IMPORT_ALL}"
+    subprocess.run([sys.executable, "-c", code, *names], check=True, timeout=300, cwd=BENCHMARKS)
+
+
+def test_estimates_of_clusters_on_paper_by_hand() -> None:
+    one = Cluster(price=3.6, cores=8, task_threads=8, network_bytes=1e9, shard_bytes=1e9, fixed_seconds=0.0)
+
+    def on_paper(nodes: int, cpu_seconds_per_byte: float = 8e-8) -> Any:
+        return estimate(10e9, nodes=nodes, cluster=one, cpu_seconds_per_byte=cpu_seconds_per_byte, result_share=0.5)
+
+    # 5 shards, each of 2e9 bytes of source, 160 CPU seconds and 3e9 bytes that move.
+    assert on_paper(1) == Estimate(pytest.approx(100.0), pytest.approx(0.1), "compute")
+    assert on_paper(5) == Estimate(pytest.approx(20.0), pytest.approx(0.1), "compute")
+    # One node has two shards, the others one: the fifth shard waits.
+    assert on_paper(4) == Estimate(pytest.approx(40.0), pytest.approx(0.16), "shards")
+    assert on_paper(1, 1e-9) == Estimate(pytest.approx(15.0), pytest.approx(0.015), "network")
+    assert on_paper(50).seconds == on_paper(5).seconds and on_paper(50).money == pytest.approx(10 * on_paper(5).money)
