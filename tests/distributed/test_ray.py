@@ -104,18 +104,6 @@ def test_a_worker_that_is_killed_costs_its_task_alone(
     assert folder_bytes(tmp_path / "out") == plain
 
 
-def test_a_task_that_ends_every_worker_ends_the_run(
-    source: Path, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "MOST_RETRIES", 1)
-    task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "kill all")
-    with (
-        engine_of(cluster.address) as engine,
-        pytest.raises(ClusterError, match=r"ended 2 times \(.*look into the logs"),
-    ):
-        rewrite(task, RunOptions(engine=engine))
-
-
 def test_the_task_of_a_node_that_is_killed_goes_to_another(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -131,28 +119,6 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
         rewrite(task, RunOptions(engine=engine))
     thread.join()
     assert len(cluster.nodes) == 1
-    assert folder_bytes(tmp_path / "out") == plain
-
-
-def test_a_run_without_nodes_ends_and_is_continued(
-    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "NODELESS_SECONDS", 2.0)
-    task, marker = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang"), tmp_path / "marker"
-
-    def kill_nodes() -> None:
-        wait_until(marker.exists, "the task did not begin")
-        for node in list(cluster.nodes):
-            cluster.kill(node)
-
-    thread = in_background(kill_nodes)
-    with (
-        engine_of(cluster.address) as engine,
-        pytest.raises(ClusterError, match="no node was left for 2 s that can take"),
-    ):
-        rewrite(task, RunOptions(engine=engine))
-    thread.join()
-    pqweights.quantize(source, tmp_path / "out", max_shard_size=SHARD)
     assert folder_bytes(tmp_path / "out") == plain
 
 
@@ -201,33 +167,6 @@ with engine_of({cluster.address!r}) as engine:
     report = pqweights.quantize(source, tmp_path / "out", max_shard_size=SHARD)
     assert report.resumed >= LAYERS - 1
     assert folder_bytes(tmp_path / "out") == plain
-
-
-def test_a_damaged_source_is_refused_as_by_one_machine(cluster: RayCluster, tmp_path: Path) -> None:
-    values = gaussian(256, 256)
-    values[3, 5] = np.nan
-    write_checkpoint(tmp_path / "model", {weight(0): bf16(gaussian(256, 256)), weight(1): bf16(values)})
-    messages = []
-    for ray in (None, cluster.address):
-        with pytest.raises(SourceError) as refused:
-            pqweights.quantize(tmp_path / "model", tmp_path / "out", max_shard_size=SHARD, ray=ray)
-        messages.append(str(refused.value))
-        assert not (tmp_path / "out").exists()
-    assert messages[0] == messages[1]
-
-
-def test_folders_that_nodes_do_not_share_are_found_before_the_work(
-    source: Path, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "_witness", lambda run: run.store.work / "elsewhere")
-    with pytest.raises(ClusterError, match=r"node .* does not see what the driver writes into .*out; choose"):
-        pqweights.quantize(source, tmp_path / "out", ray=cluster.address)
-    monkeypatch.undo()
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(engines, "_local_files", lambda storage, names: [(tmp_path / "elsewhere" / "model", 5)])
-    with pytest.raises(ClusterError, match=r"node .* does not see .*elsewhere/model as the driver does"):
-        pqweights.quantize(source, tmp_path / "out", ray=cluster.address)
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_path: Path) -> None:

@@ -629,13 +629,3 @@ def test_interrupt_works_while_a_reply_stalls(
         assert told.startswith("interrupted; run the same command again")
     client.well("quantize", SOURCE, out, *options)
     assert without_origin(out) == without_origin(tmp_path / "expected")
-
-
-def test_commit_during_a_run_changes_nothing(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
-    run_command({"quantize": str(source)}, tmp_path / "expected")
-    old = hub.repositories[SOURCE].sha()
-    hub.inject(Fault(Run(lambda: hub_cases.another_commit(hub)), "GET", r"resolve/.*config\.json"))
-    client.well("quantize", SOURCE, tmp_path / "out")
-    assert hub.repositories[SOURCE].sha() != old
-    assert model_of(tmp_path / "out")["revision"] == old
-    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")

@@ -223,36 +223,6 @@ def test_a_run_whose_source_fails_is_one_line_and_continues(
     assert found["resumed_tensors"] > 0 and folder_bytes(tmp_path / "out") == folder_bytes(master)
 
 
-def test_a_source_that_is_replaced_during_a_run_is_refused(server: ObjectServer, source: Path, tmp_path: Path) -> None:
-    address = server.put(source, "replaced")
-    checkpoint = open_address(parse_address(address))
-    file = checkpoint.weight_files[1]
-    data = bytearray((source / file).read_bytes())
-    data[-1] ^= 1
-    server.client.put_object(Bucket=BUCKET, Key=f"replaced/{file}", Body=bytes(data))
-    with pytest.raises(SourceChangedError, match=f"{file}: it was replaced while it was being read"):
-        read_bytes(checkpoint.storage, file, 1000, 50_000)
-
-
-@pytest.mark.parametrize("file", ["model-00001-of-00003.safetensors", "tokenizer.json"])
-def test_an_object_that_is_replaced_after_it_was_read_ends_the_run(
-    file: str, server: ObjectServer, source: Path, tmp_path: Path
-) -> None:
-    address, replaced = server.put(source, "late"), []
-    other = (
-        bytes(len((source / file).read_bytes())) if file == "tokenizer.json" else (source / file).read_bytes() + b"x"
-    )
-
-    def replace_late(done: int, total: int, name: str) -> None:
-        if done == total and not replaced:
-            replaced.append(server.client.put_object(Bucket=BUCKET, Key=f"late/{file}", Body=other))
-
-    out = tmp_path / "out"
-    with pytest.raises(SourceChangedError, match=f"late/{file}: the source changed while it was being read"):
-        pqweights.quantize(address, out, progress=replace_late)
-    assert replaced and not (out / "pqweights.json").exists()
-
-
 def test_addresses_that_hold_nothing_or_something_else(server: ObjectServer, source: Path, tmp_path: Path) -> None:
     address = server.put(source, "ordinary")
     nothing = f"s3://{BUCKET}/nothing"
@@ -335,20 +305,3 @@ def test_fingerprints_and_headers_of_many_files(server: ObjectServer, tmp_path: 
     starts = sum("model-" in line for line in server.log if line.startswith("GET"))
     assert starts <= 2 * 40 and opened.fingerprint() == open_local(folder).fingerprint()
     assert [t.name for t in opened.tensors] == [t.name for t in open_local(folder).tensors]
-
-
-def test_another_file_system_works_alike(source: Path, tmp_path: Path) -> None:
-    fsspec = pytest.importorskip("fsspec")
-    place = f"memory://{tmp_path.name}/source"
-    for path in source.iterdir():
-        fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/source/{path.name}", path.read_bytes())
-    done("quantize", place, tmp_path / "remote", "--threads", 4)
-    done("quantize", source, tmp_path / "local")
-    assert folder_bytes(tmp_path / "remote") == folder_bytes(tmp_path / "local")
-
-
-def test_errors_of_python_calls_name_the_address(server: ObjectServer) -> None:
-    with pytest.raises(MasterError, match=f"s3://{BUCKET}/x: no such folder"):
-        pqweights.verify(f"s3://{BUCKET}/x")
-    with pytest.raises(OptionError, match="expected s3://BUCKET/FOLDER"):
-        pqweights.inspect("s3://")

@@ -203,25 +203,6 @@ def test_source_and_result_in_object_storage(
         quantize(address, OUT, load_recipe("q5"), options=options)
 
 
-def test_full_scratch_disk_is_named(
-    source: Path, final: dict[str, bytes], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate, calls = os.posix_fallocate, []
-
-    def full(descriptor: int, offset: int, size: int) -> None:
-        calls.append(size)
-        if len(calls) == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        allocate(descriptor, offset, size)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OutputError, match=r"model-00003-of-00004\.safetensors: the disk is full"):
-            run(command(source))
-    assert run(command(source)).resumed > 0
-    assert objects(OUT) == final
-
-
 def test_commands_take_addresses(
     source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

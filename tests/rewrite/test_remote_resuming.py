@@ -167,39 +167,6 @@ def test_run_that_another_one_replaces_ends_unless_it_runs_on_this_machine(
     assert folder_bytes(scratch) == {}
 
 
-def refusing(what: str, name: str = "") -> Any:
-    """Refuse a kind of operation, as with credentials that expire."""
-
-    def act(operation: Operation, do: Callable[[], Any]) -> Any:
-        if operation[0] == what and operation[1].endswith(name):
-            raise PermissionError
-        return do()
-
-    return each_operation(act)
-
-
-@pytest.mark.parametrize("what", ["pipe_file", "rm_file"])
-def test_missing_permission_is_found_before_the_work(
-    what: str, source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with refusing(what), pytest.raises(StorageError, match="access denied"):
-        run_into(command(source), OUT, scratch, monkeypatch)
-    assert not any("model-" in name for name in objects(OUT))
-    assert folder_bytes(scratch) == {}
-
-
-def test_upload_that_fails_ends_the_run(
-    source: Path, final: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was finished is kept."""
-    with refusing("put_file", SECOND_SHARD), pytest.raises(StorageError, match=f"{SECOND_SHARD}: access denied"):
-        run_into(command(source), OUT, scratch, monkeypatch)
-    staged = staged_tensors(OUT)
-    resumed, begun = continued(command(source), scratch, monkeypatch)
-    assert staged and resumed == len(staged) and not begun & staged
-    assert objects(OUT) == final
-
-
 def test_mark_without_its_shard_is_not_left_by_a_killed_removal(
     source: Path, final: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,14 +236,6 @@ def test_dry_run_goes_as_far_as_it_can_without_the_hub(
     assert hub.repositories == {} and not writes(hub)
 
 
-def test_token_on_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:
-    client.token = None
-    done = client.well("push", master, TARGET, "--token", hub.token)
-    assert hub.token not in done.output
-    assert_holds(hub, master)
-    assert not any(hub.token.encode() in data for data in folder_bytes(master).values())
-
-
 def test_repository_with_other_weights_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "onnx/model.onnx", "x.index.json"):
         hub.commit(TARGET, {name: b"of somebody else", "notes.txt": b"x"})
