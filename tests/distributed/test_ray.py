@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from ray_cluster import QUIET, Faulty, RayCluster, kill_process, wait_until
@@ -20,12 +19,11 @@ from remote_server import SECRETS, ObjectServer
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
-from pqweights.errors import ClusterError, MissingDependencyError, OptionError, SourceError, StorageError
+from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
 from pqweights.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.distributed import cluster as clusters
-from pqweights.rewrite.distributed import engine as engines
 from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import RewriteTask, RunOptions

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from hub_cases import CASES, NOT_NEEDED, RUN, SOURCE, Case, Client, files_of, write_source
-from loopback_hub import Fault, LoopbackHub, Request, Run, Stall
+from loopback_hub import Fault, LoopbackHub, Request, Stall
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.quantizing import EncodeJob

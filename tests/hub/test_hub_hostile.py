@@ -325,10 +325,7 @@ def aliases(levels: int) -> bytes:
 
 # The front matter of a card, and the facts that a master keeps of it.
 CARDS: dict[str, tuple[bytes, dict[str, Any]]] = {
-    "aliases": (
-        aliases(19) + b"\nlicense: *a19\npipeline_tag: text-generation",
-        {"pipeline_tag": "text-generation"},
-    ),
+    "aliases": (aliases(19) + b"\nlicense: *a19\npipeline_tag: text-generation", {"pipeline_tag": "text-generation"}),
     "itself": (b"license: &a [*a]\nlicense_name: x", {"license_name": "x"}),
     "python": (b"license: !!python/object/apply:os.system ['touch RAN']", {}),
     "python, new": (b"license: !!python/object/new:os.system ['touch RAN']\nlanguage: en", {}),

@@ -189,11 +189,7 @@ def test_namespace_must_be_named(name: str, hub: LoopbackHub, client: Client, ma
 
 @pytest.mark.parametrize(
     ("repository", "token", "says"),
-    [
-        (TARGET, None, LOG_IN),
-        (TARGET, "hf_" + "Wrong" * 7, LOG_IN),
-        ("you/master", "right", "does not permit"),
-    ],
+    [(TARGET, None, LOG_IN), (TARGET, "hf_" + "Wrong" * 7, LOG_IN), ("you/master", "right", "does not permit")],
 )
 def test_push_without_write_access_is_refused(
     repository: str, token: str | None, says: str, hub: LoopbackHub, client: Client, master: Path

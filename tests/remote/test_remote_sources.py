@@ -22,7 +22,7 @@ from remote_server import BUCKET, SECRETS, ObjectServer
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
-from pqweights.errors import MasterError, OptionError, SourceChangedError, SourceError
+from pqweights.errors import SourceError
 from pqweights.storage.remote import blocks
 from pqweights.storage.remote import storage as remote_storage
 from pqweights.storage.remote.addresses import parse_address

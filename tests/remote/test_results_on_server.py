@@ -11,8 +11,8 @@ import pytest
 from helpers import folder_bytes, run_command, small_checkpoint
 from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
-from pqweights.errors import OutputError, StorageError
-from pqweights.storage.remote import folder, opening
+from pqweights.errors import StorageError
+from pqweights.storage.remote import opening
 
 OUT = f"s3://{BUCKET}/out"
 

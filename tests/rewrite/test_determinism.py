@@ -29,11 +29,7 @@ def test_output_is_identical_across_thread_counts(
 
 @pytest.mark.parametrize("chunk_weights", [128, 1280, 1 << 20])
 def test_output_is_identical_across_chunk_sizes(
-    chunk_weights: int,
-    source: Path,
-    undisturbed: dict[str, bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    chunk_weights: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
     run_command(command(source, strict=True), tmp_path / "out")  # which accepts weights that were rescued

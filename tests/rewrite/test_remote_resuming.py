@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import folder_bytes
-from memory_storage import Kill, Operation, each_operation, objects, put, run_into, staged_tensors, visible
+from memory_storage import Kill, each_operation, objects, put, run_into, staged_tensors, visible
 from rewriting import TENSORS, Killed, command, watched
 
-from pqweights.errors import OutputError, StorageError
+from pqweights.errors import OutputError
 from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.storage.bucket import BucketStore
 from pqweights.storage.remote.folder import RemoteFolder

@@ -243,10 +243,7 @@ CASES = [
     Case("a shard that is gone", on_shard(GONE), says="is not in the repository", options=LOW_DISK),
     Case("upload cut half-way, once", same(Fault(Cut(5_000), "PUT")), "push"),
     Case(
-        "upload that dies half-way, always",
-        same(Fault(Cut(5_000), "PUT", times=ALWAYS)),
-        "push",
-        says="keeps breaking",
+        "upload that dies half-way, always", same(Fault(Cut(5_000), "PUT", times=ALWAYS)), "push", says="keeps breaking"
     ),
     Case("503 on an upload", same(Fault(Status(503), "PUT")), "push"),
     Case("503 on the commit", same(Fault(Status(503), "POST", r"/commit/")), "push"),
