@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import helpers
-from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Status
+from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Stall, Status
 
 if TYPE_CHECKING:
     import pytest
@@ -137,8 +138,7 @@ class Client:
         self.patch.setattr(_http.time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
         for name in ("NO_PROXY", "no_proxy"):
             self.patch.setenv(name, "127.0.0.1,localhost")
-        for name in ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN"):
-            self.patch.delenv(name, raising=False)
+        self.patch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
         return self
 
     def __call__(self, *arguments: str | Path) -> Result:
@@ -146,15 +146,11 @@ class Client:
         from pqweights_cli.main import app
         from typer.testing import CliRunner
 
-        if self.token is None:
-            self.patch.delenv("HF_TOKEN", raising=False)
-        else:
-            self.patch.setenv("HF_TOKEN", self.token)
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        words = [str(argument) for argument in arguments]
+        result = CliRunner(env={"HF_TOKEN": self.token}).invoke(app, words)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
-        if self.token:
-            assert self.token not in result.output
+        assert not self.token or self.token not in result.output
         return result
 
     def well(self, *arguments: str | Path) -> Result:
@@ -169,13 +165,45 @@ class Client:
 
         with progress_hidden():
             result = self(*arguments)
-        assert result.exit_code == 1, result.output
-        assert result.stdout == ""
-        *waits, line = result.stderr.splitlines()
-        assert all("trying again in" in wait for wait in waits), result.stderr
-        assert line.startswith("error: ")
-        assert len(line) < 1500
-        return line
+        assert (result.exit_code, result.stdout) == (1, ""), result.output
+        return the_line(result.stderr)
+
+
+def the_line(stderr: str) -> str:
+    """Return the one line of a command that failed, after those of its waits."""
+    *waits, line = stderr.splitlines()
+    assert all("trying again in" in wait for wait in waits), stderr
+    assert line.startswith("error: ") and len(line) < 1500 and line.isprintable()
+    return line
+
+
+@contextmanager
+def stalled(
+    hub: LoopbackHub, home: Path, command: Sequence[str | Path], *, shard: int = 2, at: int, after: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in a process of its own until the reply to a request for a shard stalls; it is killed in the end.
+
+    at: after how many bytes the reply stalls
+    after: how many requests for the shard pass before
+    """
+    hub.inject(Fault(Stall(100, at=at), "GET", rf"resolve/.*-0000{shard}-of", after=after))
+    process = subprocess.Popen(
+        [sys.executable, str(RUN), *map(str, command), "--quiet"],
+        env=hub.environment(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 60
+        while not any(request.fault and request.bytes_sent == at for request in hub.requests):
+            assert time.monotonic() < end and process.poll() is None, "no request stalled"
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        hub.clear_faults()
 
 
 def another_commit(hub: LoopbackHub) -> None:
