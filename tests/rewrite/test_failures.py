@@ -73,15 +73,13 @@ def test_progress_is_monotonic_and_reaches_the_total(source: Path, tmp_path: Pat
 
 
 def test_few_files_are_open_on_a_slow_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[int] = []
-    sync = os.fsync
+    opened, sync, before = list[int](), os.fsync, len(os.listdir("/proc/self/fd"))
 
     def slow(descriptor: int) -> None:
         time.sleep(0.01)
         opened.append(len(os.listdir("/proc/self/fd")))
         sync(descriptor)
 
-    before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fsync", slow)
     run_command({"quantize": source, "max_shard_bytes": 1}, tmp_path / "out")
     assert len(opened) > 2 * TENSORS
