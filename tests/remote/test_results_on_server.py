@@ -86,8 +86,7 @@ def test_missing_permission_is_found_before_the_work(
     with pytest.raises(StorageError, match="access denied") as raised:
         run_command(command(source), OUT)
     assert not any(secret in str(raised.value) for secret in SECRETS)
-    assert not any("model-" in line for line in server.log)
-    assert folder_bytes(scratch) == {}
+    assert not any("model-" in line for line in server.log) and folder_bytes(scratch) == {}
 
 
 @pytest.mark.parametrize("number", [2, 12, 27])

@@ -11,7 +11,7 @@ from helpers import run_command
 from rewriting import command, interrupt
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import MasterError, SourceError
+from pqweights.errors import MasterError, OutputError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 
 AGAIN = "run the same command again to continue where it stopped"
@@ -49,6 +49,8 @@ def test_interrupted_export_names_its_target(source: Path, tmp_path: Path, monke
     interrupt(monkeypatch, work, tmp_path / "export", shards=0)
     line = refused("inspect", tmp_path / "export")
     assert "an unfinished run of pqweights export --target bf16: " in line
+    with pytest.raises(OutputError, match="holds an interrupted run of pqweights export --target bf16; repeat that"):
+        run_command(command(source), tmp_path / "export")
     assert run_command(work, tmp_path / "export").resumed == 0
 
 
