@@ -21,8 +21,8 @@ from .report import (
 
 if TYPE_CHECKING:
     from pqweights.planning.plan import TensorPlan
-    from pqweights.rewrite.needs import ResourceNeeds
     from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
+    from pqweights.rewrite.task import ResourceNeeds
 
 
 COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]

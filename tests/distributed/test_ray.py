@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from pqweights.rewrite.distributed import cluster as clusters
 from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.task import RewriteTask, RunOptions
-from pqweights.rewrite.transform import TransformInputs
 from pqweights.storage import open_store
 
 pytest.importorskip("ray")
@@ -68,12 +65,6 @@ def faulty_run(source: Path | str, out: Path | str, marker: Path, fault: str) ->
     )
 
 
-def in_background(run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
 def test_results_of_a_cluster_have_the_bytes_of_one_machine(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -105,33 +96,17 @@ def test_a_worker_that_is_killed_costs_its_task_alone(
 def test_the_task_of_a_node_that_is_killed_goes_to_another(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
+    """It hangs until all others are made, which do not wait for it."""
     task, marker = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang"), tmp_path / "marker"
-
-    def kill_node() -> None:
-        wait_until(marker.exists, "the task did not begin")
-        (node,) = [each for each in cluster.nodes if each.id == marker.read_text().split()[0]]
-        cluster.kill(node)
-
-    thread = in_background(kill_node)
-    with engine_of(cluster.address) as engine:
-        rewrite(task, RunOptions(engine=engine))
-    thread.join()
-    assert len(cluster.nodes) == 1
-    assert folder_bytes(tmp_path / "out") == plain
-
-
-def test_a_slow_worker_does_not_hold_back_the_others(
-    source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
-) -> None:
-    task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang")
 
     def progress(done: int, total: int, name: str) -> None:
         if name == f"{LAYERS - 1} of {LAYERS} files":
-            (tmp_path / "GO").touch()
+            (node,) = [node for node in cluster.nodes if node.id == marker.read_text().split()[0]]
+            cluster.kill(node)
 
     with engine_of(cluster.address) as engine:
         rewrite(task, RunOptions(engine=engine, progress=progress))
-    assert (tmp_path / "GO").exists()
+    assert len(cluster.nodes) == 1
     assert folder_bytes(tmp_path / "out") == plain
 
 
@@ -170,14 +145,6 @@ with engine_of({cluster.address!r}) as engine:
 def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no node of the cluster has that many cores; the largest has 1"):
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address, threads=5)
-    lines: list[str] = []
-    with engine_of(cluster.address, tell=lines.append) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Faulty, "inputs", TransformInputs(memory_bytes=1 << 50))
-        task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang")
-        with pytest.raises(ClusterError, match=r"no node has what a task needs: .*; pass fewer"):
-            rewrite(task, RunOptions(engine=engine))
-    assert len(lines) == 2
-    assert all("is not used" in line for line in lines)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pqweights.errors import StorageError
-from pqweights.storage.remote import blocks
-from pqweights.storage.remote.blocks import BlockCache
+from pqweights.storage.remote import storage as blocks
 from pqweights.storage.remote.failures import TransferStopped
+from pqweights.storage.remote.storage import BlockCache
 
 SIZE = 1_003_333
 

@@ -16,8 +16,7 @@ from pqweights.errors import MissingDependencyError, OptionError, SourceChangedE
 from pqweights.storage.remote import folder as remote_folder
 from pqweights.storage.remote.addresses import parse_address
 from pqweights.storage.remote.failures import TransferStopped
-from pqweights.storage.remote.folder import RemoteFolder
-from pqweights.storage.remote.opening import ATTEMPTS
+from pqweights.storage.remote.folder import ATTEMPTS, RemoteFolder
 
 ADDRESS = f"s3://{BUCKET}/a folder/of mine"
 

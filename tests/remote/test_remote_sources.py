@@ -22,7 +22,6 @@ import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceError
-from pqweights.storage.remote import blocks
 from pqweights.storage.remote import storage as remote_storage
 from pqweights.storage.remote.addresses import parse_address
 from pqweights.storage.remote.folder import RemoteFolder
@@ -34,7 +33,7 @@ CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 @pytest.fixture(autouse=True)
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the tests are small; they are read in blocks all the same."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(remote_storage, "BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(remote_storage, "LARGE_READ_BYTES", 1 << 14)
 
 
