@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
     from pqweights.planning.recipe import Recipe
-    from pqweights.rewrite.needs import ResourceNeeds
+    from pqweights.rewrite.task import ResourceNeeds
     from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
     from pqweights.storage import Store
 

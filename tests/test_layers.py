@@ -70,7 +70,7 @@ OPTIONAL = {
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
-    "fsspec": "storage.remote.folder storage.remote.opening",
+    "fsspec": "storage.remote.folder",
     "huggingface_hub": "",  # by name, in pqweights.storage.hub.client
     "matplotlib": "",
     "transformers": """

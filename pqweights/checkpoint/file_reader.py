@@ -118,14 +118,20 @@ class FileReader:
         file: what messages call it
         expected: what it was when it was listed
 
-        Raises SourceChangedError if it is not, or no longer, what it was, SourceReadError if it ends early.
+        Raises SourceChangedError if it is not, or no longer, what it was, SourceReadError if its disk fails.
         """
         opened, view = self._opened(path, file, expected), buffer.data
         if len(view) >= LARGE_READ_BYTES and hasattr(os, "posix_fadvise"):  # macOS has none
             os.posix_fadvise(opened.descriptor, offset + len(view), BYTES_AHEAD, os.POSIX_FADV_WILLNEED)
         done = 0
         while done < len(view):
-            count = os.preadv(opened.descriptor, [view[done:]], offset + done)
+            try:
+                count = os.preadv(opened.descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise SourceReadError(
+                    f"{file}: cannot be read ({error.strerror}): its disk or file server fails; run the same command "
+                    "again"
+                ) from None
             if count == 0:
                 opened.state.check(file, state_at(path, surely=True))
                 raise SourceReadError(

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.errors import OutputError
 from pqweights.kernels.workers import scratch
 
 PAGE_BYTES = 4096
@@ -180,19 +179,7 @@ class ShardFile:
             if is_much:
                 self._unflushed_bytes = 0
         if is_much:
-            self._sync()
-
-    def _sync(self) -> None:
-        try:
             os.fsync(self._descriptor)
-        except OSError as error:
-            with disk_errors(self._shown):
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-            raise OutputError(
-                f"{self._shown.name}: cannot be flushed to the disk ({error.strerror}); check the disk and run the "
-                "same command again"
-            ) from None
 
     def finish(self) -> None:
         """Flush the file to the disk, and close it."""
@@ -200,7 +187,7 @@ class ShardFile:
             self._write_gathered()
             for offset, data in self._pages.take_parts():
                 self._write_cached(offset, data)
-        self._sync()
+            os.fsync(self._descriptor)
         self.close()
 
     def close(self) -> None:

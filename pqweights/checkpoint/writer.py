@@ -20,20 +20,29 @@ from pqweights.errors import OutputError, SourceError
 
 PARTIAL_SUFFIX = ".partial"
 COPY_BYTES = 1 << 20
+# What the system says of a full disk, of one that may not be written to, and of one that fails.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+FAILING = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a missing permission and a read-only file system into an OutputError."""
+    """Turn a full disk, one that may not be written to, and one that fails into an OutputError."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise OutputError(
                 f"{path.name}: the disk is full ({error.strerror}); free some space and run the same command again"
             ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in FORBIDDEN:
             raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another output folder") from None
+        if error.errno in FAILING:
+            raise OutputError(
+                f"{path.name}: cannot be written to the disk ({error.strerror}); check the disk and run the same "
+                "command again"
+            ) from None
         raise
 
 

@@ -29,10 +29,9 @@ from pqweights.checkpoint.writer import check_room
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.jobs import Job
-from pqweights.rewrite.needs import result_need
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.task import Engine, Progress, RewriteTask, RunOptions
+from pqweights.rewrite.task import Engine, Progress, RewriteTask, RunOptions, result_need
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2

@@ -22,7 +22,7 @@ from pqweights.rewrite.folding import fold as folds
 from pqweights.rewrite.folding import sizes
 from pqweights.rewrite.folding.fold import read_journal
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.needs import resource_needs
+from pqweights.rewrite.task import resource_needs
 
 LINKS = 4 * LAYERS + 1
 

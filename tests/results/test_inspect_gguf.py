@@ -76,10 +76,6 @@ def test_text_of_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in shown and r"note a\x1b[31m\nba\x1b[31m\nb" in shown
 
 
-def test_options_that_mean_nothing_are_refused(model: Path) -> None:
-    assert "--revision: expected a repository" in refused("inspect", model, "--revision", "main")
-
-
 def test_damaged_file_gives_one_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(model.read_bytes()[:-70])
     before = folder_bytes(tmp_path)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import flip
 from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
 from safetensors import safe_open
 
 from pqweights.errors import MasterError, PqweightsError
-from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.results.verify import verify
 
 SHARD_BYTES = 20_000
@@ -55,11 +55,9 @@ def test_intact_folder_verifies(kind: str, request: pytest.FixtureRequest) -> No
     folder = request.getfixturevalue(kind)
     before = folder_bytes(folder)
     result = verify(folder, threads=2)
-    assert result.ok, result.problems
-    assert result.tensors == 10
-    files = {name: data for name, data in before.items() if not name.endswith("/")}
-    assert result.files == len(files) - 1  # the manifest cannot hold its own size
-    assert result.bytes == sum(len(data) for name, data in files.items() if name != "pqweights.json")
+    assert result.ok and result.tensors == 10, result.problems
+    sizes = {name: len(data) for name, data in before.items() if name[-1] != "/" and name != "pqweights.json"}
+    assert (result.files, result.bytes) == (len(sizes), sum(sizes.values()))  # a manifest cannot hold its own size
     assert folder_bytes(folder) == before
 
 
@@ -69,10 +67,9 @@ def positions(name: str, data: bytes) -> list[int]:
     if name.endswith(".safetensors"):
         start = 8 + int.from_bytes(data[:8], "little")
         chosen |= {1, 7, 8, 20, start - 1, start}
-        for entry in json.loads(data[8:start]).values():
-            if "data_offsets" in entry:
-                begin, end = entry["data_offsets"]
-                chosen |= {start + begin, start + end - 1, start + (begin + end) // 2}
+        spans = [entry["data_offsets"] for entry in json.loads(data[8:start]).values() if "data_offsets" in entry]
+        for begin, end in spans:
+            chosen |= {start + begin, start + end - 1, start + (begin + end) // 2}
     else:
         chosen |= set(range(0, len(data), 97))
     return sorted(at for at in chosen if 0 <= at < len(data))
@@ -81,20 +78,13 @@ def positions(name: str, data: bytes) -> list[int]:
 @pytest.mark.parametrize("kind", ["master", "exported"])
 def test_flipped_byte_in_any_file_is_found(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "damaged")
-    missed, flips = [], 0
+    flips = 0
     for name, data in folder_bytes(folder).items():
-        if name.endswith("/") or name == "pqweights.json":
-            continue
-        for at in positions(name, data):
-            with open(folder / name, "r+b") as stream:
-                stream.seek(at)
-                stream.write(bytes([data[at] ^ 1]))
-            found = problems(folder)
-            if not any(name in problem for problem in found):
-                missed.append((name, at, found))
+        for at in () if name.endswith("/") or name == "pqweights.json" else positions(name, data):
+            (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert any(name in problem for problem in problems(folder)), (name, at)
             (folder / name).write_bytes(data)
             flips += 1
-    assert not missed
     assert flips > 80
 
 
@@ -102,26 +92,17 @@ def test_flipped_byte_of_the_manifest_never_crashes(damaged: Path) -> None:
     """The manifest has no hash of its own, so a change that nothing contradicts may pass."""
     path = damaged / "pqweights.json"
     data = path.read_bytes()
-    crashes = []
     for at in range(0, len(data), 29):
         path.write_bytes(data[:at] + bytes([data[at] ^ (1, 4, 16)[at % 3]]) + data[at + 1 :])
-        try:
-            problems(damaged)
-        except Exception as error:
-            crashes.append(f"byte {at}: {type(error).__name__}: {error}: {data[max(0, at - 30) : at + 10].decode()!r}")
-    assert not crashes, "\n".join(crashes[:20])
+        problems(damaged)
 
 
-def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Damage that changes the parsed manifest and writes it back."""
-
-    def damage(folder: Path) -> None:
-        path = folder / "pqweights.json"
-        manifest = json.loads(path.read_bytes())
-        change(manifest)
-        path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-
-    return damage
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the parsed manifest, and write it back."""
+    path = folder / "pqweights.json"
+    manifest = json.loads(path.read_bytes())
+    change(manifest)
+    path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
 def tensor_of(manifest: dict[str, Any], name: str = "model.layers.0.self_attn.q_proj.weight") -> dict[str, Any]:
@@ -173,15 +154,13 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_false_statement_of_the_manifest_is_found(lie: str, damaged: Path) -> None:
-    edited(LIES[lie])(damaged)
+    edit(damaged, LIES[lie])
     assert problems(damaged)
 
 
 def test_missing_longer_and_shorter_files_are_found(damaged: Path) -> None:
     for name, data in folder_bytes(damaged).items():
-        if name.endswith("/"):
-            continue
-        for other in (None, data + b"\0", data[:-1]):
+        for other in () if name.endswith("/") else (None, data + b"\0", data[:-1]):
             if other is None:
                 (damaged / name).unlink()
             elif name == "pqweights.json" or other == data:
@@ -189,21 +168,19 @@ def test_missing_longer_and_shorter_files_are_found(damaged: Path) -> None:
             else:
                 (damaged / name).write_bytes(other)
             assert any(name in problem for problem in problems(damaged)), name
-        (damaged / name).write_bytes(data)
+            (damaged / name).write_bytes(data)
     assert not problems(damaged)
 
 
 def test_only_what_was_checked_is_counted(damaged: Path) -> None:
-    whole = verify(damaged, threads=2)
-    lost = damaged / "model-00001-of-00004.safetensors"
-    tensors, lost_bytes = len(safe_open(lost, framework="numpy").keys()), lost.stat().st_size
+    whole, lost = verify(damaged, threads=2), damaged / "model-00001-of-00004.safetensors"
+    tensors = len(safe_open(lost, framework="numpy").keys())
+    lost_bytes = lost.stat().st_size + (damaged / "tokenizer.json").stat().st_size
     lost.unlink()
-    tokenizer_bytes = (damaged / "tokenizer.json").stat().st_size
     (damaged / "tokenizer.json").unlink()
-    found = verify(damaged, threads=2)
-    assert found.bytes == whole.bytes - lost_bytes - tokenizer_bytes
-    assert found.files == whole.files - 2
-    assert whole.tensors - tensors <= found.tensors < whole.tensors
+    outcome = verify(damaged, threads=2)
+    assert (outcome.bytes, outcome.files) == (whole.bytes - lost_bytes, whole.files - 2)
+    assert whole.tensors - tensors <= outcome.tensors < whole.tensors
 
 
 def test_foreign_files_and_unfinished_runs_are_found_but_cards_and_hidden_files_may_be_added(damaged: Path) -> None:
@@ -218,29 +195,27 @@ def test_foreign_files_and_unfinished_runs_are_found_but_cards_and_hidden_files_
     assert any("unfinished" in problem for problem in problems(damaged))
 
 
-def test_configuration_of_other_weights_is_found(damaged: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q: q.update(rotation="signed-hadamard"),
+        lambda q: q.update(bits=4),
+        lambda q: q.update(dtype="F16"),
+        lambda q: q["overrides"].clear(),
+        lambda q: q["levels"]["hadamard-lloyd-max"]["5"].__setitem__(0, -9.0),
+        lambda q: q["kept"].pop(),
+        lambda q: q.update(quant_method="other"),
+    ],
+)
+def test_configuration_of_other_weights_is_found(change: Callable[[dict[str, Any]], object], damaged: Path) -> None:
     """It is found even if its hash in the manifest was changed to match."""
     path = damaged / "config.json"
-    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "rotation": lambda q: q.update(rotation="signed-hadamard"),
-        "bits": lambda q: q.update(bits=4),
-        "dtype": lambda q: q.update(dtype="F16"),
-        "overrides": lambda q: q["overrides"].clear(),
-        "level": lambda q: q["levels"]["hadamard-lloyd-max"]["5"].__setitem__(0, -9.0),
-        "kept": lambda q: q["kept"].pop(),
-        "method": lambda q: q.update(quant_method="other"),
-    }
-    for name, change in changes.items():
-        original, manifest = path.read_bytes(), (damaged / "pqweights.json").read_bytes()
-        config = json.loads(original)
-        change(config["quantization_config"])
-        path.write_text(json.dumps(config))
-        record = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        edited(lambda m, record=record: m["files"].update({"config.json": record}))(damaged)
-        assert problems(damaged), name
-        path.write_bytes(original)
-        (damaged / "pqweights.json").write_bytes(manifest)
-    assert not problems(damaged)
+    config = json.loads(path.read_bytes())
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
+    record = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    edit(damaged, lambda manifest: manifest["files"].update({"config.json": record}))
+    assert problems(damaged)
 
 
 def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
@@ -261,9 +236,7 @@ def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_problems_are_identical_across_thread_counts(damaged: Path) -> None:
-    data = bytearray((damaged / "model-00001-of-00004.safetensors").read_bytes())
-    data[-1] ^= 1
-    (damaged / "model-00001-of-00004.safetensors").write_bytes(data)
+    flip(damaged, "model.embed_tokens.weight_codes", at=-1)
     assert verify(damaged, threads=1).problems == verify(damaged, threads=5).problems != ()
 
 
@@ -281,5 +254,4 @@ def test_interrupt_does_not_hash_the_rest(damaged: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("pqweights.rewrite.results.verify.pieces_of", slow)
     with pytest.raises(KeyboardInterrupt):
         verify(damaged, threads=1, progress=interrupt)
-    tensors = len(inspect(damaged).manifest.tensors)
-    assert len(hashed) <= 3 < tensors
+    assert len(hashed) <= 3

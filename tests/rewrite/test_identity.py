@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import folder_bytes, run_command
@@ -28,57 +27,40 @@ rules:
 """
 
 
-def reworded(patch: pytest.MonkeyPatch) -> None:
-    """Have every reason of a plan be in other words."""
-    plan = Quantize.plan
-    patch.setattr(Quantize, "plan", lambda *given: [t._replace(reason=f"because {t.reason}") for t in plan(*given)])
-
-
-def two_recipes(tmp_path: Path) -> tuple[str, str]:
-    paths = tmp_path / "a.yaml", tmp_path / "b.yaml"
-    for path, words in zip(paths, ("first words", "others, and more"), strict=True):
-        path.write_text(RECIPE.format(words, words))
-    return str(paths[0]), str(paths[1])
-
-
 def test_interrupted_run_is_continued_and_a_finished_one_left_alone_in_other_words(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
+    """A version that gives other reasons makes the same bytes."""
+    out, plan = tmp_path / "out", Quantize.plan
     with monkeypatch.context() as patch:
-        reworded(patch)
+        patch.setattr(Quantize, "plan", lambda *given: [t._replace(reason="because") for t in plan(*given)])
         interrupt(patch, command(source), out)
     assert run_command(command(source), out).resumed == 5
     assert folder_bytes(out) == undisturbed
-    reworded(monkeypatch)
+    monkeypatch.setattr(Quantize, "plan", lambda *given: [t._replace(reason="because") for t in plan(*given)])
     assert run_command(command(source), out).already_done
-    assert folder_bytes(out) == undisturbed
 
 
 def test_recipe_in_other_words_is_the_same(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = two_recipes(tmp_path)
-    interrupt(monkeypatch, command(source, recipe=first), tmp_path / "out")
-    assert run_command(command(source, recipe=second), tmp_path / "out").resumed == 5
-    assert run_command(command(source, recipe=first), tmp_path / "out").already_done
-    export: dict[str, Any] = {"export": str(tmp_path / "out"), "target": "bf16"}
-    run_command(export, tmp_path / "export")
-    run_command(command(source, recipe=first, overwrite=True), tmp_path / "out")
-    for other in ({"recipe": "q4"}, {"recipe": "q5"}):
-        with pytest.raises(OutputError, match="a master made with another recipe"):
-            run_command(command(source) | other, tmp_path / "out")
+    out, first, second = tmp_path / "out", tmp_path / "a.yaml", tmp_path / "b.yaml"
+    for path, words in ((first, "first words"), (second, "others, and more")):
+        path.write_text(RECIPE.format(words, words))
+    interrupt(monkeypatch, command(source, recipe=str(first)), out)
+    assert run_command(command(source, recipe=str(second)), out).resumed == 5
+    assert run_command(command(source, recipe=str(first)), out).already_done
+    with pytest.raises(OutputError, match="a master made with another recipe"):
+        run_command(command(source, recipe="q5"), out)
 
 
 def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
+    out, others = tmp_path / "out", r"another version of pqweights \(same bytes since "
     run_command(command(source), out)
     assert b"same_bytes_since" not in (out / "pqweights.json").read_bytes()  # as in every manifest so far
     with monkeypatch.context() as patch:
         patch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
-        with pytest.raises(
-            OutputError, match=r"another version of pqweights \(same bytes since 0\.2\.0, this one 0\.9"
-        ):
+        with pytest.raises(OutputError, match=rf"{others}0\.2\.0, this one 0\.9"):
             run_command(command(source), out)
         run_command(command(source, overwrite=True), out)
         stated = json.loads((out / "pqweights.json").read_bytes())
@@ -87,7 +69,7 @@ def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
         assert read_manifest(out).identity.same_bytes_since == "0.9.0"
         assert "same_bytes_since" not in read_manifest(out).made_by
         assert verify(out, threads=1).ok
-    with pytest.raises(OutputError, match=r"same bytes since 0\.9\.0, this one 0\.2\.0"):
+    with pytest.raises(OutputError, match=rf"{others}0\.9\.0, this one 0\.2\.0"):
         run_command(command(source), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed

@@ -11,7 +11,7 @@ from helpers import run_command
 from rewriting import command, interrupt
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import MasterError, SourceError
+from pqweights.errors import MasterError, OutputError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 
 AGAIN = "run the same command again to continue where it stopped"
@@ -24,32 +24,21 @@ def folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "words",
     [
-        ("inspect",),
-        ("verify",),
-        ("card",),
-        ("push", "me/model"),
-        ("push", "me/model", "--dry-run"),
-        ("plan",),
-        ("quantize", "OUT"),
-        ("export", "OUT", "--target", "bf16"),
+        *("inspect {}", "verify {}", "card {}", "push {} me/model", "push {} me/model --dry-run"),
+        *("plan {}", "quantize {} OUT", "export {} OUT --target bf16"),
     ],
-    ids=" ".join,
 )
-def test_commands_say_how_to_continue(arguments: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    name, *others = (str(tmp_path / "out") if each == "OUT" else each for each in arguments)
-    line = refused(name, folder, *others)
+def test_commands_say_how_to_continue(words: str, folder: Path) -> None:
+    line = refused(*words.format(folder).split())
     assert line == f"error: {folder}: holds an unfinished run of pqweights quantize: {AGAIN}\n"
 
 
-def test_models_are_not_loaded_from_it(folder: Path) -> None:
+def test_models_are_not_loaded_from_it(folder: Path, tmp_path: Path) -> None:
     for read in (read_folder, open_local):
         with pytest.raises(MasterError, match="unfinished run of pqweights quantize"):
             read(folder)
-
-
-def test_folder_that_does_not_exist_is_no_model_folder(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="nosuch: no such folder"):
         read_folder(tmp_path / "nosuch")
 
@@ -60,6 +49,8 @@ def test_interrupted_export_names_its_target(source: Path, tmp_path: Path, monke
     interrupt(monkeypatch, work, tmp_path / "export", shards=0)
     line = refused("inspect", tmp_path / "export")
     assert "an unfinished run of pqweights export --target bf16: " in line
+    with pytest.raises(OutputError, match="holds an interrupted run of pqweights export --target bf16; repeat that"):
+        run_command(command(source), tmp_path / "export")
     assert run_command(work, tmp_path / "export").resumed == 0
 
 

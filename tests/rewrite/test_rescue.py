@@ -54,33 +54,37 @@ def test_weight_that_exceeds_its_promise_is_named_or_refused(bits: int, tmp_path
     assert [line for line in shown.splitlines() if "WARNING" in line and name in line]
 
 
-def test_better_rotation_is_kept_if_neither_is_good(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signed", "best"), [(False, "signed-hadamard"), (True, "hadamard")])
+def test_better_rotation_is_kept_if_neither_is_good(signed: bool, best: str, tmp_path: Path) -> None:
     """Three quarters of the blocks are worst for one rotation, so the other is taken."""
-    for signed, best in ((False, "signed-hadamard"), (True, "hadamard")):
-        hostile = np.concatenate([walsh_rows(48, 1, signed), walsh_rows(16, 2, not signed)])
-        source = write_checkpoint(tmp_path / f"model-{signed}", {"layers.1.mlp.up_proj.weight": f32(hostile)})
-        (record,) = run_command(command(source), tmp_path / f"out-{signed}").records
-        assert record.state == {"rotation": best, "norm_exponent": 0}
-        assert record.relative_mse is not None and record.relative_mse > 1.25 * DISTORTION[5]
-        run_command(
-            {"export": str(tmp_path / f"out-{signed}"), "target": "bf16", "dtype": "source"}, tmp_path / f"x-{signed}"
-        )
-        decoded = as_float32(read_all(tmp_path / f"x-{signed}")["layers.1.mlp.up_proj.weight"]).astype(np.float64)
-        error = ((decoded - hostile) ** 2).sum() / (hostile.astype(np.float64) ** 2).sum()
-        assert record.relative_mse == pytest.approx(error, rel=1e-4)
+    hostile = np.concatenate([walsh_rows(48, 1, signed), walsh_rows(16, 2, not signed)])
+    source = write_checkpoint(tmp_path / "model", {"layers.1.mlp.up_proj.weight": f32(hostile)})
+    (record,) = run_command(command(source), tmp_path / "out").records
+    assert record.state == {"rotation": best, "norm_exponent": 0}
+    assert record.relative_mse is not None and record.relative_mse > 1.25 * DISTORTION[5]
+    assert record.relative_mse == pytest.approx(decoded_error(tmp_path / "out", hostile), rel=1e-4)
+
+
+def decoded_error(master: Path, exact: np.ndarray[Any, Any]) -> float:
+    """The relative error of the one weight of a master, decoded."""
+    out = master.with_name("decoded")
+    run_command({"export": str(master), "target": "bf16", "dtype": "source"}, out)
+    ((_, values),) = [(dtype, as_float32((dtype, data))) for dtype, data in read_all(out).values()]
+    assert np.isfinite(values).all()
+    right = exact.astype(np.float64)
+    return float(((values.astype(np.float64) - right) ** 2).sum() / (right**2).sum())
 
 
 def test_strict_refuses_finished_and_interrupted_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = hostile_checkpoint(tmp_path / "model")
-    work = command(source, max_shard_bytes=5000)
-    run_command(work, tmp_path / "finished")
-    with pytest.raises(SourceError, match="strict"):
-        run_command(work | {"strict": True}, tmp_path / "finished")
-    interrupt(monkeypatch, work, tmp_path / "interrupted", shards=1)
-    with pytest.raises(SourceError, match="strict"):
-        run_command(work | {"strict": True}, tmp_path / "interrupted")
-    assert run_command(work, tmp_path / "interrupted").resumed > 0  # the plain run keeps its work
-    assert folder_bytes(tmp_path / "interrupted") == folder_bytes(tmp_path / "finished")
+    finished, interrupted = tmp_path / "finished", tmp_path / "interrupted"
+    work = command(hostile_checkpoint(tmp_path / "model"), max_shard_bytes=5000)
+    run_command(work, finished)
+    interrupt(monkeypatch, work, interrupted, shards=1)
+    for out in (finished, interrupted):
+        with pytest.raises(SourceError, match="strict"):
+            run_command(work | {"strict": True}, out)
+    assert run_command(work, interrupted).resumed > 0  # the plain run keeps its work
+    assert folder_bytes(interrupted) == folder_bytes(finished)
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
@@ -108,8 +112,6 @@ WIDE = gaussian(64, 128, seed=3) * np.exp2(np.linspace(-60, 60, 64))[:, None].as
     ("values", "make"),
     [
         (gaussian(64, 128, seed=1, scale=1e-9), bf16),
-        (gaussian(64, 128, seed=1, scale=1e-9), f32),
-        (gaussian(64, 128, seed=2, scale=1e30), bf16),
         (gaussian(64, 128, seed=2, scale=1e30), f32),
         (gaussian(64, 128, seed=2, scale=1e37), f32),
         (gaussian(64, 128, seed=2, scale=2e-40), f32),  # subnormal float32
@@ -127,10 +129,6 @@ def test_norms_outside_float16_get_an_exponent(values: Any, make: Any, tmp_path:
     if values is WIDE:  # no norm becomes 0 unless it is negligible beside the largest
         true = np.sqrt((WIDE.astype(np.float64) ** 2).sum(axis=1))
         assert (norms.reshape(-1)[true > true.max() * 2.0**-24] >= 2.0**-10).all()
-    run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "decoded")
-    exact = as_float32(make(values)).astype(np.float64)
-    decoded = as_float32(read_all(tmp_path / "decoded")["mlp.up_proj.weight"]).astype(np.float64)
-    assert np.isfinite(decoded).all()
-    error = ((decoded - exact) ** 2).sum() / (exact**2).sum()
+    error = decoded_error(tmp_path / "out", as_float32(make(values)))
     assert error < 1.25 * DISTORTION[5]
     assert record.relative_mse == pytest.approx(error, rel=0.02)

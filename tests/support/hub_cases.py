@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import helpers
-from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Status
+from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Stall, Status
 
 if TYPE_CHECKING:
     import pytest
@@ -42,11 +43,10 @@ NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class Case:
-    """A command that meets faults.
+    """A command, quantize or push, that meets faults.
 
     name: what goes wrong
     faults: makes the faults for a Hub
-    command: quantize or push
     says: what the line of the first run must contain if it has to fail
     options: further options of the command
     """
@@ -73,13 +73,8 @@ def write_source(folder: Path) -> Path:
         }
         for layer, shapes in enumerate(layers)
     ]
-    companions = {
-        "README.md": CARD,
-        "tokenizer.json": b'{"version": "1.0"}',
-        "chat/template.jinja": b"{{ x }}",
-        **NOT_NEEDED,
-    }
-    return helpers.write_checkpoint(folder, *shards, config={"model_type": "llama"}, companions=companions)
+    companions = {"README.md": CARD, "tokenizer.json": b'{"version": "1.0"}', "chat/template.jinja": b"{{ x }}"}
+    return helpers.write_checkpoint(folder, *shards, config={"model_type": "llama"}, companions=companions | NOT_NEEDED)
 
 
 def files_of(folder: Path) -> dict[str, bytes | Path]:
@@ -137,8 +132,7 @@ class Client:
         self.patch.setattr(_http.time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
         for name in ("NO_PROXY", "no_proxy"):
             self.patch.setenv(name, "127.0.0.1,localhost")
-        for name in ("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN"):
-            self.patch.delenv(name, raising=False)
+        self.patch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
         return self
 
     def __call__(self, *arguments: str | Path) -> Result:
@@ -146,15 +140,11 @@ class Client:
         from pqweights_cli.main import app
         from typer.testing import CliRunner
 
-        if self.token is None:
-            self.patch.delenv("HF_TOKEN", raising=False)
-        else:
-            self.patch.setenv("HF_TOKEN", self.token)
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        words = [str(argument) for argument in arguments]
+        result = CliRunner(env={"HF_TOKEN": self.token}).invoke(app, words)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
-        if self.token:
-            assert self.token not in result.output
+        assert not self.token or self.token not in result.output
         return result
 
     def well(self, *arguments: str | Path) -> Result:
@@ -169,13 +159,45 @@ class Client:
 
         with progress_hidden():
             result = self(*arguments)
-        assert result.exit_code == 1, result.output
-        assert result.stdout == ""
-        *waits, line = result.stderr.splitlines()
-        assert all("trying again in" in wait for wait in waits), result.stderr
-        assert line.startswith("error: ")
-        assert len(line) < 1500
-        return line
+        assert (result.exit_code, result.stdout) == (1, ""), result.output
+        return the_line(result.stderr)
+
+
+def the_line(stderr: str) -> str:
+    """Return the one line of a command that failed, after those of its waits."""
+    *waits, line = stderr.splitlines()
+    assert all("trying again in" in wait for wait in waits), stderr
+    assert line.startswith("error: ") and len(line) < 1500 and line.isprintable()
+    return line
+
+
+@contextmanager
+def stalled(
+    hub: LoopbackHub, home: Path, command: Sequence[str | Path], *, shard: int = 2, at: int, after: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in a process of its own until the reply to a request for a shard stalls; it is killed in the end.
+
+    at: after how many bytes the reply stalls
+    after: how many requests for the shard pass before
+    """
+    hub.inject(Fault(Stall(100, at=at), "GET", rf"resolve/.*-0000{shard}-of", after=after))
+    process = subprocess.Popen(
+        [sys.executable, str(RUN), *map(str, command), "--quiet"],
+        env=hub.environment(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 60
+        while not any(request.fault and request.bytes_sent == at for request in hub.requests):
+            assert time.monotonic() < end and process.poll() is None, "no request stalled"
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        hub.clear_faults()
 
 
 def another_commit(hub: LoopbackHub) -> None:
@@ -216,21 +238,21 @@ INTO_CACHE = (
 )
 
 
-def same(fault: Fault) -> Callable[[LoopbackHub], list[Fault]]:
+def always(fault: Fault) -> Callable[[LoopbackHub], list[Fault]]:
     """Return a function that makes this fault for any Hub."""
     return lambda hub: [fault]
 
 
 def on_shard(action: Any) -> Callable[[LoopbackHub], list[Fault]]:
     """Return a function that makes a fault which hits every request for the shard."""
-    return same(Fault(action, "GET", SHARD, after=1, times=ALWAYS))
+    return always(Fault(action, "GET", SHARD, after=1, times=ALWAYS))
 
 
 GONE = Status(404, {"X-Error-Code": "EntryNotFound"})
 SOON, LATER = Status(429, {"Retry-After": "1"}), Status(429, {"Retry-After": "3600"})
 CASES = [
-    *(Case(name, same(fault), options=LOW_DISK) for name, fault in TRANSIENT.items()),
-    *(Case(f"{name} (into the cache)", same(TRANSIENT[name])) for name in INTO_CACHE),
+    *(Case(name, always(fault), options=LOW_DISK) for name, fault in TRANSIENT.items()),
+    *(Case(f"{name} (into the cache)", always(TRANSIENT[name])) for name in INTO_CACHE),
     Case("wrong checksum, always", on_shard(Corrupt(50_000)), says="hash", options=LOW_DISK),
     Case("wrong checksum, always (into the cache)", on_shard(Corrupt(50_000)), says="hash"),
     Case("503 that does not end", on_shard(Status(503)), says="failed 6 times (503)", options=LOW_DISK),
@@ -241,20 +263,20 @@ CASES = [
         options=LOW_DISK,
     ),
     Case("a shard that is gone", on_shard(GONE), says="is not in the repository", options=LOW_DISK),
-    Case("upload cut half-way, once", same(Fault(Cut(5_000), "PUT")), "push"),
+    Case("upload cut half-way, once", always(Fault(Cut(5_000), "PUT")), "push"),
     Case(
         "upload that dies half-way, always",
-        same(Fault(Cut(5_000), "PUT", times=ALWAYS)),
+        always(Fault(Cut(5_000), "PUT", times=ALWAYS)),
         "push",
         says="keeps breaking",
     ),
-    Case("503 on an upload", same(Fault(Status(503), "PUT")), "push"),
-    Case("503 on the commit", same(Fault(Status(503), "POST", r"/commit/")), "push"),
-    Case("429 on the commit", same(Fault(SOON, "POST", r"/commit/")), "push"),
-    Case("reply to the commit lost", same(Fault(Drop(applied=True), "POST", r"/commit/")), "push"),
+    Case("503 on an upload", always(Fault(Status(503), "PUT")), "push"),
+    Case("503 on the commit", always(Fault(Status(503), "POST", r"/commit/")), "push"),
+    Case("429 on the commit", always(Fault(SOON, "POST", r"/commit/")), "push"),
+    Case("reply to the commit lost", always(Fault(Drop(applied=True), "POST", r"/commit/")), "push"),
     Case(
         "token without write access",
-        same(Fault(Status(403), "POST", r"/commit/", times=ALWAYS)),
+        always(Fault(Status(403), "POST", r"/commit/", times=ALWAYS)),
         "push",
         says="does not permit",
     ),
@@ -269,12 +291,7 @@ CASES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How the two runs of a case ended.
-
-    first, second: their exit codes
-    line: the line with which the first run failed
-    requests: how many requests the first run sent
-    """
+    """How the two runs of a case ended: their exit codes, the line of the first, and how many requests that sent."""
 
     first: int
     line: str
@@ -325,11 +342,10 @@ def _made() -> Path:
 
 
 def _check_quantized(hub: LoopbackHub, expected: Path, out: Path, commit: str) -> None:
-    found, right = helpers.folder_bytes(out), helpers.folder_bytes(expected)
-    manifest, of_folder = json.loads(found.pop("pqweights.json")), json.loads(right.pop("pqweights.json"))
-    assert found == right
-    assert manifest["source"].pop("id") == SOURCE
-    assert manifest["source"].pop("revision") == commit
+    written, right = helpers.folder_bytes(out), helpers.folder_bytes(expected)
+    manifest, of_folder = json.loads(written.pop("pqweights.json")), json.loads(right.pop("pqweights.json"))
+    assert written == right
+    assert (manifest["source"].pop("id"), manifest["source"].pop("revision")) == (SOURCE, commit)
     assert {"id": SOURCE, "revision": commit, **of_folder.pop("model")} == manifest.pop("model")
     of_folder["source"].pop("id")
     assert manifest == of_folder

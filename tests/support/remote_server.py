@@ -48,18 +48,9 @@ class ObjectServer:
     def contents(self, prefix: str) -> dict[str, bytes]:
         """Return what the bucket has below a prefix, by name."""
         listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", [])
-        return {
-            each["Key"].removeprefix(f"{prefix}/"): self.client.get_object(Bucket=BUCKET, Key=each["Key"])[
-                "Body"
-            ].read()
-            for each in listed
-        }
-
-
-def error_xml(code: str) -> bytes:
-    return (
-        f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{SECRETS[1]} was refused</Message></Error>".encode()
-    )
+        keys = [entry["Key"] for entry in listed]
+        read = self.client.get_object
+        return {key.removeprefix(f"{prefix}/"): read(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
 
 
 def hang_up(environ: dict[str, Any]) -> None:
@@ -76,18 +67,18 @@ def application(served: Any, state: dict[str, ObjectServer]) -> Any:
             fault = None if server.fault is None else server.fault(environ)
         if isinstance(fault, tuple):
             status, code = fault
-            body = error_xml(code)
+            message = f"<Message>{SECRETS[1]} was refused</Message>"
+            body = f"<?xml version='1.0'?><Error><Code>{code}</Code>{message}</Error>".encode()
             start(f"{status} Fault", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
         if fault == CUT:
             hang_up(environ)
             return []
-        body = served(environ, start)
+        reply = b"".join(served(environ, start))
         if fault == LOST:
-            b"".join(body)
             hang_up(environ)
             return []
-        return [b"".join(body)[:fault]] if isinstance(fault, int) else body
+        return [reply[:fault] if isinstance(fault, int) else reply]
 
     return respond
 

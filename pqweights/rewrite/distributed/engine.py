@@ -30,9 +30,17 @@ from pqweights.rewrite.distributed.cluster import (
 )
 from pqweights.rewrite.distributed.worker import MAKE, TIDY, VERSIONS, ShardResult, ShardWork, remote_call
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.needs import fetched_bytes_of, resource_needs, result_need, room_for_shards
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.task import Engine, RewriteTask, RunOptions, usable_cores
+from pqweights.rewrite.task import (
+    Engine,
+    RewriteTask,
+    RunOptions,
+    fetched_bytes_of,
+    resource_needs,
+    result_need,
+    room_for_shards,
+    usable_cores,
+)
 
 # More threads than this wait for each other; several tasks then share a node.
 MOST_THREADS = 8

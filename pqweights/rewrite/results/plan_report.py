@@ -19,7 +19,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.folding.fold import Fold
-from pqweights.rewrite.needs import ResourceNeeds, resource_needs
+from pqweights.rewrite.task import ResourceNeeds, resource_needs
 from pqweights.storage import Store
 from pqweights.storage.hub.storage import LOW_DISK_FILES
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import folder_bytes, run_command
-from hub_cases import CARD, SOURCE, TARGET, Client, files_of, write_source
+from hub_cases import SOURCE, TARGET, Client, files_of, write_source
 from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
 
 from pqweights.rewrite.results.verify import Verification, verify
@@ -22,21 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 LOG_IN = "hf auth login"
 SHARD = "model-00001-of-00001.safetensors"
-
-
-@pytest.fixture
-def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub() as hub:
-        yield hub
-
-
-@pytest.fixture
-def client(hub: LoopbackHub, tmp_path: Path) -> Iterator[Client]:
-    from huggingface_hub.utils import close_session
-
-    with pytest.MonkeyPatch.context() as patch:
-        yield Client(url=hub.url, home=tmp_path / "home", token=hub.token, patch=patch).set_up()
-        close_session()
 
 
 @pytest.fixture(scope="module")
@@ -93,41 +79,44 @@ def test_pushed_folder_opens_by_id(kind: str, hub: LoopbackHub, client: Client, 
     assert f"{TARGET}, branch main (created): " in told
     assert f"commit {hub.repositories[TARGET].sha()}: {hub.url}/{TARGET}" in told
     assert_holds(hub, folder)
-    assert not hub.repositories[TARGET].private
+    assert not hub.repositories[TARGET].private and folder_bytes(folder) == before
     assert sum(path.startswith("POST") and "/commit/" in path for path in writes(hub)) == 1  # one commit for everything
-    assert folder_bytes(folder) == before
     card = hub.repositories[TARGET].read("README.md")
-    assert b"license: apache-2.0" in card
-    assert TARGET.encode() in card
-
+    assert b"license: apache-2.0" in card and TARGET.encode() in card
     assert ": ok: " in client.well("verify", TARGET).stdout
     assert client.well("inspect", TARGET).stdout == client.well("inspect", folder).stdout
-    if kind != "export":
+    if kind == "master":
         client.well("export", TARGET, tmp_path / "by-id", "--target", "bf16")
-        found, right = folder_bytes(tmp_path / "by-id"), folder_bytes(made / "export")
-        manifest = json.loads(found.pop("pqweights.json"))
-        assert manifest["source"]["id"] == TARGET
+        exported, right = folder_bytes(tmp_path / "by-id"), folder_bytes(made / "export")
+        assert json.loads(exported.pop("pqweights.json"))["source"]["id"] == TARGET
         del right["pqweights.json"]
-        assert kind == "sharded" or found == right
+        assert exported == right
 
 
 def test_second_push_sends_only_what_changed(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
-    first, sent = hub.repositories[TARGET].sha(), len(writes(hub))
+    first, sent, uploaded = hub.repositories[TARGET].sha(), len(writes(hub)), len(puts(hub))
     assert "holds all of this already; nothing was pushed" in client.well("push", master, TARGET).stdout
-    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
-    assert report["commit"] is None
-    assert report["bytes"] == 0
+    report = pushed(client, master)
+    assert (report["commit"], report["bytes"]) == (None, 0)
     assert {file["change"] for file in report["files"]} == {"same"}
-    assert len(writes(hub)) == sent
-    assert hub.repositories[TARGET].sha() == first
-    uploaded = len(puts(hub))
+    assert len(writes(hub)) == sent and hub.repositories[TARGET].sha() == first
     note_here(client, master, "Mine.\n")
-    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
+    report = pushed(client, master)
     assert {file["name"] for file in report["files"] if file["change"] != "same"} == {"README.md"}
     assert len(puts(hub)) == uploaded
-    assert_holds(hub, master)
     assert hub.repositories[TARGET].commits[hub.repositories[TARGET].sha()].title == "pqweights push: master"
+    other = bytearray((master / SHARD).read_bytes())
+    other[-1] ^= 1
+    hub.commit(TARGET, {SHARD: bytes(other)})  # other bytes of the same size
+    report = pushed(client, master)
+    assert {file["name"] for file in report["files"] if file["change"] == "changed"} == {SHARD}
+    assert_holds(hub, master)
+
+
+def pushed(client: Client, folder: Path) -> Any:
+    """Push, and return the report."""
+    return json.loads(client.well("push", folder, TARGET, "--json").stdout)
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -181,19 +170,17 @@ def test_broken_folder_is_refused_before_anything_is_sent(
 @pytest.mark.parametrize(
     "name", ["master", "me/", "/master", "me/a/b", "../master", "", "https://huggingface.co/me/master"]
 )
-def test_namespace_must_be_named(name: str, hub: LoopbackHub, client: Client, master: Path) -> None:
+def test_invalid_names_of_repositories_are_refused(name: str, hub: LoopbackHub, client: Client, master: Path) -> None:
     line = client.line("push", master, name)
     assert "ORG/NAME" in line and ("include the user or organization" in line) == (name == "master" or not name)
+    wrong = client("push", master, TARGET, "--base-model", "a b")
+    assert wrong.exit_code == 2 and "--base-model: expected ORG/NAME" in wrong.stderr
     assert hub.requests == []
 
 
 @pytest.mark.parametrize(
     ("repository", "token", "says"),
-    [
-        (TARGET, None, LOG_IN),
-        (TARGET, "hf_" + "Wrong" * 7, LOG_IN),
-        ("you/master", "right", "does not permit"),
-    ],
+    [(TARGET, None, LOG_IN), (TARGET, "hf_" + "Wrong" * 7, LOG_IN), ("you/master", "right", "does not permit")],
 )
 def test_push_without_write_access_is_refused(
     repository: str, token: str | None, says: str, hub: LoopbackHub, client: Client, master: Path
@@ -236,14 +223,6 @@ def test_dry_run_goes_as_far_as_it_can_without_the_hub(
     assert hub.repositories == {} and not writes(hub)
 
 
-def test_token_on_the_command_line(hub: LoopbackHub, client: Client, master: Path) -> None:
-    client.token = None
-    done = client.well("push", master, TARGET, "--token", hub.token)
-    assert hub.token not in done.output
-    assert_holds(hub, master)
-    assert not any(hub.token.encode() in data for data in folder_bytes(master).values())
-
-
 def test_repository_with_other_weights_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "onnx/model.onnx", "x.index.json"):
         hub.commit(TARGET, {name: b"of somebody else", "notes.txt": b"x"})
@@ -260,59 +239,38 @@ def test_repository_with_other_weights_is_refused(hub: LoopbackHub, client: Clie
 
 def test_private_is_refused_for_a_public_repository(hub: LoopbackHub, client: Client, master: Path) -> None:
     hub.commit(TARGET, {"notes.txt": b"x"})
-    assert "public" in refused(hub, client, master, "--private")
-    assert "public" in refused(hub, client, master, "--private", "--dry-run")
+    for options in ((), ("--dry-run",)):
+        assert "public" in refused(hub, client, master, "--private", *options)
     del hub.repositories[TARGET]
     for _ in range(2):
         client.well("push", master, TARGET, "--private")
         assert hub.repositories[TARGET].private
 
 
-def test_commits_tags_and_invalid_branches_are_refused(
-    hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.commit(TARGET, {"notes.txt": b"x"})
-    commit = hub.repositories[TARGET].sha()
-    for revision in (commit, commit.upper()):
-        assert "expected a branch, found a commit" in refused(hub, client, master, "--revision", revision)
-    assert "expected a name of letters" in refused(hub, client, master, "--revision", "a b")
-    assert "expected a name of letters" in refused(hub, client, master, "--revision", "a-->b")
-
+def test_commits_tags_and_invalid_branches_are_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
     from huggingface_hub import GitRefInfo, HfApi
 
-    refs = HfApi.list_repo_refs
+    hub.commit(TARGET, {"notes.txt": b"x"})
+    commit, refs = hub.repositories[TARGET].sha(), HfApi.list_repo_refs
 
     def with_tag(*arguments: Any, **options: Any) -> Any:
-        found = refs(*arguments, **options)
-        found.tags.append(GitRefInfo(name="v1", ref="refs/tags/v1", target_commit=commit))
-        return found
+        listed = refs(*arguments, **options)
+        listed.tags.append(GitRefInfo(name="v1", ref="refs/tags/v1", target_commit=commit))
+        return listed
 
-    monkeypatch.setattr(HfApi, "list_repo_refs", with_tag)
-    for revision in ("v1", "refs/tags/v1"):
-        assert "expected a branch, found a tag" in refused(hub, client, master, "--revision", revision)
-
-
-def test_push_to_a_pull_request(hub: LoopbackHub, client: Client, master: Path) -> None:
-    hub.commit(TARGET, {"notes.txt": b"x"}, branch="refs/pr/1")
-    client.well("push", master, TARGET, "--revision", "refs/pr/1")
-    card = hub.repositories[TARGET].read("README.md", "refs/pr/1")
-    assert TARGET.encode() in card and b"revision" not in card
-
-
-def test_card_on_a_branch_names_that_branch(hub: LoopbackHub, client: Client, master: Path) -> None:
-    client.well("push", master, TARGET, "--revision", "refs/heads/dev")
-    card = hub.repositories[TARGET].read("README.md", "dev").decode()
-    assert f'load_model("{TARGET}", revision="dev")' in card
-    assert "--revision dev" in card
-    assert "nothing was pushed" in client.well("push", master, TARGET, "--revision", "dev").stdout
-    client.well("push", master, TARGET)
-    assert b"revision" not in hub.repositories[TARGET].read("README.md")
-
-
-def test_invalid_base_model_is_refused(hub: LoopbackHub, client: Client, master: Path) -> None:
-    wrong = client("push", master, TARGET, "--base-model", "a b")
-    assert wrong.exit_code == 2 and "--base-model: expected ORG/NAME" in wrong.stderr
-    assert hub.requests == []
+    client.patch.setattr(HfApi, "list_repo_refs", with_tag)
+    a_commit, a_tag, not_a_name = (
+        "expected a branch, found a commit",
+        "expected a branch, found a tag",
+        "a name of letters",
+    )
+    for says, revisions in (
+        (a_commit, (commit, commit.upper())),
+        (a_tag, ("v1", "refs/tags/v1")),
+        (not_a_name, ("a b", "a-->b")),
+    ):
+        for revision in revisions:
+            assert says in refused(hub, client, master, "--revision", revision)
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -321,28 +279,32 @@ def test_card_that_the_hub_refuses(after: int, hub: LoopbackHub, client: Client,
     body = b'{"errors": [{"message": "\\"license\\" must be one of [x]"}, {"message": "b"}], "warnings": []}'
     hub.inject(Fault(Status(400, body=body), "POST", "/api/validate-yaml", after=after, times=1000))
     line = client.line("push", master, TARGET)
-    assert '"license" must be one of [x]' in line
-    assert "like a Hub" not in line
-    if after == 0:
-        assert writes(hub) == []
-        assert TARGET not in hub.repositories
+    assert '"license" must be one of [x]' in line and "like a Hub" not in line
+    assert after or (writes(hub) == [] and TARGET not in hub.repositories)
 
 
 def test_branch_is_created_and_main_stays_untouched(hub: LoopbackHub, client: Client, master: Path, made: Path) -> None:
-    told = client.well("push", master, TARGET, "--revision", "five-bits").stdout
-    assert f"{TARGET}, branch five-bits (created)" in told
-    assert_holds(hub, master, "five-bits")
-    assert list(hub.repositories[TARGET].files()) == [".gitattributes"]
-    # The branch exists now, and main stays untouched.
+    """The card names the branch, but not a pull request."""
+    told = client.well("push", master, TARGET, "--revision", "refs/heads/dev").stdout
+    assert f"{TARGET}, branch dev (created)" in told
+    assert_holds(hub, master, "dev")
+    card = hub.repositories[TARGET].read("README.md", "dev").decode()
+    assert f'load_model("{TARGET}", revision="dev")' in card and "--revision dev" in card
+    assert "nothing was pushed" in client.well("push", master, TARGET, "--revision", "dev").stdout
     shutil.copytree(made / "sharded", master.parent / "sharded")
-    client.well("push", master.parent / "sharded", TARGET, "--revision", "five-bits")
-    assert_holds(hub, master.parent / "sharded", "five-bits")
+    client.well("push", master.parent / "sharded", TARGET, "--revision", "dev")
+    assert_holds(hub, master.parent / "sharded", "dev")
     assert list(hub.repositories[TARGET].files()) == [".gitattributes"]
-    assert ": ok: " in client.well("verify", TARGET, "--revision", "five-bits").stdout
+    assert ": ok: " in client.well("verify", TARGET, "--revision", "dev").stdout
     sent = len(puts(hub))
     client.well("push", master, TARGET)
     assert_holds(hub, master)
+    assert b"revision" not in hub.repositories[TARGET].read("README.md")
     assert len(puts(hub)) == sent  # the first push to the branch sent them
+    hub.commit(TARGET, {"notes.txt": b"x"}, branch="refs/pr/1")
+    client.well("push", master, TARGET, "--revision", "refs/pr/1")
+    card = hub.repositories[TARGET].read("README.md", "refs/pr/1").decode()
+    assert TARGET in card and "revision" not in card
 
 
 # --- What is there already --------------------------------------------------------------------------------------------
@@ -352,18 +314,16 @@ def test_branch_is_created_and_main_stays_untouched(hub: LoopbackHub, client: Cl
 def test_old_shards_are_deleted_and_other_files_stay(
     smaller_first: bool, hub: LoopbackHub, client: Client, master: Path, made: Path, tmp_path: Path
 ) -> None:
+    """verify reports the other files, because the manifest does not list them."""
     sharded = Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
     assert len(list(sharded.glob("*.safetensors"))) > 2
     first, second = (master, sharded) if smaller_first else (sharded, master)
     client.well("push", first, TARGET)
     hub.commit(TARGET, {"LICENSE": b"of others", "images/plot.png": b"png"})
-    report = json.loads(client.well("push", second, TARGET, "--json").stdout)
-    shards = {path.name for path in first.glob("*.safetensors")}
-    assert {file["name"] for file in report["files"] if file["change"] == "deleted"} == shards
+    assert deleted(client, second) == {path.name for path in first.glob("*.safetensors")}
     assert_holds(hub, second, also=("LICENSE", "images/plot.png"))
-    # verify reports the other files, because the manifest does not list them.
-    refused = client("verify", TARGET)
-    assert refused.stdout.splitlines() == [f"{name}: is not in the manifest" for name in ("LICENSE", "images/plot.png")]
+    problems = client("verify", TARGET).stdout.splitlines()
+    assert problems == [f"{name}: is not in the manifest" for name in ("LICENSE", "images/plot.png")]
 
 
 def test_notes_on_the_hub_are_kept(hub: LoopbackHub, client: Client, master: Path) -> None:
@@ -432,8 +392,7 @@ def test_card_that_is_not_a_text_is_refused(
     else:
         hub.commit(TARGET, {"README.md": content})
     line = refused(hub, client, master)
-    assert says in line
-    assert "README.md" in line
+    assert says in line and "README.md" in line
 
 
 def remote_manifest(hub: LoopbackHub, change: Callable[[dict[str, Any]], object]) -> None:
@@ -443,29 +402,23 @@ def remote_manifest(hub: LoopbackHub, change: Callable[[dict[str, Any]], object]
 
 
 def deleted(client: Client, folder: Path) -> set[str]:
-    report = json.loads(client.well("push", folder, TARGET, "--json").stdout)
-    return {file["name"] for file in report["files"] if file["change"] == "deleted"}
+    """Push, and return which files that deleted."""
+    return {file["name"] for file in pushed(client, folder)["files"] if file["change"] == "deleted"}
 
 
 def test_manifest_on_the_hub_cannot_delete_other_files(hub: LoopbackHub, client: Client, master: Path) -> None:
+    """Files that match their entry were pushed by us, as far as can be told: of small files there is no SHA-256."""
     client.well("push", master, TARGET)
-    theirs = {
-        "notes.txt": b"1234",
-        "vocab.bin.txt": b"12345",
-        ".gitattributes": b"* text\n",
-        ".cache/x": b"123",
-        "big.zip": b"zip",
-        "same.zip": b"own",
-    }
+    theirs = {"notes.txt": b"1234", "vocab.bin.txt": b"12345", ".gitattributes": b"* text\n", ".cache/x": b"123"}
+    theirs |= {"big.zip": b"zip", "same.zip": b"own"}
     hub.commit(TARGET, theirs)
-    sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in theirs.items()}
-    listed = {name: {"bytes": len(content), "sha256": sha256[name]} for name, content in theirs.items()}
+    theirs["README.md"] = hub.repositories[TARGET].read("README.md")
+    listed: dict[str, dict[str, Any]] = {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in theirs.items()
+    }
     listed["notes.txt"]["bytes"] = 5
     listed["big.zip"]["sha256"] = "00" * 32
-    readme = hub.repositories[TARGET].read("README.md")
-    listed["README.md"] = {"bytes": len(readme), "sha256": hashlib.sha256(readme).hexdigest()}
     remote_manifest(hub, lambda data: data["files"].update(listed))
-    # Files that match their entry were pushed by us, as far as can be told: of small files the Hub lists no SHA-256.
     assert deleted(client, master) == {"vocab.bin.txt", "same.zip"}
     assert_holds(hub, master, also=("notes.txt", ".cache/x", "big.zip"))
 
@@ -491,12 +444,10 @@ def test_hostile_manifest_on_the_hub(
     """A manifest that cannot be read is replaced, and nothing that it lists is deleted."""
     client.well("push", master, TARGET)
     hub.commit(TARGET, {"gone.txt": b"x"})
+    remote_manifest(hub, lambda data: data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}))
     if name in HOSTILE:
-        remote_manifest(
-            hub, lambda data: (data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}), HOSTILE[name](data))
-        )
+        remote_manifest(hub, HOSTILE[name])
     elif name == "too large":
-        remote_manifest(hub, lambda data: data["files"].update({"gone.txt": {"bytes": 1, "sha256": "x"}}))
         monkeypatch.setattr("pqweights.publish.destination.MAX_MANIFEST_BYTES", 1000)
     else:
         hub.commit(TARGET, {"pqweights.json": b"[" * 100_000 if name == "depth" else b"\xff\xfe\x00"})
@@ -521,17 +472,15 @@ def test_interrupted_push_does_not_send_files_again(
     hub: LoopbackHub, client: Client, made: Path, tmp_path: Path
 ) -> None:
     sharded = Path(shutil.copytree(made / "sharded", tmp_path / "sharded"))
-    count = len(list(sharded.glob("*.safetensors")))
     hub.inject(Fault(Cut(1_000), "PUT", after=2, times=1000))
     assert "run the same command again" in client.line("push", sharded, TARGET)
-    assert len(hub.objects) == 2
     assert set(hub.repositories[TARGET].files()) == {".gitattributes"}  # no commit of some files only
     hub.clear_faults()
     stored, sent = set(hub.objects), len(puts(hub))
     client.well("push", sharded, TARGET)
     again = puts(hub)[sent:]
-    assert not set(again) & stored
-    assert len(again) == len(set(again)) == count - 2
+    assert len(stored) == 2 and not set(again) & stored
+    assert len(again) == len(set(again)) == len(list(sharded.glob("*.safetensors"))) - 2
     assert_holds(hub, sharded)
 
 
@@ -539,52 +488,30 @@ def test_card_names_the_repository_that_was_quantized(hub: LoopbackHub, client: 
     hub.commit(SOURCE, files_of(write_source(tmp_path / "source")))
     client.well("quantize", SOURCE, tmp_path / "master", "--low-disk")
     client.well("push", tmp_path / "master", TARGET)
-    card = hub.repositories[TARGET].read("README.md")
-    assert f"base_model: {SOURCE}".encode() in card or f"base_model:\n- {SOURCE}".encode() in card
-    for line in CARD.splitlines()[1:2]:
-        assert line in card
+    card = hub.repositories[TARGET].read("README.md").decode()
+    assert re.search(rf"base_model:\s+(- )?{SOURCE}", card) and "license: apache-2.0" in card
 
 
-def test_failed_xet_upload_is_reported_in_one_line(
-    client: Client, hub: LoopbackHub, master: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_xet_upload_is_reported_in_one_line(client: Client, hub: LoopbackHub, master: Path) -> None:
     """Errors of xet are plain RuntimeErrors."""
-    from huggingface_hub import HfApi
 
     def refuse(*values: object, **options: object) -> None:
         raise RuntimeError(f"CAS: 403 for https://cas.example/x?signature=1 with {hub.token}")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(HfApi, "preupload_lfs_files", refuse)
-        line = client.line("push", master, TARGET)
+    client.patch.setattr("huggingface_hub.HfApi.preupload_lfs_files", refuse)
+    line = client.line("push", master, TARGET)
     assert "the upload failed: CAS: 403 for https://cas.example/x with hf_***" in line
-    client.well("push", master, TARGET)
-    assert_holds(hub, master)
-
-
-# --- Files that change ------------------------------------------------------------------------------------------------
-
-
-def test_shard_of_the_same_size_with_other_bytes_is_sent(hub: LoopbackHub, client: Client, master: Path) -> None:
-    client.well("push", master, TARGET)
-    other = bytearray((master / SHARD).read_bytes())
-    other[-1] ^= 1
-    hub.commit(TARGET, {SHARD: bytes(other)})
-    report = json.loads(client.well("push", master, TARGET, "--json").stdout)
-    assert {file["name"] for file in report["files"] if file["change"] == "changed"} == {SHARD}
-    assert_holds(hub, master)
 
 
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json"])
 def test_file_that_changes_after_it_was_verified_is_not_pushed(
-    name: str, hub: LoopbackHub, client: Client, master: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, hub: LoopbackHub, client: Client, master: Path
 ) -> None:
     def verify_and_change(*arguments: Any, **options: Any) -> Verification:
         verified = verify(*arguments, **options)
         flip_a_byte(master, name)
         return verified
 
-    monkeypatch.setattr("pqweights.publish.push.verify", verify_and_change)
+    client.patch.setattr("pqweights.publish.push.verify", verify_and_change)
     line = client.line("push", master, TARGET)
-    assert f"{name}: was changed after it was verified: nothing was pushed" in line
-    assert writes(hub) == []
+    assert f"{name}: was changed after it was verified: nothing was pushed" in line and writes(hub) == []
