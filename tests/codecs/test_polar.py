@@ -14,7 +14,7 @@ import polar_decoder
 import pytest
 
 from pqweights.codecs import CODECS, polar_transform
-from pqweights.codecs.polar import PIECE_BLOCKS, RATE, PolarCoder
+from pqweights.codecs.polar import PIECE_BLOCKS, PolarCoder
 from pqweights.codecs.protocol import VALUE_DTYPES
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
 from pqweights.codecs.weight import encode_weight
@@ -150,12 +150,6 @@ def test_blocks_do_not_depend_on_the_pieces_that_they_are_encoded_in() -> None:
 # Whole weights
 
 
-def test_error_of_gaussian_weights_is_that_of_theory() -> None:
-    _, measured = whole(helpers.gaussian(2048, 1024, seed=5))
-    assert measured.relative_mse == pytest.approx(polar_transform.RELATIVE_MSE, rel=0.003)
-    assert RATE + math.log2(measured.relative_mse) / 2 == pytest.approx(1.394, abs=0.003)
-
-
 @pytest.mark.parametrize("scale", [2.0**-149, 1e-40, 1e-30, 1e-9, 1e9, 1e30, 1e37])
 def test_tiny_and_huge_weights_keep_their_precision(scale: float) -> None:
     values = (np.random.default_rng(6).standard_normal((64, 128)) * 7 * scale).astype(np.float32)
@@ -165,16 +159,6 @@ def test_tiny_and_huge_weights_keep_their_precision(scale: float) -> None:
     # Below float32's normal range decoded values are rounded to multiples of 2**-149.
     assert error == pytest.approx(measured.relative_mse, rel=1e-3, abs=0.02 if scale < 1e-40 else 0)
     assert measured.relative_mse < 1.1 * CODER.distortion
-
-
-def test_largest_float32_stays_finite() -> None:
-    largest = np.float32(np.finfo(np.float32).max)
-    for values in (
-        np.full((3, 128), largest),
-        helpers.gaussian(3, 128) * 0 + largest * np.sign(helpers.gaussian(3, 128)),
-    ):
-        back, _ = whole(values.astype(np.float32))
-        assert np.isfinite(back).all() and np.abs(back).max() > largest / 2
 
 
 def test_group_of_zeros_has_radius_zero() -> None:

@@ -251,15 +251,3 @@ def test_the_reason_says_what_is_wrong() -> None:
         with pytest.raises(DamagedBlock, match=reason) as found:
             decoded(two, rows, "hadamard")
         assert found.value.block == 1
-
-
-@pytest.mark.parametrize("lane", [0, 5])
-def test_small_first_state_is_named_beside_a_sound_superblock(lane: int) -> None:
-    row = trellis_writer.superblock(np.random.default_rng(1), 33, step=0.1, state_bits=3, first=4)
-    bad = bytearray(row)
-    bad[7 + 4 * lane : 11 + 4 * lane] = bytes(4)
-    two = TrellisCoder(rate=8.0, states=8, cut=Superblocks(2, 33, len(row)))
-    for pair in (bad + row, row + bad):
-        rows = np.frombuffer(pair, dtype=np.uint8).reshape(2, -1)
-        with pytest.raises(DamagedBlock, match="header"):
-            decoded(two, rows, "hadamard")

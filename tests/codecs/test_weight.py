@@ -5,19 +5,16 @@ import math
 
 import helpers
 import independent_reader
-import independent_writer
 import numpy as np
 import pytest
-from blocks import DTYPES, examples, same_bits
-from hypothesis import given
-from hypothesis import strategies as st
+from blocks import same_bits
 from scalar import encode_scalar
 
-from pqweights.codecs import get_codec, polar
+from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
 from pqweights.codecs.protocol import Measures, NormRange, PassResult, exceeds_promise
 from pqweights.codecs.scalar import SIGNED_HADAMARD, ScalarState, norm_exponent_for
-from pqweights.codecs.weight import PassTotals, encode_weight
+from pqweights.codecs.weight import PassTotals
 from pqweights.kernels import SIGNS
 
 CODEC = get_codec("hadamard-lloyd-max")
@@ -149,21 +146,6 @@ def test_weights_of_any_shape(shape, dtype):
         assert error == pytest.approx(measured.error, rel=1e-3)
 
 
-@pytest.mark.parametrize("bits", CODEC.rates)
-def test_a_partial_last_block_is_padded_with_zeros(bits):
-    values = helpers.gaussian(1000, seed=9)
-    padded = np.zeros(1024, np.float32)
-    padded[:1000] = values
-    part, whole = encoded(values, bits=bits), encoded(padded, bits=bits)
-    assert np.array_equal(part[0].codes, whole[0].codes) and np.array_equal(part[0].norms, whole[0].norms)
-    assert (part[1].energy, part[1].norms) == (whole[1].energy, whole[1].norms)
-    assert np.array_equal(decoded(part[0]), decoded(whole[0])[:1000])
-    # The error is that of the weight alone, without that of the padding.
-    true_error = ((decoded(part[0]).astype(np.float64) - values) ** 2).sum()
-    assert part[1].error == pytest.approx(true_error, rel=1e-5)
-    assert part[1].error < whole[1].error
-
-
 def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
     for constant, aligned, better in ((3, 1, S), (1, 3, H)):
         values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
@@ -198,64 +180,9 @@ def test_totals_do_not_depend_on_the_size_of_chunks():
         )
 
 
-def test_encoding_in_chunks_gives_the_whole_weight():
-    values = helpers.raw_bytes(helpers.gaussian(600, 128, seed=6), "BF16")
-    weight, measured = encode_weight(values, dtype="BF16", shape=(600, 128), coder=CODER)
-    rows = values.reshape(600, 256)
-    for step in (1, 7, 250, 600):
-        totals, found = PassTotals(ScalarState(H, 0)), []
-        for a in range(0, 600, step):
-            chunk = np.ascontiguousarray(rows[a : a + step])
-            parts = [np.empty((len(chunk), part.bytes_per_block), np.uint8) for part in CODER.parts]
-            totals.add(CODER.encode(chunk.reshape(-1), parts, dtype="BF16", state=ScalarState(H, 0)))
-            found.append(parts)
-        assert totals.result() == measured
-        for ours, whole in zip(zip(*found, strict=True), weight.parts, strict=True):
-            assert np.array_equal(np.concatenate(ours), whole)
-
-
-def test_some_blocks_decode_to_their_part_of_the_weight():
-    weight, _ = encoded(helpers.gaussian(9, 100), "F16")
-    whole = weight.decode_blocks(0, len(weight.codes), "F16")
-    assert np.array_equal(weight.decode(), whole[:1800])
-    for start, stop in ((0, 1), (3, 5), (7, 8), (4, 4)):
-        assert np.array_equal(weight.decode_blocks(start, stop, "F16"), whole[start * 256 : stop * 256])
-    single = weight.decode_blocks(0, 8, "F32").view(np.float32)
-    assert np.array_equal(single.astype(np.float16).view(np.uint8), whole)
-
-
-# --- reported errors ---
-
-FAMILIES = helpers.block_families()
-FAMILIES["constant and noise"] = 0.02 + helpers.gaussian(48, 128, seed=6, scale=0.002)  # one large rotated coordinate
+# --- extreme weights ---
 
 each = pytest.mark.parametrize("bits", CODEC.rates)
-
-
-def assert_errors_are_those_of_the_decoded(values, bits, *, dtype="F32", rounding=0.0):
-    """Check the measured energy and error of a whole weight, and return the encoding and what was measured.
-
-    rounding: relative error from rounding z and the decoded values, if errors of both signs do not cancel it
-    """
-    weight, measured = encoded(values, dtype, bits)
-    exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64).reshape(-1)
-    back = weight.decode_blocks(0, len(weight.codes), "F32").view(np.float32)[: exact.size].astype(np.float64)
-    energy, error = (exact**2).sum(), ((back - exact) ** 2).sum()
-    assert measured.energy == pytest.approx(energy, rel=1e-6, abs=0)
-    assert abs(measured.error - error) <= 1e-5 * error + 2 * rounding * math.sqrt(error * energy) + rounding**2 * energy
-    assert (weight.norms & 0x7FFF < 0x7C00).all()
-    assert measured.state.norm_exponent == norm_exponent_for(measured.norms)
-    return weight, measured
-
-
-@each
-def test_reported_errors_match_the_decoded_weights(bits):
-    for dtype in DTYPES:
-        assert_errors_are_those_of_the_decoded(helpers.gaussian(512, 128, seed=3, scale=0.05), bits, dtype=dtype)
-    for family in ("heavy-tailed", "with blocks of zeros"):
-        assert_errors_are_those_of_the_decoded(FAMILIES[family], bits)
-    for family in ("few distinct values", "Walsh-aligned", "constant and noise"):
-        assert_errors_are_those_of_the_decoded(FAMILIES[family], bits, rounding=2.0**-21)
 
 
 @each
@@ -286,18 +213,8 @@ def test_relative_error_does_not_depend_on_scale(bits, scale):
 
 
 @each
-def test_constant_blocks_have_a_small_error(bits):
-    """A constant is the worst case of the rotation, which the signed rotation rescues."""
-    for constant in (0.0125, -3.0, 2.0**-10):
-        values = np.full((5, 128), constant, np.float32)
-        weight, _ = assert_errors_are_those_of_the_decoded(values, bits, rounding=2.0**-22)
-        assert weight.rotation == SIGNED_HADAMARD
-
-
-@given(st.integers(0, 2**32 - 1))
-@examples(30)
-def test_column_butterfly_and_sum_match_the_format(seed):
-    values = np.random.default_rng(seed).standard_normal((5, 128)).astype(np.float32)
-    turned = polar.hadamard(np.ascontiguousarray(values.T))
-    assert same_bits(np.ascontiguousarray(turned.T), independent_reader.hadamard(values))
-    assert same_bits(polar.tree_sum(values.T.copy()), independent_writer.tree(values))
+@pytest.mark.parametrize("constant", [0.0125, -3.0, 2.0**-10])
+def test_constant_blocks_are_rescued(bits, constant):
+    """A constant is the worst case of the rotation, in which one coordinate takes everything."""
+    weight, measured = encoded(np.full((5, 128), constant, np.float32), bits=bits)
+    assert weight.rotation == SIGNED_HADAMARD and measured.relative_mse < 3 * DISTORTION[bits]
