@@ -13,12 +13,13 @@ import pytest
 import torch
 from calls import export, quantize
 from golden import make
-from scalar import encode_scalar, norm_ties
+from hard_weights import norm_ties
 
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs import lloyd_max as codebook
 from pqweights.codecs.protocol import RESCUE_FACTOR
+from pqweights.codecs.weight import encode_weight
 from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.options import ExportOptions
@@ -153,18 +154,19 @@ def test_independent_writer_gives_the_same_weight(bits, dtype):
     for name, values in (FAMILIES | {"ties of norms in F32": ties}).items():
         raw = helpers.raw_bytes(values, dtype)
         exact = helpers.values_of(raw, dtype)
-        ours, measured = encode_scalar(raw, dtype, values.shape, CODEC, bits)
+        ours, measured = encode_weight(raw, dtype=dtype, shape=values.shape, coder=CODEC.coder(bits))
+        state, norms = measured.state, ours.parts[1].view(np.float16).reshape(-1)
         theirs = independent_writer.encode(exact, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
-        assert (ours.rotation, ours.norm_exponent) == (theirs.rotation, theirs.norm_exponent), name
-        assert np.array_equal(ours.codes, theirs.codes), name
-        assert np.array_equal(ours.norms, theirs.norms), name
+        assert (state.rotation, state.norm_exponent) == (theirs.rotation, theirs.norm_exponent), name
+        assert np.array_equal(ours.parts[0], theirs.codes), name
+        assert np.array_equal(norms.view(np.uint16), theirs.norms), name
         assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error), name
         assert measured.relative_mse == theirs.relative_mse, name
-        rotations.add(ours.rotation)
-        exponents.add(np.sign(ours.norm_exponent))
+        rotations.add(state.rotation)
+        exponents.add(np.sign(state.norm_exponent))
         # The independent reader decodes what the package wrote to the bytes that the package decodes.
         decoded = independent_reader.decode_blocks(
-            ours.codes, ours.norms.view(np.float16), ours.codebook.levels, bits, ours.rotation, ours.norm_exponent
+            ours.parts[0], norms, codebook.codebook(bits).levels, bits, state.rotation, state.norm_exponent
         )
         assert independent_reader.to_bytes(decoded, dtype) == ours.decode().tobytes(), name
     assert rotations == {"hadamard", "signed-hadamard"}
@@ -174,8 +176,9 @@ def test_independent_writer_gives_the_same_weight(bits, dtype):
 @pytest.mark.parametrize("bits", BITS)
 def test_independent_writer_pads_in_the_same_way(bits):
     values = helpers.gaussian(7, 91, seed=bits)
-    ours, measured = encode_scalar(values.reshape(-1).view(np.uint8), "F32", values.shape, CODEC, bits)
+    raw = values.reshape(-1).view(np.uint8)
+    ours, measured = encode_weight(raw, dtype="F32", shape=values.shape, coder=CODEC.coder(bits))
     theirs = independent_writer.encode(values, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
-    assert ours.codes.shape == (5, 16 * bits)
-    assert np.array_equal(ours.codes, theirs.codes) and np.array_equal(ours.norms, theirs.norms)
+    assert ours.parts[0].shape == (5, 16 * bits) and np.array_equal(ours.parts[0], theirs.codes)
+    assert np.array_equal(ours.parts[1].view(np.uint16).reshape(-1), theirs.norms)
     assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error)

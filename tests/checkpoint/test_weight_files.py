@@ -38,12 +38,6 @@ def test_single_safetensors_file_may_have_any_name(folder: Path) -> None:
     assert [tensor.name for tensor in checkpoint.tensors] == [UP]
 
 
-def test_several_safetensors_files_need_an_index(folder: Path) -> None:
-    os.link(folder / "weights.safetensors", folder / "more.safetensors")
-    with pytest.raises(SourceError, match=r"index\.json: missing, although there are 2 safetensors files"):
-        open_local(folder)
-
-
 def test_single_pickle_may_have_any_name(pickles: Path) -> None:
     assert open_local(pickles, allow_pickle=True).weight_files == ("weights.bin",)
 

@@ -25,7 +25,6 @@ from pqweights.codecs.protocol import (
     State,
     has_rate,
 )
-from pqweights.codecs.scalar import LARGEST_EXPONENT, ROTATIONS, ScalarState
 from pqweights.codecs.weight import EncodedWeight, encode_weight
 from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.errors import RecipeError, SourceError
@@ -376,15 +375,6 @@ def test_norm_that_no_encoder_writes_is_found(coder: Coder) -> None:
                 assert found.value.block == block
             with pytest.raises(DamagedBlock, match="not finite"):
                 coder.decode_torch([torch.from_numpy(part) for part in damaged], state)
-
-
-@pytest.mark.parametrize("rotation", ROTATIONS)
-def test_exponent_that_no_norm_of_float32_needs_is_found(rotation: str) -> None:
-    """With it, norms would become infinite in float32, and products with levels of 0 NaN."""
-    coder = CODECS["hadamard-lloyd-max"].coder(4)
-    parts, _ = encoded(coder, gaussian_blocks(coder, 3), state=coder.first_state())
-    with pytest.raises(DamagedBlock, match="too large"):
-        decoded(coder, parts, dtype="BF16", state=ScalarState(rotation, LARGEST_EXPONENT))
 
 
 def weights_of_all_kinds() -> dict[str, npt.NDArray[np.float32]]:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from pqweights.codecs.polar_transform import (
-    ANGLE_BITS,
-    GROUP,
     LEVELS,
     RELATIVE_MSE,
     angle_boundaries,
@@ -64,13 +62,6 @@ def mean_cosine(level):
         )
         / total
     )
-
-
-def test_sizes():
-    assert 2 ** len(ANGLE_BITS) == GROUP
-    assert [len(level) for level in LEVELS] == [2**bits for bits in ANGLE_BITS]
-    angles = sum(bits * GROUP // 2**level for level, bits in enumerate(ANGLE_BITS, start=1))
-    assert (angles + 16) / GROUP == 3.875
 
 
 def test_level_1_divides_the_circle_into_equal_cells():
