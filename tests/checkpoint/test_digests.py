@@ -82,23 +82,6 @@ def test_the_hash_of_a_known_text() -> None:
     assert hasher.hexdigest() == blake3(bytes.fromhex(once)).hexdigest()
 
 
-def test_many_threads_fill_one_piece() -> None:
-    data, hasher = content(PIECE_BYTES), PieceHasher(PIECE_BYTES)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda at: hasher.add(at, data[at : at + 64]), range(0, PIECE_BYTES, 64)))
-    assert hasher.hexdigest() == by_the_page(data.tobytes())
-
-
-def test_missing_bytes_have_no_hash() -> None:
-    hasher = PieceHasher(PIECE_BYTES + 10)
-    hasher.add(0, content(PIECE_BYTES))
-    with pytest.raises(AssertionError, match="missing"):
-        hasher.hexdigest()
-    hasher.add(PIECE_BYTES + 4, content(6))
-    with pytest.raises(AssertionError, match="missing"):
-        hasher.hexdigest()
-
-
 @pytest.mark.parametrize("size", HASHED_SIZES)
 def test_parts_together_are_the_whole(size: int) -> None:
     data = content(size)

@@ -146,16 +146,6 @@ def test_fp8_of_any_shape_can_be_read_from_any_element(
     assert read(tensor_of(folder, UP), "F32", start, count) == expected[4 * start : 4 * (start + count)]
 
 
-@pytest.mark.parametrize("first", [UP, UP + "_scale_inv"])
-def test_fp8_scales_may_lie_in_another_shard(first: str, tmp_path: Path) -> None:
-    weight, scales = random_fp8((200, 300), torch.float8_e4m3fn), random_scales((2, 3), torch.float32)
-    tensors = {UP: weight, UP + "_scale_inv": scales, "model.norm.weight": torch.ones(8)}
-    shards = [{first: tensors.pop(first)}, tensors]
-    source = save(tmp_path / "src", *shards, config=FP8_CONFIG)
-    expected = weight.float() * expanded(scales, (200, 300), (128, 128))
-    assert read(tensor_of(source, UP)) == raw_bytes(expected)
-
-
 def test_fp8_source_and_decoded_source_give_the_same_master(tmp_path: Path) -> None:
     """Kept FP8 becomes BF16; neither scales nor the source's quantization_config are left."""
     mtp = "mtp.layers.0.mlp.up_proj.weight"
@@ -358,14 +348,7 @@ def test_tied_embeddings_are_stored_as_often_as_in_the_source(stored_twice: bool
     weight = bf16(gaussian(40, 130))
     tensors = {"model.embed_tokens.weight": weight} | ({"lm_head.weight": weight} if stored_twice else {})
     found = master_of(write_checkpoint(tmp_path / "src", tensors), tmp_path / "out")
-    assert logical_names(found) == set(tensors)
+    assert found.keys() == {name + part for name in tensors for part in ("_codes", "_norms")}
     if stored_twice:
         for part in ("_codes", "_norms"):
             assert found["lm_head.weight" + part][1].tobytes() == found["model.embed_tokens.weight" + part][1].tobytes()
-
-
-def logical_names(stored: Mapping[str, Any]) -> set[str]:
-    """The names of logical tensors, from stored names alone: X_codes and X_norms belong to X."""
-    weights = {name.removesuffix("_codes") for name in stored if name.endswith("_codes")}
-    assert weights == {name.removesuffix("_norms") for name in stored if name.endswith("_norms")}
-    return weights | {name for name in stored if not name.endswith(("_codes", "_norms"))}

@@ -5,7 +5,6 @@ Superblocks of the trellis depend on the size of a weight and hold any rate; pol
 
 from __future__ import annotations
 
-import json
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -118,18 +117,6 @@ def test_plan_and_inspect_print_fractional_rates_and_codecs_if_they_are_mixed(fo
     assert "bits" in heading and "codec" not in heading
 
 
-def test_configuration_states_what_decoding_needs(folder: Path) -> None:
-    settings = json.loads((folder / "master" / "config.json").read_bytes())["quantization_config"]
-    # The most common settings are the defaults; each weight counts once.
-    assert (settings["format_version"], settings["block_size"]) == (3, 128)
-    assert (settings["codec"], settings["bits"], settings["rotation"]) == (POLAR, 3.875, "hadamard")
-    assert {codec: list(levels) for codec, levels in settings["levels"].items()} == {SCALAR: ["6"]}
-    own = settings["overrides"]
-    assert own[UP] == {"codec": TRELLIS, "bits": 2.5, "shape": [512, 256]}
-    assert own[EMBEDDING] == {"codec": SCALAR, "bits": 6}
-    assert "model.layers.0.self_attn.q_proj.weight" not in own
-
-
 def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     work = {"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}
     (counts,) = killed_runs(work, [{"out": str(tmp_path / "whole")}])
@@ -220,20 +207,6 @@ def test_loaded_model_has_the_logits_of_the_bf16_export(packed: bool, folder: Pa
     assert isinstance(dict(loaded.named_parameters())[UP], PackedTensor) == packed
     logits = families.logits(loaded.float() if not packed else loaded)
     assert np.abs(logits - expected).max() <= (2.0**-5 if packed else 1e-6) * np.abs(expected).max()
-
-
-def test_packed_weight_on_another_device_decodes_with_its_codec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code path of other devices, run on the CPU."""
-    from pqweights.integrations.packed_rows import PackedRows as rows
-
-    loaded = pqweights.load_model(folder / "master", packed=True, dtype="float32")
-    monkeypatch.setattr(
-        rows, "_decode_numpy", lambda self, row, *args, **keywords: rows._decode_torch(self, *args, **keywords)
-    )
-    exact = master_weights(folder / "master")
-    packed = {name: p for name, p in loaded.named_parameters() if isinstance(p, PackedTensor)}
-    assert packed.keys() == exact.keys()
-    assert all(np.array_equal(parameter.decode().numpy(), exact[name]) for name, parameter in packed.items())
 
 
 def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> None:

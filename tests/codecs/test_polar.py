@@ -108,19 +108,6 @@ def test_worked_example_of_the_page() -> None:
     assert decoded(angles, radii)[0, :4] == pytest.approx([float(value) for value in values], abs=5e-9)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_packing_of_one_code_is_its_field_alone(level: int) -> None:
-    sizes = [128 >> each for each in LEVELS]
-    for place in (0, 1, sizes[level - 1] - 1):
-        codes = [np.zeros((size, 1), dtype=np.uint8) for size in sizes]
-        codes[level - 1][place] = 2 ** polar_transform.ANGLE_BITS[level - 1] - 1
-        packed = polar_transform.pack(codes)
-        assert packed.shape == (46, 1)
-        assert np.bitwise_count(packed).sum() == polar_transform.ANGLE_BITS[level - 1]
-        for each in LEVELS:
-            assert np.array_equal(polar_decoder.unpack(packed.T, each)[0], codes[each - 1][:, 0])
-
-
 @pytest.mark.parametrize("rotation", [HADAMARD, SIGNED_HADAMARD])
 @pytest.mark.parametrize("exponent", [-140, -3, 0, 5, 112])
 def test_independent_decoder_finds_the_same_values(rotation: str, exponent: int) -> None:
