@@ -163,14 +163,3 @@ def test_property_page_and_kernel_refuse_the_same_bytes(
             .reshape(-1)
             .view(np.uint32),
         )
-
-
-def test_flipped_bits_of_the_words_are_noticed() -> None:
-    """Nearly all: what follows a wrong word is random, and it ends in sixteen states of 2**16 by chance hardly ever."""
-    row = sound(17, 0)
-    missed = 0
-    for at in range(80, len(row), 3):
-        wrong = bytearray(row)
-        wrong[at] ^= 1 << at % 8
-        missed += not decode(bytes(wrong), 17)
-    assert missed == 0
