@@ -73,15 +73,6 @@ def read_whole(reads: CheckedReads, folder: Path, name: str) -> None:
 HASHED_SIZES = (0, 1, 1000, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77, READ_BYTES + 3, PART_BYTES + 9)
 
 
-def test_the_hash_of_a_known_text() -> None:
-    """The digest is BLAKE3's own for "abc" (its specification), hashed once more."""
-    once = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
-    assert blake3(b"abc").hexdigest() == once
-    hasher = PieceHasher(3)
-    hasher.add(0, np.frombuffer(b"abc", dtype=np.uint8))
-    assert hasher.hexdigest() == blake3(bytes.fromhex(once)).hexdigest()
-
-
 @pytest.mark.parametrize("size", HASHED_SIZES)
 def test_parts_together_are_the_whole(size: int) -> None:
     data = content(size)

@@ -13,7 +13,7 @@ import pytest
 import safetensors
 from calls import export
 from commands import refused
-from golden import make, make_polar, make_trellis
+from golden import make, make_codecs
 
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
@@ -21,7 +21,8 @@ from pqweights.errors import MasterError
 from pqweights.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
 
-GOLDEN: dict[str, Any] = {"hadamard-lloyd-max": make, "hadamard-trellis": make_trellis, "polar": make_polar}
+TRELLIS, POLAR = make_codecs.TRELLIS, make_codecs.POLAR
+GOLDEN: dict[str, Any] = {"hadamard-lloyd-max": make, "hadamard-trellis": TRELLIS, "polar": POLAR}
 
 
 @pytest.mark.parametrize("codec", GOLDEN)

@@ -88,17 +88,14 @@ FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size"
 FP8_LAYOUTS = [
     # weight, stored scales, suffix, shape of the scales before they are repeated, elements per scale
     ((256, 384), (2, 3), "_scale_inv", (2, 3), (128, 128)),
-    ((300, 200), (3, 2), "_scale_inv", (3, 2), (128, 128)),
     ((129, 127), (2, 1), "_scale_inv", (2, 1), (128, 127)),
     ((5, 300), (1, 3), "_scale_inv", (1, 3), (5, 128)),
     ((3, 200, 130), (3, 2, 2), "_scale_inv", (3, 2, 2), (1, 128, 128)),
     ((2, 3, 128, 256), (2, 3, 1, 2), "_scale_inv", (2, 3, 1, 2), (1, 1, 128, 128)),
     ((40, 130), (), "_scale", (1, 1), (40, 130)),
-    ((40, 130), (1,), "_scale", (1, 1), (40, 130)),
     ((40, 130), (1, 1), "_scale_inv", (1, 1), (40, 130)),
     ((40, 130), (40, 1), "_scale", (40, 1), (1, 130)),
     ((40, 130), (40,), "_scale", (40, 1), (1, 130)),
-    ((40, 130), (40,), "_scale_inv", (40, 1), (1, 130)),
     ((3, 40, 130), (3, 40, 1), "_scale", (3, 40, 1), (1, 1, 130)),
     ((3, 40, 130), (3, 40), "_scale", (3, 40, 1), (1, 1, 130)),
     ((3, 40, 130), (3, 1, 1), "_scale", (3, 1, 1), (1, 40, 130)),
@@ -330,14 +327,6 @@ def test_pickles_and_safetensors_give_the_same_master(shards: int, parameters: b
     assert found.keys() == expected.keys() and not list((tmp_path / "out").glob("*.bin"))
     for name, (dtype, stored) in expected.items():
         assert (found[name][0], found[name][1].tobytes()) == (dtype, stored.tobytes())
-
-
-def test_tied_tensors_of_a_pickle_stay_two_tensors(tmp_path: Path) -> None:
-    weight = torch.randn(16, 128)
-    (tmp_path / "src").mkdir()
-    torch.save({"model.embed_tokens.weight": weight, "lm_head.weight": weight}, tmp_path / "src/pytorch_model.bin")
-    found = master_of(tmp_path / "src", tmp_path / "out", allow_pickle=True)
-    assert found["lm_head.weight_codes"][1].tobytes() == found["model.embed_tokens.weight_codes"][1].tobytes()
 
 
 # --- nothing dropped ---

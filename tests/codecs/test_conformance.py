@@ -264,14 +264,6 @@ def test_encoding_does_not_write_to_its_input(coder: Coder) -> None:
 
 
 @each
-def test_zeros_decode_to_zeros(coder: Coder) -> None:
-    weights = np.zeros((3, 1024), dtype=np.float32)
-    weight, measured = whole(weights, coder)
-    assert (measured.energy, measured.error, measured.relative_mse) == (0.0, 0.0, 0.0)
-    assert not weight.decode().view(np.float32).any()
-
-
-@each
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_first_block_that_is_not_finite_is_named(coder: Coder, bad: float) -> None:
     weights = helpers.gaussian(6, coder.block_size)

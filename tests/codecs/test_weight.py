@@ -8,7 +8,7 @@ import pytest
 
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
-from pqweights.codecs.protocol import Measures, NormRange, PassResult, exceeds_promise
+from pqweights.codecs.protocol import Measures, NormRange, PassResult
 from pqweights.codecs.scalar import ScalarState, norm_exponent_for
 from pqweights.codecs.weight import PassTotals
 
@@ -76,10 +76,7 @@ def test_next_state(history, expected):
     [
         (math.inf, 0.0, 0),  # no norm at all
         (2.0**-14, 65504.0, 0),
-        (2.0**-14, 2.0**-14, 0),
-        (65504.0, 65504.0, 0),
         (math.nextafter(2.0**-14, 0), 2.0**-14, -28),
-        (math.nextafter(2.0**-14, 0), math.nextafter(2.0**-14, 0), -29),
         (math.nextafter(2.0**-14, 0), 1.0, -14),
         (math.nextafter(2.0**-14, 0), 65504.0, 1),
         (2.0**-14, math.nextafter(65504.0, 1e9), 1),
@@ -93,12 +90,6 @@ def test_norm_exponent_brings_norms_into_the_range_of_float16(smallest, largest,
     assert exponent == expected
     if expected:
         assert 2.0**14 <= largest * 2.0**-exponent < 2.0**15
-
-
-def test_error_exceeds_the_promise_above_the_rescue_factor():
-    for bits in CODEC.rates:
-        coder, limit = CODEC.coder(bits), 1.25 * DISTORTION[bits]
-        assert not exceeds_promise(coder, limit) and exceeds_promise(coder, limit * (1 + 1e-12))
 
 
 def blocks_of_errors(energies, errors, norms):
