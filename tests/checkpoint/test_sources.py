@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pqweights.checkpoint.float_formats import Mxfp4Tensor
+from pqweights.checkpoint.quantized import Mxfp4Tensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
