@@ -68,6 +68,21 @@ def model_dtype(config: dict[str, Any] | None, tensors: Sequence[LogicalTensor])
     return counts.most_common(1)[0][0] if counts else "F32"
 
 
+def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the quantization_config of a model, or of the text part of a multi-modal model; {} if there is none."""
+    if config is None:
+        return {}
+    if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
+        return {"quant_method": "mlx"}
+    for place in (config, config.get("text_config")):
+        if isinstance(place, dict):
+            for key in QUANTIZATION_KEYS:
+                if isinstance(place.get(key), dict):
+                    settings: dict[str, Any] = place[key]
+                    return settings
+    return {}
+
+
 def edited_config(
     config: dict[str, Any] | None, dtype: str, *, old_dtype: str, quantization: dict[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -8,6 +8,7 @@ bytes of many files are requested at once, before their headers are needed (Head
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -18,12 +19,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import msgspec
+
+from pqweights.common.documents import ClosedDocument, Count, as_document
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import MAX_ELEMENTS, unique_keys
 from pqweights.errors import SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate and inspect read (local files)"
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20
@@ -123,30 +126,49 @@ def _read_json(file: str, file_bytes: int, read: Callable[[int, int], bytes]) ->
         left = file_bytes - 8
         raise _damaged(file, f"header length: expected at most the {left} bytes that follow it, found {header_bytes}")
     try:
-        header = json.loads(read(8, header_bytes).decode("utf-8"), object_pairs_hook=unique_keys)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        header = _parse_json(read(8, header_bytes))
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, f"header: expected a JSON object, found {str(error)[:120]!r}") from None
     if not isinstance(header, dict):
         raise _damaged(file, f"header: expected a JSON object, found {type(header).__name__}")
     return header, 8 + header_bytes
 
 
+def _parse_json(data: bytes) -> Any:
+    """Parse JSON whose objects have no key twice; raises ValueError or RecursionError.
+
+    Most headers are what msgspec makes of their value, so no key is there twice. Only others, such as those with spaces
+    between their items, need the slower parser, which looks for such keys.
+    """
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        value = msgspec.json.decode(data)
+        if msgspec.json.encode(value) == data.rstrip(b" "):
+            return value
+    return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
+
+
+class _Entry(ClosedDocument, frozen=True, gc=False):  # without gc, which would take as long as all the rest
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
 def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[StoredTensor]:
     """Check each entry by itself, and return the tensors in the order of the header."""
+    try:
+        entries = msgspec.convert(header, dict[str, _Entry])
+    except msgspec.ValidationError:
+        entries = {name: _checked_entry(file, name, entry) for name, entry in header.items()}
     tensors = []
-    for name, entry in header.items():
-        if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
-            raise _damaged(file, f"tensor {name!r}: expected dtype, shape and data_offsets, found {str(entry)[:80]}")
+    for name, entry in entries.items():
+        dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
         if not name.isprintable():
             raise _damaged(file, f"tensor {ascii(name)[:80]}: expected a printable name")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-            raise _damaged(file, f"tensor {name!r}: expected a safetensors dtype, found {str(dtype)[:40]!r}")
-        if not _are_counts(shape):
-            raise _damaged(file, f"tensor {name!r}: expected a shape of non-negative integers, found {str(shape)[:80]}")
-        if not _are_counts(offsets) or len(offsets) != 2:
-            raise _damaged(file, f"tensor {name!r}: expected two data offsets, found {str(offsets)[:80]}")
-        elements, (begin, end) = math.prod(shape), offsets
+        if dtype not in DTYPE_BITS:
+            raise _damaged(file, f"tensor {name!r}: expected a safetensors dtype, found {dtype[:40]!r}")
+        elements = math.prod(shape)
         if elements > MAX_ELEMENTS or (elements == 0 and max(shape) > MAX_ELEMENTS):
             raise _damaged(file, f"tensor {name!r}: shape {str(shape)[:80]} overflows")
         bits = elements * DTYPE_BITS[dtype]
@@ -156,13 +178,12 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
                 f"tensor {name!r}: expected {bits / 8:g} bytes for shape {str(shape)[:80]} of {dtype}, found "
                 f"{end - begin} in its offsets",
             )
-        tensors.append(StoredTensor(name, dtype, tuple(shape), file, data_start + begin, end - begin))
+        tensors.append(StoredTensor(name, dtype, shape, file, data_start + begin, end - begin))
     return tensors
 
 
-def _are_counts(values: object) -> bool:
-    """Whether a value is a list of integers from 0 on; true and false, which are integers in Python, do not count."""
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def _checked_entry(file: str, name: str, entry: Any) -> _Entry:
+    return as_document(entry, _Entry, lambda problem: _damaged(file, f"tensor {ascii(name)[:200]}: {problem}"))
 
 
 def build_header(
@@ -185,8 +206,8 @@ def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> by
     end = 0
     for spec in ordered:
         begin, end = end, end + spec.byte_count
-        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        entries[spec.name] = _Entry(spec.dtype, spec.shape, (begin, end))
+    text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -195,7 +216,7 @@ def encode_header(ordered: Sequence[TensorSpec], metadata: dict[str, str]) -> by
 def entry_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Return how many bytes a tensor takes in a header beside its name, up to some digits of its offsets."""
     entry = {"dtype": dtype, "shape": shape, "data_offsets": []}
-    return len(json.dumps(entry, separators=(",", ":"))) + len(":,,") + OFFSET_DIGITS
+    return len(msgspec.json.encode(entry)) + len(":,,") + OFFSET_DIGITS
 
 
 def aligned(byte_count: int, alignment: int) -> int:

@@ -1,22 +1,37 @@
 """Sources that are already quantized: FP8 and MXFP4 are decoded, all other formats are refused by name.
 
 Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
-(`X_scale`); MXFP4 of gpt-oss (`X_blocks` with `X_scales`).
+(`X_scale`); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their numbers are those of the OCP 8-bit floating point
+specification 1.0 and the OCP microscaling formats specification 1.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pqweights.checkpoint.float_formats import Float8Tensor, Mxfp4Tensor
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS
-from pqweights.codecs.protocol import Part
-from pqweights.common.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
+from pqweights.common.dtypes import (
+    FLOAT4_VALUES,
+    FLOAT8_DTYPES,
+    FLOAT_DTYPES,
+    float8_table,
+    from_float32,
+    item_bytes,
+    to_float32,
+)
 from pqweights.errors import SourceError
+from pqweights.kernels.workers import kept, scratch
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
 
@@ -29,7 +44,6 @@ FOREIGN_MARKS = {
     "g_idx": "GPTQ",
     "qweight": "GPTQ or AWQ",
     "weight.absmax": "bitsandbytes",
-    "weight.SCB": "bitsandbytes",
     "SCB": "bitsandbytes",
 }
 
@@ -61,23 +75,15 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     _refuse_foreign(settings, stored)
     tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
-    left_out = dict.fromkeys(_activation_scales(stored, settings, decoded=tensors), NOT_A_WEIGHT)
+    left_out = {}
+    if settings or any(len(tensor.parts) > 1 for tensor in tensors):  # no model has a place for these scales
+        of_weights = {f"{tensor.name}_{suffix}" for tensor in tensors for suffix in ACTIVATION_SCALES}
+        of_activations = [n for n in stored if n.rpartition(".")[2] in ACTIVATION_SCALES or n in of_weights]
+        left_out = dict.fromkeys(of_activations, NOT_A_WEIGHT)
     rest = [name for name in stored if name not in taken and name not in left_out]
     tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
     return ModelTensors(tensors, left_out)
-
-
-def _activation_scales(
-    stored: dict[str, StoredTensor], settings: dict[str, Any], *, decoded: Sequence[LogicalTensor]
-) -> Iterator[str]:
-    """Yield the names of the scales of activations in a quantized source, which no model has a place for."""
-    if not settings and not any(len(tensor.parts) > 1 for tensor in decoded):
-        return
-    of_weights = {f"{tensor.name}_{suffix}" for tensor in decoded for suffix in ACTIVATION_SCALES}
-    for name in stored:
-        if name.rpartition(".")[2] in ACTIVATION_SCALES or name in of_weights:
-            yield name
 
 
 def _decoded(
@@ -134,32 +140,15 @@ def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
     for parts in {codec.coder(codec.rates[0]).sized(1).parts for codec in CODECS.values()}:
         first = "weight" + parts[0].suffix
         for name, tensor in stored.items():
-            if name.endswith(first) and _has_parts(stored, name.removesuffix(parts[0].suffix), parts):
+            if not name.endswith(first):
+                continue
+            weight = name.removesuffix(parts[0].suffix)
+            beside = (stored.get(weight + part.suffix) for part in parts)
+            if all(t is not None and t.dtype == part.dtype for t, part in zip(beside, parts, strict=True)):
                 raise SourceError(
                     f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; "
                     "give the original checkpoint to quantize, or the whole folder of the master to export"
                 )
-
-
-def _has_parts(stored: dict[str, StoredTensor], weight: str, parts: tuple[Part, ...]) -> bool:
-    """Whether all parts of an encoded weight are stored, in their dtypes."""
-    tensors = (stored.get(weight + part.suffix) for part in parts)
-    return all(tensor is not None and tensor.dtype == part.dtype for tensor, part in zip(tensors, parts, strict=True))
-
-
-def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the quantization_config of a model, or of the text part of a multi-modal model; {} if there is none."""
-    if config is None:
-        return {}
-    if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
-        return {"quant_method": "mlx"}
-    for place in (config, config.get("text_config")):
-        if isinstance(place, dict):
-            for key in ("quantization_config", "compression_config"):
-                if isinstance(place.get(key), dict):
-                    settings: dict[str, Any] = place[key]
-                    return settings
-    return {}
 
 
 def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
@@ -269,3 +258,143 @@ def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None, settings: dict[
             f"{list(scales.shape)}"
         )
     return True
+
+
+# --- the decoded tensors ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallFloatTensor:
+    """What the tensors below have in common; see LogicalTensor. Models with such weights compute in BF16.
+
+    storage: where the stored tensors lie
+    parts: the values, then their scales
+    """
+
+    storage: Storage
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[StoredTensor, ...]
+    plain_dtype: str = "BF16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Tensor(SmallFloatTensor):
+    """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+
+    parts: without scales, they are 1
+    scale_block: how many elements of each dimension share a scale
+    """
+
+    scale_block: tuple[int, ...]
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read the float32 products of value and scale, rounded once."""
+        raw, stored = scratch("raw", count), self.parts[0]
+        self.storage.read_into(stored.file, stored.offset + start, raw)
+        values = float8_table(self.dtype)[raw]
+        if len(self.parts) > 1:
+            self._multiply(values, start)
+        converted = from_float32(values, dtype)
+        out[: len(converted)] = converted
+
+    def _multiply(self, values: npt.NDArray[np.float32], start: int) -> None:
+        """Multiply values, the first of which is element `start`, by their scales in place."""
+        columns = self.shape[-1] if self.shape else 1
+        done, index, scales = 0, -1, np.empty(0, dtype=np.float32)
+        while done < len(values):
+            row, column = divmod(start + done, columns)
+            width = min(columns - column, len(values) - done)
+            if self._scale_row(row) != index:
+                index = self._scale_row(row)
+                scales = self._expanded_scales(index)
+            values[done : done + width] *= scales[column : column + width]
+            done += width
+
+    def _scale_row(self, row: int) -> int:
+        """Return which row of scales belongs to a row of values; rows are numbered through all leading dimensions."""
+        index, stride = 0, 1
+        for size, step in zip(reversed(self.shape[:-1]), reversed(self.scale_block[:-1]), strict=True):
+            row, position = divmod(row, size)
+            index += position // step * stride
+            stride *= -(-size // step)
+        return index
+
+    def _expanded_scales(self, index: int) -> npt.NDArray[np.float32]:
+        """Return one row of scales, each repeated for the elements that share it: [columns] f32."""
+        if not self.shape:
+            return self._read_scales(0, 1)
+        columns, block = self.shape[-1], self.scale_block[-1]
+        scale_columns = -(-columns // block)
+        return np.repeat(self._read_scales(index * scale_columns, scale_columns), block)[:columns]
+
+    def _read_scales(self, start: int, count: int) -> npt.NDArray[np.float32]:
+        scales = self.parts[1]
+        size = item_bytes(scales.dtype)
+        raw = np.empty(count * size, dtype=np.uint8)
+        self.storage.read_into(scales.file, scales.offset + start * size, raw)
+        return float8_table("F8_E8M0")[raw] if scales.dtype == "F8_E8M0" else to_float32(raw, scales.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Tensor(SmallFloatTensor):
+    """The experts of gpt-oss in MXFP4.
+
+    shape: [E, 32 * G, N], as in the model: the contraction runs over the stored last dimensions
+    parts: the blocks, [E, N, G, 16] u8, two E2M1 codes a byte, the low nibble first; the scales, [E, N, G] u8,
+        exponents with a bias of 127
+    """
+
+    # Elements decoded at once: a band of columns of one expert's stored matrix.
+    BAND_ELEMENTS = 1 << 20
+    # Each thread keeps an expert of at most this many stored bytes, so that it is not read again for every band.
+    KEPT_BYTES = 1 << 25
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Gather elements across the stored rows, and decode them a band of groups at a time."""
+        _, depth, rows = self.shape
+        size = item_bytes(dtype)
+        band_groups = max(1, self.BAND_ELEMENTS // (32 * rows))
+        done = 0
+        while done < count:
+            expert, within = divmod(start + done, depth * rows)
+            first_group = within // rows // 32
+            band = self._decode_band(expert, first_group, min(band_groups, depth // 32 - first_group))
+            offset = within - first_group * 32 * rows
+            part = band.reshape(-1)[offset : offset + count - done]
+            out[done * size : (done + len(part)) * size] = from_float32(part, dtype)
+            done += len(part)
+
+    def _decode_band(self, expert: int, group: int, groups: int) -> npt.NDArray[np.float32]:
+        """Decode groups [group, group + groups) of one expert: [32 * groups, N] f32."""
+        blocks, scales = self.parts
+        _, rows, all_groups, _ = blocks.shape
+        is_small = rows * all_groups * 17 <= self.KEPT_BYTES
+
+        def read(what: str, stored: StoredTensor, columns: slice) -> npt.NDArray[np.uint8]:
+            if not is_small:
+                return self._read_columns(stored, expert, columns)
+            make = functools.partial(self._read_columns, stored, expert, slice(None))
+            return kept(f"expert {what}", (stored, expert), make)[:, columns]
+
+        codes = read("blocks", blocks, slice(group * 16, (group + groups) * 16))
+        exponents = read("scales", scales, slice(group, group + groups))
+        values = np.empty((rows, groups, 16, 2), dtype=np.float32)
+        by_group = codes.reshape(rows, groups, 16)
+        values[..., 0] = FLOAT4_VALUES[by_group & 15]
+        values[..., 1] = FLOAT4_VALUES[by_group >> 4]
+        values *= float8_table("F8_E8M0")[exponents][:, :, None, None]
+        return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
+
+    def _read_columns(self, stored: StoredTensor, expert: int, columns: slice) -> npt.NDArray[np.uint8]:
+        """Read columns of one expert's byte matrix, in runs of whole rows: [rows, columns]."""
+        rows, row_bytes = stored.shape[1], math.prod(stored.shape[2:])
+        start = stored.offset + expert * rows * row_bytes
+        result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)
+        step = max(1, self.BAND_ELEMENTS // row_bytes)
+        for row in range(0, rows, step):
+            run = np.empty((min(step, rows - row), row_bytes), dtype=np.uint8)
+            self.storage.read_into(stored.file, start + row * row_bytes, run.reshape(-1))
+            result[row : row + len(run)] = run[:, columns]
+        return result

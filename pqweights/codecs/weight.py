@@ -38,7 +38,11 @@ class PassTotals:
 
 def add_in_order(total: float, values: Doubles) -> float:
     """Return total + values[0] + values[1] + ..., added one after the other."""
-    return float(np.add.accumulate(np.append(total, values))[-1])
+    if not len(values):
+        return total
+    sums = values.copy()
+    sums[0] += total
+    return float(np.add.accumulate(sums, out=sums)[-1])
 
 
 def encode_chunk(

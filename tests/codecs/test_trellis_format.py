@@ -125,15 +125,6 @@ def test_page_and_kernel_decode_the_same_bits(kind: str, rate: float) -> None:
         assert np.isfinite(found.view(np.float32)).all()
 
 
-def test_page_and_kernel_decode_a_weight_of_two_superblocks() -> None:
-    values = trellis_writer.hostile("normal", 780, seed=1)
-    coder, rows, _ = encoded(values, 2.125, 8, "hadamard")
-    assert len(rows) == 2
-    found = kernel_bits(rows, coder, "hadamard")
-    assert np.array_equal(found, page_bits(rows, coder.block_size // 128, "hadamard"))
-    assert not found.reshape(-1)[values.size :].any()
-
-
 @st.composite
 def written(draw: st.DrawFn) -> tuple[int, bytes]:
     """A superblock of any trellis and any classes, with its number of blocks."""
@@ -240,26 +231,3 @@ def test_headers_that_no_encoder_writes_are_refused(place: int, form: str, value
     with pytest.raises(DamagedBlock) as found:
         decoded(coder_of_row(wrong, 3), np.frombuffer(wrong, dtype=np.uint8)[None], "hadamard")
     assert found.value.block == 0
-
-
-def test_the_reason_says_what_is_wrong() -> None:
-    row = trellis_writer.superblock(np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4, unused=4)
-    two = TrellisCoder(rate=8.0, states=8, cut=Superblocks(2, 3, len(row)))
-    for place, reason in ((4, "header"), (30, "stream"), (len(row) - 1, "stream")):
-        rows = np.frombuffer(row * 2, dtype=np.uint8).reshape(2, -1).copy()
-        rows[1, place] ^= 0x40
-        with pytest.raises(DamagedBlock, match=reason) as found:
-            decoded(two, rows, "hadamard")
-        assert found.value.block == 1
-
-
-@pytest.mark.parametrize("lane", [0, 5])
-def test_small_first_state_is_named_beside_a_sound_superblock(lane: int) -> None:
-    row = trellis_writer.superblock(np.random.default_rng(1), 33, step=0.1, state_bits=3, first=4)
-    bad = bytearray(row)
-    bad[7 + 4 * lane : 11 + 4 * lane] = bytes(4)
-    two = TrellisCoder(rate=8.0, states=8, cut=Superblocks(2, 33, len(row)))
-    for pair in (bad + row, row + bad):
-        rows = np.frombuffer(pair, dtype=np.uint8).reshape(2, -1)
-        with pytest.raises(DamagedBlock, match="header"):
-            decoded(two, rows, "hadamard")

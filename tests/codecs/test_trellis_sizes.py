@@ -7,13 +7,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from blocks import examples
 from helpers import gaussian
-from hypothesis import given
-from hypothesis import strategies as st
 from trellis_writer import KINDS, hostile
 
-from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.protocol import PassResult
@@ -39,25 +35,6 @@ def unused(row: npt.NDArray[np.uint8]) -> int:
 
 
 # --- sizes ---
-
-
-@examples(300)
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=3), st.floats(1.5, 8))
-def test_property_stored_bytes_are_those_of_the_rate(shape: list[int], rate: float) -> None:
-    """The rate times the weights, rounded down for each superblock; the last block is padded to 128."""
-    weights = math.prod(shape)
-    (spec,) = encoded_specs("x", tuple(shape), CODEC.coder(rate))
-    blocks = -(-weights // 128)
-    superblocks = CODEC.coder(rate).sized(weights).cut
-    assert superblocks is not None
-    assert isinstance(spec, TensorSpec) and math.prod(spec.shape) == superblocks.number * superblocks.stride
-    assert superblocks.number * superblocks.blocks >= blocks > (superblocks.number - 1) * superblocks.blocks
-    exact = int(rate * blocks * 16 / superblocks.number)
-    if blocks >= 512:
-        assert superblocks.stride == exact
-        assert superblocks.number * superblocks.blocks <= 1.0015 * blocks
-    else:
-        assert superblocks.number == 1 and exact <= superblocks.stride <= exact + 55
 
 
 @pytest.mark.parametrize("rate", [1.5, 2.0, 3.3, 4.38, 6.0, 8.0])

@@ -3,22 +3,14 @@
 import itertools
 import math
 
-import helpers
-import independent_reader
-import independent_writer
 import numpy as np
 import pytest
-from blocks import DTYPES, examples, same_bits
-from hypothesis import given
-from hypothesis import strategies as st
-from scalar import encode_scalar
 
-from pqweights.codecs import get_codec, polar
+from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
-from pqweights.codecs.protocol import Measures, NormRange, PassResult, exceeds_promise
-from pqweights.codecs.scalar import SIGNED_HADAMARD, ScalarState, norm_exponent_for
-from pqweights.codecs.weight import PassTotals, encode_weight
-from pqweights.kernels import SIGNS
+from pqweights.codecs.protocol import Measures, NormRange, PassResult
+from pqweights.codecs.scalar import ScalarState, norm_exponent_for
+from pqweights.codecs.weight import PassTotals
 
 CODEC = get_codec("hadamard-lloyd-max")
 BITS = 5
@@ -84,10 +76,7 @@ def test_next_state(history, expected):
     [
         (math.inf, 0.0, 0),  # no norm at all
         (2.0**-14, 65504.0, 0),
-        (2.0**-14, 2.0**-14, 0),
-        (65504.0, 65504.0, 0),
         (math.nextafter(2.0**-14, 0), 2.0**-14, -28),
-        (math.nextafter(2.0**-14, 0), math.nextafter(2.0**-14, 0), -29),
         (math.nextafter(2.0**-14, 0), 1.0, -14),
         (math.nextafter(2.0**-14, 0), 65504.0, 1),
         (2.0**-14, math.nextafter(65504.0, 1e9), 1),
@@ -101,77 +90,6 @@ def test_norm_exponent_brings_norms_into_the_range_of_float16(smallest, largest,
     assert exponent == expected
     if expected:
         assert 2.0**14 <= largest * 2.0**-exponent < 2.0**15
-
-
-def test_error_exceeds_the_promise_above_the_rescue_factor():
-    for bits in CODEC.rates:
-        coder, limit = CODEC.coder(bits), 1.25 * DISTORTION[bits]
-        assert not exceeds_promise(coder, limit) and exceeds_promise(coder, limit * (1 + 1e-12))
-
-
-def raw(values, dtype):
-    """Return the raw words of a weight of any shape."""
-    stored = {"BF16": helpers.bf16, "F16": helpers.f16, "F32": helpers.f32}[dtype](np.asarray(values))[1]
-    return stored.reshape(np.shape(values))
-
-
-def encoded(values, dtype="F32", bits=BITS):
-    stored = raw(values, dtype)
-    return encode_scalar(stored.reshape(-1).view(np.uint8), dtype, stored.shape, CODEC, bits)
-
-
-def decoded(weight):
-    kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[weight.dtype]
-    return helpers.as_float32((weight.dtype, weight.decode().view(kind))).reshape(weight.shape)
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize(
-    "shape", [(128,), (1,), (127,), (129,), (3, 100), (2, 3, 64), (2, 2, 2, 37), (5, 256), (), (1, 1)]
-)
-def test_weights_of_any_shape(shape, dtype):
-    values = helpers.gaussian(*shape, seed=3, scale=0.05)
-    weight, measured = encoded(values, dtype)
-    blocks = -(-math.prod(shape) // 128)
-    assert weight.codes.shape == (blocks, 16 * BITS) and weight.norms.shape == (blocks,)
-    assert (weight.shape, weight.dtype, weight.bits, weight.codec) == (shape, dtype, BITS, CODEC.name)
-    assert (weight.rotation, weight.norm_exponent) == (measured.state.rotation, measured.state.norm_exponent)
-    back = decoded(weight)
-    assert back.shape == shape and len(weight.decode()) == raw(values, dtype).nbytes
-    exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64)
-    energy = (exact**2).sum()
-    assert measured.energy == pytest.approx(energy, rel=1e-6)
-    # This error includes rounding to 16 bits, which the measured error does not.
-    error = ((back - exact) ** 2).sum()
-    rounding = {"BF16": 2.0**-9, "F16": 2.0**-12, "F32": 2.0**-25}[dtype]
-    assert math.sqrt(error) <= math.sqrt(1.001 * measured.error) + 1.1 * rounding * math.sqrt(energy)
-    if math.prod(shape) % 128 == 0 and dtype == "F32":
-        assert error == pytest.approx(measured.error, rel=1e-3)
-
-
-@pytest.mark.parametrize("bits", CODEC.rates)
-def test_a_partial_last_block_is_padded_with_zeros(bits):
-    values = helpers.gaussian(1000, seed=9)
-    padded = np.zeros(1024, np.float32)
-    padded[:1000] = values
-    part, whole = encoded(values, bits=bits), encoded(padded, bits=bits)
-    assert np.array_equal(part[0].codes, whole[0].codes) and np.array_equal(part[0].norms, whole[0].norms)
-    assert (part[1].energy, part[1].norms) == (whole[1].energy, whole[1].norms)
-    assert np.array_equal(decoded(part[0]), decoded(whole[0])[:1000])
-    # The error is that of the weight alone, without that of the padding.
-    true_error = ((decoded(part[0]).astype(np.float64) - values) ** 2).sum()
-    assert part[1].error == pytest.approx(true_error, rel=1e-5)
-    assert part[1].error < whole[1].error
-
-
-def test_weight_with_a_large_error_in_both_rotations_takes_the_better_one():
-    for constant, aligned, better in ((3, 1, S), (1, 3, H)):
-        values = np.concatenate([np.ones((constant, 128)), np.tile(SIGNS, (aligned, 1))])
-        weight, measured = encoded(values)
-        assert exceeds_promise(CODER, measured.relative_mse)
-        assert measured.state.rotation == weight.rotation == better
-        wrong = measured.relative_mse * 4  # one block of four carries the error of a Walsh function
-        assert wrong == pytest.approx(0.0493 + 3 * 0.00203, rel=0.01)
 
 
 def blocks_of_errors(energies, errors, norms):
@@ -196,108 +114,3 @@ def test_totals_do_not_depend_on_the_size_of_chunks():
         assert totals.result() == PassResult(
             state=ScalarState(S, 4), energy=expected_energy, error=expected_error, norms=seen
         )
-
-
-def test_encoding_in_chunks_gives_the_whole_weight():
-    values = helpers.raw_bytes(helpers.gaussian(600, 128, seed=6), "BF16")
-    weight, measured = encode_weight(values, dtype="BF16", shape=(600, 128), coder=CODER)
-    rows = values.reshape(600, 256)
-    for step in (1, 7, 250, 600):
-        totals, found = PassTotals(ScalarState(H, 0)), []
-        for a in range(0, 600, step):
-            chunk = np.ascontiguousarray(rows[a : a + step])
-            parts = [np.empty((len(chunk), part.bytes_per_block), np.uint8) for part in CODER.parts]
-            totals.add(CODER.encode(chunk.reshape(-1), parts, dtype="BF16", state=ScalarState(H, 0)))
-            found.append(parts)
-        assert totals.result() == measured
-        for ours, whole in zip(zip(*found, strict=True), weight.parts, strict=True):
-            assert np.array_equal(np.concatenate(ours), whole)
-
-
-def test_some_blocks_decode_to_their_part_of_the_weight():
-    weight, _ = encoded(helpers.gaussian(9, 100), "F16")
-    whole = weight.decode_blocks(0, len(weight.codes), "F16")
-    assert np.array_equal(weight.decode(), whole[:1800])
-    for start, stop in ((0, 1), (3, 5), (7, 8), (4, 4)):
-        assert np.array_equal(weight.decode_blocks(start, stop, "F16"), whole[start * 256 : stop * 256])
-    single = weight.decode_blocks(0, 8, "F32").view(np.float32)
-    assert np.array_equal(single.astype(np.float16).view(np.uint8), whole)
-
-
-# --- reported errors ---
-
-FAMILIES = helpers.block_families()
-FAMILIES["constant and noise"] = 0.02 + helpers.gaussian(48, 128, seed=6, scale=0.002)  # one large rotated coordinate
-
-each = pytest.mark.parametrize("bits", CODEC.rates)
-
-
-def assert_errors_are_those_of_the_decoded(values, bits, *, dtype="F32", rounding=0.0):
-    """Check the measured energy and error of a whole weight, and return the encoding and what was measured.
-
-    rounding: relative error from rounding z and the decoded values, if errors of both signs do not cancel it
-    """
-    weight, measured = encoded(values, dtype, bits)
-    exact = helpers.as_float32((dtype, raw(values, dtype))).astype(np.float64).reshape(-1)
-    back = weight.decode_blocks(0, len(weight.codes), "F32").view(np.float32)[: exact.size].astype(np.float64)
-    energy, error = (exact**2).sum(), ((back - exact) ** 2).sum()
-    assert measured.energy == pytest.approx(energy, rel=1e-6, abs=0)
-    assert abs(measured.error - error) <= 1e-5 * error + 2 * rounding * math.sqrt(error * energy) + rounding**2 * energy
-    assert (weight.norms & 0x7FFF < 0x7C00).all()
-    assert measured.state.norm_exponent == norm_exponent_for(measured.norms)
-    return weight, measured
-
-
-@each
-def test_reported_errors_match_the_decoded_weights(bits):
-    for dtype in DTYPES:
-        assert_errors_are_those_of_the_decoded(helpers.gaussian(512, 128, seed=3, scale=0.05), bits, dtype=dtype)
-    for family in ("heavy-tailed", "with blocks of zeros"):
-        assert_errors_are_those_of_the_decoded(FAMILIES[family], bits)
-    for family in ("few distinct values", "Walsh-aligned", "constant and noise"):
-        assert_errors_are_those_of_the_decoded(FAMILIES[family], bits, rounding=2.0**-21)
-
-
-@each
-def test_zeros_are_exact_and_have_no_norms(bits):
-    for values in (np.zeros((3, 128), np.float32), np.full((2, 128), -0.0, np.float32), np.zeros((2, 0), np.float32)):
-        weight, measured = encoded(values, bits=bits)
-        assert not weight.norms.any() and not weight.decode().view(np.float32).any()
-        assert (measured.relative_mse, measured.state.norm_exponent, measured.energy) == (0, 0, 0)
-        assert measured.norms == NormRange()
-        assert (independent_reader.unpack(weight.codes, bits) == 2 ** (bits - 1)).all()
-
-
-@each
-@pytest.mark.parametrize("scale", [2.0**-141, 1e-38, 1e-20, 1e20, 1e36])
-def test_relative_error_does_not_depend_on_scale(bits, scale):
-    """Weights from subnormal to huge; a power of two gives the same codes, other scales round the norms differently."""
-    plain = helpers.gaussian(64, 128, seed=7, scale=1.0)
-    values = (plain.astype(np.float64) * scale).astype(np.float32)
-    weight, measured = encoded(values, bits=bits)
-    assert weight.norm_exponent != 0 and np.isfinite(weight.decode().view(np.float32)).all()
-    assert (weight.norms & 0x7FFF < 0x7C00).all() and (weight.norms & 0x7FFF >= 0x0400).all()
-    if scale >= 1e-38:
-        _, at_one = encoded(plain, bits=bits)
-        assert measured.relative_mse == pytest.approx(at_one.relative_mse, rel=0.01)  # norms are rounded elsewhere
-    power, at_power = encoded(plain * np.float32(2.0**-60), bits=bits)
-    assert same_bits(power.codes, encoded(plain, bits=bits)[0].codes)
-    assert at_power.state.norm_exponent < 0
-
-
-@each
-def test_constant_blocks_have_a_small_error(bits):
-    """A constant is the worst case of the rotation, which the signed rotation rescues."""
-    for constant in (0.0125, -3.0, 2.0**-10):
-        values = np.full((5, 128), constant, np.float32)
-        weight, _ = assert_errors_are_those_of_the_decoded(values, bits, rounding=2.0**-22)
-        assert weight.rotation == SIGNED_HADAMARD
-
-
-@given(st.integers(0, 2**32 - 1))
-@examples(30)
-def test_column_butterfly_and_sum_match_the_format(seed):
-    values = np.random.default_rng(seed).standard_normal((5, 128)).astype(np.float32)
-    turned = polar.hadamard(np.ascontiguousarray(values.T))
-    assert same_bits(np.ascontiguousarray(turned.T), independent_reader.hadamard(values))
-    assert same_bits(polar.tree_sum(values.T.copy()), independent_writer.tree(values))

@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import helpers
@@ -155,7 +154,7 @@ def described(tensor: independent_reader.Tensor) -> dict[str, Any]:
 read_master = independent_reader.read_master
 
 
-def write_golden(golden: ModuleType) -> None:
+def write_golden(golden: Any) -> None:
     """Write the golden master of a module such as this one, and what it decodes to, anew."""
     shutil.rmtree(golden.MASTER, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:

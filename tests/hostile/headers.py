@@ -57,7 +57,7 @@ CASES += [
     one_file("header-of-no-bytes", raw(""), "header", "JSON"),
     one_file("header-a-list", raw("[]"), "header", "list"),
     one_file("header-a-number", raw("1"), "header", "int"),
-    one_file("header-nested-100", raw('{"a":' + "[" * 100 + "]" * 100 + "}"), "'a'", "shape"),
+    one_file("header-nested-100", raw('{"a":' + "[" * 100 + "]" * 100 + "}"), "'a'", "keys and values"),
     one_file("header-nested-900", raw('{"a":' + "[" * 900 + "]" * 900 + "}")),
     one_file("header-nested-960", raw('{"a":' + "[" * 960 + "]" * 960 + "}")),
     one_file("header-nested-100000", raw('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), "header"),
@@ -70,7 +70,7 @@ CASES += [
     ),
     one_file(
         "entry-key-twice",
-        raw('{"a": {"dtype": "F32", "dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', b"\0\0\0\0"),
+        raw('{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"\0\0\0\0"),
         "dtype",
         "twice",
     ),

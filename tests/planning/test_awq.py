@@ -30,13 +30,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent_reader import read_master
 from pqweights_cli.main import app
-from scalar import encode_scalar
 from typer.testing import CliRunner
 
 from pqweights.checkpoint import scales
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
+from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
 from pqweights.integrations.packed import pack
 from pqweights.planning.awq import open_awq
@@ -123,9 +123,10 @@ def test_scaled_weight_is_encoded_and_decoding_divides(source: Path, awq: Path, 
         weight = as_float32(TENSORS[name])
         scaled = np.ascontiguousarray(weight * per_element(name))
         codec = get_codec("hadamard-lloyd-max")
-        encoded, _ = encode_scalar(scaled.view(np.uint8).reshape(-1), "F32", scaled.shape, codec, 5)
-        assert stored[name + "_codes"][1].tobytes() == encoded.codes.tobytes()
-        assert stored[name + "_norms"][1].tobytes() == encoded.norms.tobytes()
+        raw = scaled.view(np.uint8).reshape(-1)
+        encoded, _ = encode_weight(raw, dtype="F32", shape=scaled.shape, coder=codec.coder(5))
+        for suffix, part in zip(("_codes", "_norms"), encoded.parts, strict=True):
+            assert stored[name + suffix][1].tobytes() == part.tobytes()
         dtype, kept = stored[name + "_awq_scale"]
         assert dtype == "F16"
         assert np.array_equal(kept.astype(np.float32), values)
@@ -400,7 +401,8 @@ def output_error(*arguments: Any) -> float:
 
 def test_output_error_is_the_mean_over_rows() -> None:
     weight, rows, factors = gaussian(40, 256, seed=1), gaussian(16, 256, seed=2, scale=1), some_scales(256, seed=3)
-    encoded, _ = encode_scalar((weight * factors).view(np.uint8).reshape(-1), "F32", weight.shape, CODEC, 4)
+    raw = (weight * factors).view(np.uint8).reshape(-1)
+    encoded, _ = encode_weight(raw, dtype="F32", shape=weight.shape, coder=CODEC.coder(4))
     decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
     expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
     assert output_errors(CODEC.coder(4), weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)

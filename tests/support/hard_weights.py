@@ -7,6 +7,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.kernels.codebook import Codebook
+
 Floats = npt.NDArray[np.float32]
 
 LARGEST = 3.4028234663852886e38
@@ -76,3 +78,14 @@ def nearest_bf16(values: Floats) -> Floats:
     clipped = np.clip(values, -LARGEST_BF16, LARGEST_BF16)
     bits = np.ascontiguousarray(clipped, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def norm_ties(book: Codebook) -> Floats:
+    """Numbers from 1.5 on whose one-hot blocks have a norm half-way between two float16, above the even one."""
+    level = book.levels[np.searchsorted(book.thresholds, 1, side="right")]  # that of all coordinates
+    values = (np.arange(2**20, dtype=np.uint32) + np.float32(1.5).view(np.uint32)).view(np.float32)
+    radius = np.sqrt(values * values)
+    z = values * (np.float32(1) / radius)
+    norms = np.asarray(radius * ((z * level) / (level * level)), np.float32)
+    # Normal float16 numbers lack the last 13 bits of float32; the bit before them is 0 in even ones.
+    return values[norms.view(np.uint32) & 0x3FFF == 0x1000]

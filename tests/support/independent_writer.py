@@ -21,8 +21,6 @@ class Weight(NamedTuple):
     energy: float
     squared_error: float
     relative_mse: float
-    block_energy: np.ndarray  # float64 (blocks,)
-    block_error: np.ndarray  # float64 (blocks,)
 
 
 def tree(v: np.ndarray) -> np.ndarray:
@@ -139,7 +137,7 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
         error[-1] = in_order((blocks_of(values)[-1, :used].astype(np.float64) - y) ** 2)
     energy_sum, error_sum = in_order(energy), in_order(error)
     relative = error_sum / energy_sum if energy_sum != 0 else 0.0
-    return Weight(pack(code, bits), n.view(np.uint16), e, rotation, energy_sum, error_sum, relative, energy, error)
+    return Weight(pack(code, bits), n.view(np.uint16), e, rotation, energy_sum, error_sum, relative)
 
 
 def encode(values: np.ndarray, levels: np.ndarray, bits: int, distortion: float) -> Weight:

@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import product_cases
 import restoring_cases
-import scalar
 import torch
 import trellis_writer
 
@@ -77,7 +76,7 @@ def encode() -> Arrays:
     values[20:23] *= np.float32(1e25)
     values[16] = 0
     values[24:31] = 0
-    values[24:31, 40] = [scalar.norm_ties(codebook(bits))[0] * np.float32(2.0**90) for bits in range(2, 9)]
+    values[24:31, 40] = [hard_weights.norm_ties(codebook(bits))[0] * np.float32(2.0**90) for bits in range(2, 9)]
     halves = np.clip(values, -60000, 60000).astype(np.float16)
     words = {"BF16": (values.view(np.uint32) >> 16).astype(np.uint16), "F16": halves, "F32": values}
     for dtype, bits, blocks in itertools.product(DTYPES, range(2, 9), COUNTS):

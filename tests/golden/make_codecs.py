@@ -1,0 +1,174 @@
+"""The golden masters of format versions 2 and 3: weights of hadamard-trellis and of polar, made by the command.
+
+    PYTHONPATH=tests:tests/support python -m golden.make_codecs
+
+writes `trellis/`, `polar/` and what they decode to anew. Do so when the encoder of the trellis chooses other bytes on
+purpose. A change of a decoder would change the format: the old masters have to be decoded to the old values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helpers
+import independent_reader
+import numpy as np
+import polar_decoder
+import trellis_decoder
+from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
+from independent_reader import Stored, Tensor
+
+Sources = dict[str, helpers.Tensor]
+
+
+def trellis_source() -> Sources:
+    """Several sizes, dtypes and rotations."""
+    return {
+        "model.layers.least.weight": helpers.bf16(weights(60, 1664, seed=31)),  # 780 blocks: two superblocks
+        "model.layers.middle.weight": helpers.f32(weights(17, 130, seed=32)),
+        "model.layers.most.weight": helpers.f16(weights(3, 129, seed=33)),
+        "model.layers.mixed.weight": helpers.f32(mixed_scales(34)),
+        "model.layers.one.weight": helpers.bf16(weights(1, 7, seed=35)),
+        "model.layers.constant.weight": helpers.bf16(np.full((15, 128), 0.0125, np.float32)),
+        "model.layers.aligned.weight": helpers.f32(weights(8, 1, seed=39) + weights(8, 128, seed=40, exponent=-17)),
+        "model.layers.zero.weight": helpers.bf16(np.zeros((2, 128), np.float32)),
+        "model.layers.wide.weight": ("F64", weights(2, 70, seed=36).astype(np.float64) / 3),
+        "model.layers.scalar.weight": helpers.bf16(weights(2, 128, seed=37)),
+        "model.norm.weight": helpers.bf16(1 + weights(9, seed=38)),
+    }
+
+
+TRELLIS_RECIPE = """
+name: golden-trellis
+description: Several rates, sizes, dtypes and rotations of hadamard-trellis, and a weight of another codec.
+codec: hadamard-trellis
+bits: 2.125
+rules:
+  - {name: "*.least.weight", bits: 1.5}
+  - {name: "*.middle.weight", bits: 4.38}
+  - {name: "*.most.weight", bits: 8}
+  - {name: "*.aligned.weight", bits: 8}
+  - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
+"""
+
+
+def polar_source() -> Sources:
+    """Several sizes, dtypes, exponents and rotations."""
+    return {
+        "model.layers.rows.weight": helpers.bf16(weights(12, 256, seed=41)),
+        "model.layers.flat.weight": helpers.f32(weights(17, 130, seed=42)),
+        "model.layers.half.weight": helpers.f16(weights(3, 129, seed=43)),
+        "model.layers.mixed.weight": helpers.f32(mixed_scales(44)),
+        "model.layers.tiny.weight": helpers.f32(weights(4, 128, seed=45, exponent=-130)),
+        "model.layers.huge.weight": helpers.f32(weights(4, 128, seed=46, exponent=110)),
+        "model.layers.constant.weight": helpers.bf16(np.full((15, 128), 0.0125, np.float32)),
+        "model.layers.zero.weight": helpers.bf16(np.zeros((2, 128), np.float32)),
+        "model.layers.wide.weight": ("F64", weights(2, 70, seed=47).astype(np.float64) / 3),
+        "model.layers.scalar.weight": helpers.bf16(weights(2, 128, seed=48)),
+        "model.layers.trellis.weight": helpers.bf16(weights(3, 128, seed=49)),
+        "model.norm.weight": helpers.bf16(1 + weights(9, seed=50)),
+    }
+
+
+POLAR_RECIPE = """
+name: golden-polar
+description: Sizes, dtypes, exponents and rotations of polar, and weights of the other versions.
+codec: polar
+rules:
+  - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
+  - {name: "*.trellis.weight", codec: hadamard-trellis, bits: 2.5}
+"""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A golden master.
+
+    name: of its folder, and of the file with what it decodes to
+    version: of the format
+    first_parts: the suffixes of the weights in that file, which has the kept tensors if it has all weights
+    """
+
+    name: str
+    version: int
+    source: Sources
+    recipe: str
+    first_parts: tuple[str, ...]
+
+    @property
+    def MASTER(self) -> Path:
+        return HERE / self.name
+
+    @property
+    def EXPECTED(self) -> Path:
+        return HERE / f"{self.name}.json"
+
+    def write_source(self, folder: Path) -> Path:
+        return helpers.write_checkpoint(folder, self.source, config={"model_type": "golden"})
+
+    def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
+        write_by_command(source, out, self.recipe, threads)
+
+    def read_master(self, folder: Path) -> Iterator[Tensor]:
+        """The tensors that the file has, by the independent decoders."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+        assert (config["quant_method"], config["format_version"], config["block_size"]) == (
+            "pqweights", self.version, 128,
+        )  # fmt: skip
+        stored: dict[str, Stored] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            stored |= independent_reader.read_safetensors(path)
+        for name, entry in stored.items():
+            weight, _, part = name.rpartition("_")
+            if name in config["kept"]:
+                if "codes" in self.first_parts:
+                    yield Tensor(name, entry.dtype, entry.shape, entry.data)
+            elif part in self.first_parts:
+                yield DECODERS[part](weight, stored, config)
+
+
+def _scalar(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
+    return independent_reader.decode_weight(name, stored[name + "_codes"], stored[name + "_norms"], None, config)
+
+
+def _trellis(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
+    own, entry = {**config, **config["overrides"][name]}, stored[name + "_trellis"]
+    assert own["codec"] == "hadamard-trellis" and entry.dtype == "U8"
+    cut = trellis_decoder.cut(int(np.prod(own["shape"])), own["bits"])
+    assert tuple(entry.shape) == (cut.superblocks, cut.size)
+    rows = np.frombuffer(entry.data, dtype=np.uint8).reshape(entry.shape)
+    values = trellis_decoder.decode(rows, cut.blocks, signed=own["rotation"] == "signed-hadamard")
+    return _rounded(name, values, own["shape"], own["dtype"])
+
+
+def _polar(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
+    own = {"norm_exponent": 0, "shape": None, **config, **config["overrides"].get(name, {})}
+    angles, radii = stored[name + "_angles"], stored[name + "_radii"]
+    assert (own["codec"], own["bits"], angles.dtype, radii.dtype) == ("polar", 3.875, "U8", "F16")
+    values = polar_decoder.decode_blocks(
+        np.frombuffer(angles.data, dtype=np.uint8).reshape(-1, 46),
+        np.frombuffer(radii.data, dtype="<f2").reshape(-1, 8),
+        rotation=own["rotation"],
+        norm_exponent=own["norm_exponent"],
+    )
+    shape = own["shape"] or (*angles.shape[:-1], angles.shape[-1] // 46 * 128)
+    assert len(values) == -(-int(np.prod(shape)) // 128)
+    return _rounded(name, values, shape, own["dtype"])
+
+
+def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
+    data = independent_reader.to_bytes(values.reshape(-1)[: int(np.prod(shape))], dtype)
+    return Tensor(name, dtype, tuple(shape), data)
+
+
+DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
+TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
+POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
+
+if __name__ == "__main__":
+    write_golden(TRELLIS)
+    write_golden(POLAR)
