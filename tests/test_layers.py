@@ -40,7 +40,6 @@ LAYERS = (
     ("pqweights.kernels",),
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
-    ("pqweights.common.journal",),
     ("pqweights.storage.remote",),
     ("pqweights.storage",),
     ("pqweights.storage.hub",),

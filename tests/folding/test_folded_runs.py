@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,12 +16,12 @@ from helpers import SMALL_CHUNK, bf16, folder_bytes, killed_runs, run_command, s
 from rewriting import Killed
 
 from pqweights.checkpoint.names import FACTORS_FILE, WORK_FOLDER
-from pqweights.common.journal import read_journal
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs
 from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.rewrite.folding import fold as folds
 from pqweights.rewrite.folding import sizes
+from pqweights.rewrite.folding.fold import read_journal
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.needs import resource_needs
 
@@ -155,6 +156,17 @@ def test_damaged_factors_are_found_again(
     path = interrupted(source, tmp_path / "out", monkeypatch)
     path.write_bytes(damage(path.read_bytes()))
     run_command(command(source), tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+def test_factors_of_an_earlier_version_are_found_again(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = interrupted(source, tmp_path / "out", monkeypatch)
+    entry = json.dumps([0, 0.5, [1, ""]]).encode()  # the form of its entries, in the file of its name
+    path.with_name("factors").write_bytes(hashlib.sha256(entry).hexdigest().encode() + b" " + entry + b"\n")
+    path.unlink()
+    assert vectors_measured(source, tmp_path / "out", monkeypatch) == LINKS
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 

@@ -20,8 +20,7 @@ from pqweights.exports.target import ExportTarget
 from pqweights.options import ExportOptions
 from pqweights.parameters import parameters
 from pqweights.planning.plan import INTEGER
-from pqweights.planning.recipe import load_recipe, recipe_names
-from pqweights.planning.target import SizeTarget
+from pqweights.planning.recipe import SizeTarget, load_recipe, recipe_names
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.storage.hub.repository import is_repository_id
