@@ -31,9 +31,8 @@ from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
-from pqweights.planning.recipe import Recipe, Rule, load_recipe
+from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
-from pqweights.planning.target import SizeTarget
 from pqweights.quality.evaluate.evaluation import choose_windows
 from pqweights.quality.evaluate.protocol import Windows, compare, perplexity
 from pqweights.quality.measure.sensitivity import measure_sensitivity

@@ -17,8 +17,7 @@ from typing import Any
 from fit import RANDOM, Bench, run
 from harness import Cell, Document, table
 
-from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.planning.target import SizeTarget
+from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
 
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 WIDTHS, UNIFORM, FITTED = "fit of whole widths", "uniform trellis", "fit of trellis rates"

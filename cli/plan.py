@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
     from pqweights.planning.recipe import Recipe
-    from pqweights.rewrite.task import ResourceNeeds
     from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
+    from pqweights.rewrite.task import ResourceNeeds
     from pqweights.storage import Store
 
 COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
     from pqweights.checkpoint.storage import Storage
     from pqweights.planning.fit import Fit
-    from pqweights.planning.plan import Plan, TensorPlan
-    from pqweights.planning.totals import PossibleExport, Totals
+    from pqweights.planning.plan import Plan, TensorPlan, Totals
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
-    from pqweights.rewrite.task import RewriteReport
+    from pqweights.rewrite.task import PossibleExport, RewriteReport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 

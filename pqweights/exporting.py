@@ -12,8 +12,7 @@ from pqweights.errors import SourceError
 from pqweights.exports import get_target, target_name
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
 from pqweights.options import ExportOptions, path_of
-from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES
-from pqweights.planning.totals import total
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import Manifest, find_manifest

@@ -19,14 +19,12 @@ from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import possible_exports
 from pqweights.options import QuantizeOptions
-from pqweights.planning.awq import AwqScales, open_awq
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coder_of, stored_bytes
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
-from pqweights.planning.statistics_file import MOMENTS, open_statistics
-from pqweights.planning.target import SizeTarget
+from pqweights.planning.statistics_file import MOMENTS, AwqScales, open_awq, open_statistics
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job

@@ -48,7 +48,7 @@ class IntegerExport:
         with those of rounding
     compensation: what is known of the inputs, if rounding is compensated by it
     fold: the fold of the values
-    folded_master: with an original, the master if it was folded: then that fold is found again for the original
+    is_found_again: whether the fold is that of the master, found again for the original
     master_factors: the digest of the factors that this master was folded with, if its manifest has it
     """
 
@@ -59,7 +59,7 @@ class IntegerExport:
     master_errors: Mapping[str, float] = field(default_factory=dict)
     compensation: Compensation | None = None
     fold: Fold | None = None
-    folded_master: Checkpoint | None = None
+    is_found_again: bool = False
     master_factors: str | None = None
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class IntegerExport:
     def prepare(self, preparation: Preparation) -> None:
         """Measure what the fold depends on, and check that a fold that was found again is the master's."""
         measure_fold(self.fold, preparation)
-        if self.fold is not None and self.folded_master is not None:
+        if self.fold is not None and self.is_found_again:
             self.fold.check_master(self.master_factors)
 
     def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:

@@ -57,7 +57,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         if moments is None or source.rounding != GPTQ
         else Compensation(moments, {t.name: sources_of(t, how.rule, moments) for t, how in outline.rounded}, fold),
         fold=fold,
-        folded_master=source.checkpoint if original is not None and not source.fold else None,
+        is_found_again=original is not None and not source.fold,
         master_factors=None if manifest is None else manifest.factors,
     )
     rewritten = replace(values, tensors=outline.tensors)

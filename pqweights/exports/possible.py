@@ -18,7 +18,7 @@ from pqweights.exports.architectures import UNEXAMINED, is_examined
 from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, PlannedMaster
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.planning.totals import PossibleExport
+from pqweights.rewrite.task import PossibleExport
 
 # A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")

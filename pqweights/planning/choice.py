@@ -10,8 +10,7 @@ from pathlib import Path
 from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
 from pqweights.options import RecipeOptions
-from pqweights.planning.recipe import Recipe, Rule, load_recipe
-from pqweights.planning.target import make_target
+from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target
 
 
 def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions = RecipeOptions()) -> Recipe:

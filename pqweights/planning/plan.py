@@ -11,13 +11,12 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
 from pqweights.codecs import get_codec
 from pqweights.codecs.protocol import Coder
-from pqweights.planning.totals import Totals, total
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
@@ -162,6 +161,95 @@ def cuts(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> list[range]:
             first, size = place, 0
         size += tensor.bytes
     return [*runs, range(first, len(tensors))]
+
+
+class _Counted(Protocol):
+    """What is counted: the properties of a TensorPlan that matter here."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def bits(self) -> float | None: ...
+
+    @property
+    def weights(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Counts over tensors, with the sizes of files.
+
+    tensors: how many there are
+    quantized_tensors: how many of them are quantized
+    weights: elements of all tensors, buffers not counted
+    quantized_weights: elements of the quantized tensors
+    quantized_bytes: bytes of the quantized tensors, with norms, scales and padding
+    source_bytes, output_bytes: sizes of the weight files that are read, and of the safetensors files that are written
+    """
+
+    tensors: int
+    quantized_tensors: int
+    weights: int
+    quantized_weights: int
+    quantized_bytes: int
+    source_bytes: int
+    output_bytes: int
+
+    @property
+    def coverage(self) -> float:
+        """The share of weights that are quantized."""
+        return self.quantized_weights / self.weights if self.weights else 0.0
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The mean over the quantized weights, with norms, scales and padding; None if there are none."""
+        return 8 * self.quantized_bytes / self.quantized_weights if self.quantized_weights else None
+
+    @property
+    def bits_per_parameter(self) -> float | None:
+        """The mean over the whole checkpoint: all bytes of the safetensors files, headers included, over all weights,
+        quantized or not; None if there are none.
+        """
+        return 8 * self.output_bytes / self.weights if self.weights else None
+
+    def __str__(self) -> str:
+        per_weight, per_parameter = self.bits_per_weight, self.bits_per_parameter
+        sizes = f"{self.tensors} tensors, {self.source_bytes} -> {self.output_bytes} bytes"
+        if per_weight is None or per_parameter is None:
+            return f"{sizes}, nothing is quantized"
+        return f"{sizes}, {per_weight:.4f} bits per quantized weight, {per_parameter:.4f} per parameter"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the totals as plan --json and inspect --json print them."""
+        return {
+            "tensors": self.tensors,
+            "quantized_tensors": self.quantized_tensors,
+            "weights": self.weights,
+            "quantized_weights": self.quantized_weights,
+            "coverage": self.coverage,
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
+            "source_bytes": self.source_bytes,
+            "output_bytes": self.output_bytes,
+        }
+
+
+def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
+    """Return counts over tensors with the sizes of files."""
+    quantized = [(tensor.weights, tensor.bytes) for tensor in tensors if tensor.bits is not None]
+    return Totals(
+        tensors=len(tensors),
+        quantized_tensors=len(quantized),
+        weights=sum(tensor.weights for tensor in tensors if tensor.role != "buffer"),
+        quantized_weights=sum(weights for weights, _ in quantized),
+        quantized_bytes=sum(byte_count for _, byte_count in quantized),
+        source_bytes=source_bytes,
+        output_bytes=output_bytes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.common.advice import instead
 from pqweights.common.documents import ClosedDocument, Number, as_document
+from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
-from pqweights.planning.target import SizeTarget, make_target
 
 Item = TypeVar("Item")
 
@@ -48,7 +48,7 @@ class RuleFile(ClosedDocument, frozen=True, kw_only=True):
 
 
 class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
-    """A recipe as YAML has it: the fields of Recipe, with the two kinds of targets (target.py)."""
+    """A recipe as YAML has it: the fields of Recipe, with the two kinds of targets."""
 
     name: str | None = None
     description: str | None = None
@@ -59,6 +59,29 @@ class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
     target_bpw: int | float | None = None
     sensitivity: str | None = None
     rules: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SizeTarget:
+    """An upper bound for the result, one of the two.
+
+    output_bytes: size of its safetensors files, with headers and the tensors that are kept
+    bits_per_weight: mean over the weights that the recipe would quantize
+    """
+
+    output_bytes: int | None = None
+    bits_per_weight: float | None = None
+
+    def __str__(self) -> str:
+        if self.output_bytes is not None:
+            return f"{self.output_bytes} bytes"
+        return f"{self.bits_per_weight:g} bits per weight"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the target with its key in a recipe."""
+        if self.output_bytes is not None:
+            return {"target_size": self.output_bytes}
+        return {"target_bpw": self.bits_per_weight}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +271,14 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    file = read_yaml(text, where, RecipeFile)
-    codec = _checked_codec(where, file.codec or DEFAULT_CODEC)
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
+    if data is None:
+        raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
+    file = as_document(data, RecipeFile, lambda problem: RecipeError(f"{where}: {problem}"))
+    codec = _checked(where, lambda: get_codec(file.codec or DEFAULT_CODEC).name)
     bits = nearest_rate(codec, DEFAULT_BITS) if file.bits is None else file.bits
     target = make_target(file.target_size, file.target_bpw, file=where)
     if file.sensitivity is not None and target is None:
@@ -267,25 +296,6 @@ def parse_recipe(text: str, where: str) -> Recipe:
     if effort is None:
         return recipe
     return replace(recipe, effort=_checked(f"{where}: effort", lambda: checked_effort(recipe.codecs, effort)))
-
-
-def read_yaml(text: str, where: str, document: type[Item]) -> Item:
-    """Return a YAML text as a document. where: what messages call it.
-
-    Raises RecipeError if it is not YAML, empty, or another document.
-    """
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
-    if data is None:
-        raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
-    return in_recipe(data, where, document)
-
-
-def in_recipe(value: Any, where: str, document: type[Item]) -> Item:
-    """Return a part of a recipe as a document; see read_yaml."""
-    return as_document(value, document, lambda problem: RecipeError(f"{where}: {problem}"))
 
 
 def _yaml_problem(text: str, error: Exception) -> str:
@@ -309,8 +319,9 @@ def _yaml_problem(text: str, error: Exception) -> str:
 
 
 def _rule(where: str, data: Any, default_codec: str) -> Rule:
-    file = in_recipe(data, where, RuleFile)
-    names, roles, bits = texts(file.name), texts(file.role), file.bits
+    file = as_document(data, RuleFile, lambda problem: RecipeError(f"{where}: {problem}"))
+    names, roles = ((value,) if isinstance(value, str) else value or () for value in (file.name, file.role))
+    bits = file.bits
     for role in roles:
         if role not in ROLES:
             raise RecipeError(f"{where}: no role is called {role!r}; {instead(role, ROLES)}")
@@ -318,12 +329,10 @@ def _rule(where: str, data: Any, default_codec: str) -> Rule:
         raise RecipeError(f"{where}: expected keep or a codec and bits, found both")
     if not file.keep and file.codec is None and bits is None:
         raise RecipeError(f"{where}: expected keep: true, bits or codec, found none of them")
-    if file.codec is not None:
-        _checked_codec(where, file.codec)
+    codec = _checked(where, lambda: get_codec(file.codec or default_codec).name)
     conditions = {"min_weights": file.min_weights, "max_weights": file.max_weights, "dims": file.dims}
     if not names and not roles and all(value is None for value in conditions.values()):
         raise RecipeError(f"{where}: expected a condition (name, role, min_weights, max_weights or dims), found none")
-    codec = file.codec or default_codec
     return Rule(
         names=names,
         roles=roles,
@@ -335,19 +344,33 @@ def _rule(where: str, data: Any, default_codec: str) -> Rule:
     )
 
 
-def texts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return a text, or a list of texts, as a tuple."""
-    return (value,) if isinstance(value, str) else value or ()
-
-
-def _checked_codec(where: str, name: str) -> str:
-    """Return the name of a codec; raises RecipeError for an unknown one."""
-    return _checked(where, lambda: get_codec(name).name)
-
-
 def _checked(where: str, check: Callable[[], Item], error: type[PqweightsError] = RecipeError) -> Item:
     """Return what a check returns; the message of what it raises names the place in the recipe, or the option."""
     try:
         return check()
     except RecipeError as problem:
         raise error(f"{where}: {problem}") from None
+
+
+def make_target(size: str | int | None, bits_per_weight: float | None, *, file: str | None = None) -> SizeTarget | None:
+    """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
+
+    file: the recipe file that gives the target, whose keys messages name; None for options
+
+    Raises RecipeError for both at once and for a value that is not a size.
+    """
+    keys = ("`target_size`", "`target_bpw`") if file is None else ("target_size", "target_bpw")
+    size_key, bits_key = keys if file is None else (f"{file}: {key}" for key in keys)
+    if size is not None and bits_per_weight is not None:
+        raise RecipeError(f"{'' if file is None else f'{file}: '}give either {keys[0]} or {keys[1]}, not both")
+    if size is not None:
+        return SizeTarget(output_bytes=_checked(size_key, lambda: parse_size(size)))
+    if bits_per_weight is None:
+        return None
+    try:
+        value = float(bits_per_weight)
+    except OverflowError:  # an integer of hundreds of digits
+        value = math.inf
+    if not 0 < value < math.inf:
+        raise RecipeError(f"{bits_key}: expected a positive number of bits per weight, found {value}")
+    return SizeTarget(bits_per_weight=value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,7 @@ from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
-from pqweights.planning.plan import Plan, ShardPlan, TensorPlan
-from pqweights.planning.totals import PossibleExport, Totals
+from pqweights.planning.plan import Plan, ShardPlan, TensorPlan, Totals
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement, key_of
@@ -168,6 +167,24 @@ class Engine(Protocol):
     ) -> dict[str, ShardMark]:
         """Make shards of the plan, and return their marks by name."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PossibleExport:
+    """What is known of the export of a master to one target, with the target's defaults.
+
+    target: the name of the target
+    possible: whether it can be made; None if that is not known
+    reason: why not, or what is still to be found out; None if there is nothing
+    """
+
+    target: str
+    possible: bool | None
+    reason: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the target in the JSON of plan and quantize."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

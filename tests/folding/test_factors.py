@@ -16,7 +16,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import PqweightsError, SourceError
 from pqweights.rewrite.folding import fold as folds
 from pqweights.rewrite.folding import sizes
-from pqweights.rewrite.folding.factors import LARGEST_FACTOR, factors_of, folded_gain, keeping_bits, rounded_to_8_bits
+from pqweights.rewrite.folding.sizes import LARGEST_FACTOR, factors_of, folded_gain, keeping_bits, rounded_to_8_bits
 
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
 

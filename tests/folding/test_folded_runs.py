@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -155,6 +156,17 @@ def test_damaged_factors_are_found_again(
     path = interrupted(source, tmp_path / "out", monkeypatch)
     path.write_bytes(damage(path.read_bytes()))
     run_command(command(source), tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == undisturbed
+
+
+def test_factors_of_an_earlier_version_are_found_again(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = interrupted(source, tmp_path / "out", monkeypatch)
+    entry = json.dumps([0, 0.5, [1, ""]]).encode()  # the form of its entries, in the file of its name
+    path.with_name("factors").write_bytes(hashlib.sha256(entry).hexdigest().encode() + b" " + entry + b"\n")
+    path.unlink()
+    assert vectors_measured(source, tmp_path / "out", monkeypatch) == LINKS
     assert folder_bytes(tmp_path / "out") == undisturbed
 
 

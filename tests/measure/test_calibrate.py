@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 from pqweights import load_model
 from pqweights.inference.runtimes.models import open_model
-from pqweights.planning.awq import open_awq
+from pqweights.planning.statistics_file import open_awq
 from pqweights.quality.evaluate.protocol import Windows, compare
 from pqweights.quality.measure import activations, collecting
 

@@ -18,9 +18,8 @@ pytest.importorskip("transformers")
 import torch
 
 from pqweights.errors import SourceError
-from pqweights.planning.awq import open_awq
 from pqweights.planning.recipe import parse_recipe
-from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
+from pqweights.planning.statistics_file import MOMENTS, Statistics, open_awq, open_statistics
 from pqweights.quality.measure import collecting
 from pqweights.quality.measure.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions

@@ -39,8 +39,7 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
 from pqweights.integrations.packed import pack
-from pqweights.planning.awq import open_awq
-from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, write_statistics
+from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, open_awq, write_statistics
 from pqweights.quality.measure import collecting, scale_search
 from pqweights.quality.measure.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.rewrite.manifest import read_manifest

@@ -13,8 +13,7 @@ from helpers import bf16, gaussian, write_checkpoint
 from pqweights.errors import OptionError
 from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.recipe import Rule
-from pqweights.planning.target import SizeTarget
+from pqweights.planning.recipe import Rule, SizeTarget
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 NAMES = (Q, UP, "model.layers.1.mlp.up_proj.weight", "lm_head.weight")

@@ -21,9 +21,8 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import RecipeError, SourceError
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
-from pqweights.planning.recipe import Recipe, load_recipe, parse_recipe
+from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
-from pqweights.planning.target import make_target
 from pqweights.rewrite.results.verify import verify
 from pqweights.rewrite.task import RewriteReport
 

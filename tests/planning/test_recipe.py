@@ -12,9 +12,17 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.decisions import Decision, decide
-from pqweights.planning.recipe import Recipe, Rule, load_recipe, parse_recipe, recipe_folder, recipe_names
+from pqweights.planning.recipe import (
+    Recipe,
+    Rule,
+    SizeTarget,
+    load_recipe,
+    make_target,
+    parse_recipe,
+    recipe_folder,
+    recipe_names,
+)
 from pqweights.planning.roles import ROLES
-from pqweights.planning.target import SizeTarget, make_target
 
 CODEC = "hadamard-lloyd-max"
 RECIPES = Path(__file__).parents[2] / "recipes"

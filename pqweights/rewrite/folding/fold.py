@@ -24,17 +24,20 @@ from pqweights.common.threads import ProcessLock
 from pqweights.errors import OptionError, SourceError
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.statistics_file import Statistics
-from pqweights.rewrite.folding.factors import (
-    SMALLEST_GAIN,
-    FoldedGain,
-    factors_of,
-    folded_gain,
-    keeping_bits,
-)
 from pqweights.rewrite.folding.folded import FoldedTensor, TensorFactors, digest_of
 from pqweights.rewrite.folding.links import COLUMNS, Link, Side
 from pqweights.rewrite.folding.search import find_links
-from pqweights.rewrite.folding.sizes import Progress, Sizes, SizesPass, mean_squares
+from pqweights.rewrite.folding.sizes import (
+    SMALLEST_GAIN,
+    FoldedGain,
+    Progress,
+    Sizes,
+    SizesPass,
+    factors_of,
+    folded_gain,
+    keeping_bits,
+    mean_squares,
+)
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -194,10 +197,7 @@ class Fold:
         """
         path = folder / FACTORS_FILE
         self._read_gains()
-        entries = read_journal(path)
-        if not entries:
-            path.unlink(missing_ok=True)
-        self._known |= {number: _recorded(matrices, stored) for number, matrices, stored in entries}
+        self._known |= {number: _recorded(matrices, stored) for number, matrices, stored in read_journal(path)}
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
@@ -211,7 +211,7 @@ class Fold:
         for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
             self._known[number] = known = self._decided(self.structure.links[number], sizes)
             self.original.storage.check_read()  # what is kept must be of the files that the run's journal states
-            append_line(path, _record(number, known))
+            _append_line(path, _record(number, known))
 
     def digest(self) -> str:
         """Return the digest of all factors, see digest_of. `measure` must have been called."""
@@ -341,35 +341,25 @@ def _values(tensor: LogicalTensor) -> Floats:
     return raw.view(np.float32)
 
 
-def journal_line(value: Any) -> bytes:
-    """Return the line of a value in the append-only file of what was found: the sha256 of its JSON, a space, the JSON.
-
-    A line that a kill cut short is dropped when the file is read, with everything behind it.
-    """
-    content = json.dumps(value).encode()
-    return b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content)
+# The journal of factors: what a run has found, for a run that continues it. A line is the sha256 of its JSON, a space,
+# and the JSON. FACTORS_FILE has a new name whenever entries change, so that entries of another version are never read.
 
 
-def append_line(path: Path, value: Any) -> None:
+def _append_line(path: Path, value: Any) -> None:
     """Add a line to a journal, which is created if it does not exist. Raises OutputError."""
+    content = json.dumps(value).encode()
     with disk_errors(path), open(path, "ab") as stream:
-        stream.write(journal_line(value))
+        stream.write(b"%s %s\n" % (hashlib.sha256(content).hexdigest().encode(), content))
 
 
 def read_journal(path: Path) -> list[Any]:
-    """Return the values of a journal, in order, and cut off what is damaged behind them.
-
-    There are none if there is no journal, or if its first line is damaged; then it stays as it is.
-    """
+    """Return the values of a journal, in order, and cut off a line that a kill cut short, with all behind it."""
     values: list[Any] = []
-    if not path.exists():
-        return values
     valid = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         digest, _, content = line.removesuffix(b"\n").partition(b" ")
         if not line.endswith(b"\n") or hashlib.sha256(content).hexdigest().encode() != digest:
-            if values:
-                os.truncate(path, valid)
+            os.truncate(path, valid)
             break
         values.append(json.loads(content))
         valid += len(line)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pqweights.checkpoint.storage import Storage
 from pqweights.gguf.contents import FILE_TYPES, FileTensor, GgufContents, MetadataList, MetadataValue
 from pqweights.gguf.file import open_gguf
-from pqweights.planning.totals import Totals, total
+from pqweights.planning.plan import Totals, total
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.rewrite.records import TensorReport, tensor_reports, total_relative_mse
 

@@ -14,12 +14,11 @@ from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_
 from pqweights.exports.possible import possible_exports
 from pqweights.options import QuantizeOptions
 from pqweights.planning.fit import Fit
-from pqweights.planning.plan import Plan, TensorPlan
+from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.totals import PossibleExport, Totals
 from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.folding.fold import Fold
-from pqweights.rewrite.task import ResourceNeeds, resource_needs
+from pqweights.rewrite.task import PossibleExport, ResourceNeeds, resource_needs
 from pqweights.storage import Store
 from pqweights.storage.hub.storage import LOW_DISK_FILES
 
