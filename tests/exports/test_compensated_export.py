@@ -15,7 +15,7 @@ from integer_exports import LAYER, work
 from random_moments import write_random_moments
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import OptionError, SourceError
+from pqweights.errors import SourceError
 from pqweights.exports import compensation
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
@@ -145,41 +145,13 @@ def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path
     assert (after <= before * (1 + 1e-6)).all()
 
 
-def test_moments_of_another_model_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    other = tmp_path / "src"
-    other.mkdir()
-    for path in (driven / "src").iterdir():
-        data = bytearray(path.read_bytes())
-        if path.suffix == ".safetensors":
-            data[-1] ^= 1
-        (other / path.name).write_bytes(data)
-    write_random_moments(other, tmp_path / "m.safetensors")
-    with pytest.raises(SourceError, match="of another checkpoint"):
-        run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
-
-
-@pytest.mark.parametrize("bad", ["nan", "negative"])
-def test_moments_that_cannot_be_are_refused(bad: str, driven: Path, tmp_path: Path) -> None:
+def test_negative_moments_are_refused(driven: Path, tmp_path: Path) -> None:
     def damage(parts: Any) -> None:
-        parts[0][3, 3] = np.nan if bad == "nan" else -1
+        parts[0][3, 3] = -1
 
     write_random_moments(driven / "src", tmp_path / "m.safetensors", change=damage)
-    with pytest.raises(SourceError, match="finite" if bad == "nan" else "negative"):
+    with pytest.raises(SourceError, match="negative"):
         run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
-
-
-def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    path = calibrated[0]
-    for options, expected in (
-        ({"rounding": "gptq"}, "`calibration` FILE"),
-        ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "`qparams` best"),
-        ({"rounding": "nearest"}, "plain, gptq"),
-        ({"target": "mlx", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "`mode` affine"),
-        ({"target": "bf16", "rounding": "gptq", "calibration": path}, "does not take"),
-    ):
-        asked = {"export": str(driven / "master"), "target": "vllm", **options}
-        with pytest.raises(OptionError, match=expected):
-            run_command(asked, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

@@ -118,8 +118,8 @@ def test_sizes_of_experts_come_first_in_the_configuration(tmp_path: Path) -> Non
 
 def test_mlx_rounds_rows_that_its_size_does_not_divide(tmp_path: Path) -> None:
     mlx_lm = pytest.importorskip("mlx_lm")
-    settings = {**families.TEXT, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 32}
-    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", settings, ()), tmp_path / "model")
+    settings = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 32}
+    families.build(families.causal("Llama", **settings), tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model"), "recipe": "q6"}, tmp_path / "master")
     out = tmp_path / "out"
     done("export", tmp_path / "master", out, "-t", "mlx")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from commands import done, refused
-from gguf_llama import CONFIG, llama_tensors, write_llama
+from gguf_files import CONFIG, llama_tensors, write_llama
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.exports import EXPORTS

@@ -89,8 +89,8 @@ def test_torchao_int4_values_are_the_rounded_weights_and_padding_is_zero(
     packing: str, base: Path, tmp_path: Path
 ) -> None:
     """132 rows and 1152 columns do not fill whole tiles."""
-    wide = {**families.TEXT, "hidden_size": 1152, "intermediate_size": 132, "num_hidden_layers": 1}
-    families.build(families.Family("LlamaForCausalLM", "LlamaConfig", wide, ()), tmp_path / "model")
+    wide = {"hidden_size": 1152, "intermediate_size": 132, "num_hidden_layers": 1}
+    families.build(families.causal("Llama", **wide), tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model")}, tmp_path / "master")
     work = {"export": str(tmp_path / "master"), "target": "torchao-int4", "packing": packing}
     run_command(work, tmp_path / "out")

@@ -115,11 +115,6 @@ def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> Non
     assert is_ignored("another_pooler.dense")
 
 
-def warnings_of(master: Path, out: Path, *options: object) -> list[str]:
-    found: list[str] = json.loads(done("export", master, out, *options, "--json").stdout)["warnings"]
-    return found
-
-
 @pytest.mark.parametrize(
     ("family", "target", "reason"),
     [
@@ -135,7 +130,7 @@ def test_experts_that_stay_plain_are_named_with_their_bytes(
     packing = (
         ("--packing", "plain") if target == "torchao-int4" else ()
     )  # tiles of so narrow layers are as large as BF16
-    found = warnings_of(master, tmp_path / "out", "-t", target, *packing)
+    found = warned(master, tmp_path / "out", "-t", target, *packing)
     (said,) = [text for text in found if text.startswith("experts stay in BF16: ")]
     plain = [t for t in read_manifest(tmp_path / "out").tensors if t.role == "expert" and t.action == "decode"]
     weights = sum(math.prod(tensor.shape) for tensor in plain)
@@ -156,7 +151,7 @@ def test_result_that_saves_less_than_half_of_what_it_could_is_remarked(
     tensors |= {"model.embed_tokens.weight": bf16(gaussian(kept_rows, 1024, seed=1))}
     source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
     run_command({"quantize": str(source)}, tmp_path / "master")
-    found = warnings_of(tmp_path / "master", tmp_path / "out", "-t", "vllm")
+    found = warned(tmp_path / "master", tmp_path / "out", "-t", "vllm")
     assert len(found) == is_near
     bits = 8 * sum(values.nbytes for _, values in read_all(tmp_path / "out").values()) / (100 + kept_rows) / 1024
     for text in found:
@@ -217,12 +212,3 @@ def test_bits_per_weight_count_scales_and_padding(driven: Path, tmp_path: Path) 
     count = sum(math.prod(shapes[name]) for name in ROUNDED)
     assert totals["bits_per_weight"] == pytest.approx(8 * of_integers / count)
     assert totals["quantized_weights"] == count
-
-
-@pytest.mark.usefixtures("narrow_layers_packed")
-@pytest.mark.parametrize("target", ["torchao-int4", "vllm"])
-def test_gpt2_is_refused_because_its_weights_are_transposed(target: str, base: Path, tmp_path: Path) -> None:
-    line = refused("export", families.master(base, "gpt2"), tmp_path / "out", "-t", target)
-    assert target in line and "gpt2: it stores its linear weights transposed" in line
-    assert line.endswith("use --target mlx or bf16\n")
-    assert not (tmp_path / "out").exists()

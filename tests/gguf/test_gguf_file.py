@@ -14,7 +14,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_gguf import TYPES, small_gguf
+from tiny_gguf import TYPES, finish, small_gguf
 
 from pqweights.errors import SourceError
 from pqweights.gguf.contents import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES, MetadataList
@@ -205,10 +205,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     for name in ("a", "b"):
         writer.add_tensor(name, gguf.quants.quantize(gguf.np.ones((2, 32), "f4"), gguf.GGMLQuantizationType.Q4_0),
                           raw_dtype=gguf.GGMLQuantizationType.Q4_0)  # fmt: skip
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return (folder / "a.gguf").read_bytes()
 
 

@@ -16,8 +16,7 @@ pytest.importorskip("tokenizers")
 
 import trained_tokenizers as trained
 from external_runtimes import need
-from gguf_files import LlamaCpp, metadata, write_gguf
-from gguf_llama import converted, write_llama
+from gguf_files import LlamaCpp, converted, metadata, write_gguf, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from pqweights.errors import ExportError, SourceError
@@ -136,12 +135,6 @@ def test_added_tokens_of_gemma_stand_for_spaces(tmp_path: Path) -> None:
     assert "▁▁" not in types and types["<0x09>"] == BYTE and types["▁"] == NORMAL
 
 
-def test_a_model_without_a_tokenizer_has_no_vocabulary(tmp_path: Path) -> None:
-    found = written(write_llama(tmp_path))
-    assert (found["model"], found["llama.vocab_size"]) == ("no_vocab", 64)
-    assert "tokens" not in found
-
-
 @pytest.mark.parametrize(
     ("name", "strips", "expected"),
     [
@@ -232,7 +225,8 @@ def test_other_files_of_tokenizers_are_refused(name: str, tmp_path: Path) -> Non
 
 
 def test_several_chat_templates_are_in_a_fixed_order(tmp_path: Path) -> None:
-    folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
+    """The file has precedence over tokenizer_config.json."""
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path, chat_template="old")
     (folder / "chat_template.jinja").write_text("plain")
     (folder / "additional_chat_templates").mkdir()
     for name in ("tools", "rag", "think", "other"):
@@ -364,14 +358,6 @@ def test_ends_that_the_file_cannot_name_are_remarked_on(tmp_path: Path) -> None:
     (note,) = converted(folder).notes
     assert note.startswith(f"llama.cpp goes on generating after {tokens[7]!r}, {tokens[6]!r}, where the model ends")
     assert named_ends(folder) == {"eos": 1, "eom": 9, "eot": 8}
-
-
-def test_the_file_of_the_template_has_precedence(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = folder_with(trained.KINDS["gpt2"](), tmp_path, chat_template="{{ old }}")
-    (folder / "chat_template.jinja").write_text("{{ new }}")
-    template = transformers.AutoTokenizer.from_pretrained(folder).chat_template
-    assert metadata(converted(folder))["tokenizer.chat_template"] == template == "{{ new }}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written by the gguf package, and what llama.cpp makes of them."""
+"""A tiny Llama without torch, GGUF files of models in folders, as the gguf package writes them, and llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,22 +8,50 @@ from typing import Any
 
 import gguf
 import numpy as np
-from helpers import Array
+from export_decoders import values_of
+from helpers import Array, Tensor, bf16, gaussian, write_checkpoint
+from tiny_gguf import finish
 
-from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.gguf.model import GgufModel, gguf_model
 from pqweights.inference.runtimes.llama_library import library
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+ROWS = 64
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": ROWS,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHAPES = {
+    "input_layernorm": (16,), "self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16),
+    "self_attn.o_proj": (16, 16), "post_attention_layernorm": (16,), "mlp.gate_proj": (24, 16),
+    "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24),
+}  # fmt: skip
 
 
-def values(tensor: LogicalTensor) -> Array:
-    """All values of a tensor, f32."""
-    count = element_count(tensor)
-    raw = np.empty(count * 4, dtype=np.uint8)
-    tensor.read(0, count, "F32", raw)
-    return raw.view(np.float32).reshape(tensor.shape)
+def llama_tensors(rows: int = ROWS) -> dict[str, Tensor]:
+    """The tensors of the model. rows: the number of tokens."""
+    shapes = {"model.embed_tokens": (rows, 16), "model.norm": (16,), "lm_head": (rows, 16)}
+    shapes |= {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
+    return {f"{name}.weight": bf16(gaussian(*shape, seed=place)) for place, (name, shape) in enumerate(shapes.items())}
+
+
+def write_llama(folder: Path, *, rows: int = ROWS, config: dict[str, Any] | None = None, **changed: Tensor) -> Path:
+    """Write the model.
+
+    config: keys that differ from CONFIG; None drops a key
+    changed: tensors that it has beside its own, with `__` for the dots of their names
+    """
+    tensors = llama_tensors(rows) | {name.replace("__", "."): value for name, value in changed.items()}
+    settings = {key: value for key, value in (CONFIG | (config or {})).items() if value is not None}
+    return write_checkpoint(folder, tensors, config=settings)
+
+
+def converted(folder: Path, name: str | None = "tiny") -> GgufModel:
+    """The GGUF model of a folder."""
+    return gguf_model(open_local(folder), name=name)
 
 
 def metadata(model: GgufModel) -> dict[str, Any]:
@@ -33,7 +61,7 @@ def metadata(model: GgufModel) -> dict[str, Any]:
 
 def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
     """Write the model in a folder to a file in it; matrices get the dtype, everything else is F32."""
-    model = gguf_model(open_local(folder), name=name)
+    model = converted(folder, name)
     path = folder / f"model-{dtype}.gguf"
     writer = gguf.GGUFWriter(path, model.architecture)
     for key, value, kind, item_kind in model.metadata:
@@ -43,11 +71,8 @@ def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
     writer.add_file_type(FILE_TYPES[dtype])
     for tensor in model.tensors:
         stored = gguf.GGMLQuantizationType[dtype if len(tensor.shape) > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values(tensor), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values_of(tensor), stored), raw_dtype=stored)
+    finish(writer)
     return path
 
 
