@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import done
-from export_decoders import from_compressed_tensors, from_torchao
+from export_decoders import export_weight
 from helpers import (
     Array,
     as_float32,
@@ -22,7 +22,7 @@ from helpers import (
     run_command,
     write_checkpoint,
 )
-from integer_exports import KINDS, LAYER, ROUNDED, work
+from integer_exports import KINDS, LAYER, ROUNDED, integer_names, work
 
 from pqweights.errors import OutputError
 from pqweights.rewrite.manifest import read_manifest
@@ -32,19 +32,8 @@ pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
 def decoded(folder: Path) -> dict[str, Array]:
     """Decode the weights of an export, in float64."""
-    manifest, tensors = read_manifest(folder), read_all(folder)
-    result = {}
-    for tensor in manifest.tensors:
-        if tensor.action != "integer":
-            continue
-        assert tensor.codec is not None and tensor.bits is not None
-        if manifest.made_by["target"] == "torchao-int4":
-            tile = manifest.made_by["packing"] != "plain"
-            values = from_torchao(tensors, tensor.name, tensor.shape, tile)
-        else:
-            values = from_compressed_tensors(tensors, tensor.name, tensor.bits)
-        result[tensor.name] = values.astype(np.float64)
-    return result
+    weight = export_weight(folder)
+    return {name: weight(name).astype(np.float64) for name in integer_names(folder)}
 
 
 def errors(folder: Path, source: Path) -> dict[str, float]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from calls import quantize
 from export_decoders import values_of
-from gguf_files import CONFIG, SHAPES, converted, llama_tensors, metadata, write_gguf, write_llama
+from gguf_files import CONFIG, LAYER, converted, llama_tensors, metadata, write_gguf, write_llama
 from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
@@ -89,7 +89,7 @@ def test_tensors_of_llama(tmp_path: Path) -> None:
     }
     names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
     for layer in range(2):
-        for name, origin in zip(names, SHAPES, strict=True):
+        for name, origin in zip(names, LAYER, strict=True):
             value = source[f"model.layers.{layer}.{origin}.weight"]
             heads = {"attn_q": 2, "attn_k": 1}.get(name)
             expected[f"blk.{layer}.{name}.weight"] = value if heads is None else interleaved(value, heads)
@@ -120,33 +120,16 @@ def test_biases_move_with_their_rows(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["blk.1.attn_q.bias"], interleaved(as_float32(bias), 2))
 
 
-def wide_model(folder: Path) -> Path:
-    """A Llama whose q has more rows than a chunk may hold, and biases."""
-    config = {
-        "hidden_size": 256,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "head_dim": 64,
-        "num_key_value_heads": 2,
-    }
-    shapes = {name: tuple({16: 256, 24: 128, 8: 128}[size] for size in shape) for name, shape in SHAPES.items()}
-    tensors: dict[str, Tensor] = {
-        f"model.layers.0.{name}.weight": bf16(gaussian(*shape, seed=place))
-        for place, (name, shape) in enumerate(shapes.items())
-    }
-    tensors |= {
-        "model.embed_tokens.weight": bf16(gaussian(64, 256, seed=50)),
-        "model.norm.weight": bf16(gaussian(256)),
-        "lm_head.weight": bf16(gaussian(64, 256, seed=51)),
-        "model.layers.0.self_attn.q_proj.bias": bf16(gaussian(256, seed=52)),
-    }
-    return write_checkpoint(folder, tensors, config=CONFIG | config | {"num_hidden_layers": 1})
+# A Llama whose q has more rows than a chunk may hold.
+WIDE = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE |= {"num_hidden_layers": 1}
 
 
 @pytest.mark.parametrize("encoded", [False, True])
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_any_range_of_a_tensor_can_be_read(dtype: str, encoded: bool, tmp_path: Path) -> None:
-    folder = wide_model(tmp_path / "source")
+    bias = bf16(gaussian(256, seed=52))
+    folder = write_llama(tmp_path / "source", sizes=WIDE, model__layers__0__self_attn__q_proj__bias=bias)
     if encoded:
         quantize(folder, tmp_path / "master", parse_recipe("bits: 5", "recipe"))
         folder = tmp_path / "master"

@@ -24,28 +24,41 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-SHAPES = {
-    "input_layernorm": (16,), "self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16),
-    "self_attn.o_proj": (16, 16), "post_attention_layernorm": (16,), "mlp.gate_proj": (24, 16),
-    "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24),
-}  # fmt: skip
+LAYER = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
 
 
-def llama_tensors(rows: int = ROWS) -> dict[str, Tensor]:
-    """The tensors of the model. rows: the number of tokens."""
-    shapes = {"model.embed_tokens": (rows, 16), "model.norm": (16,), "lm_head": (rows, 16)}
-    shapes |= {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
+def llama_tensors(rows: int = ROWS, sizes: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
+    """The tensors of the model. rows: the number of tokens; sizes: a configuration of layers that are as wide"""
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    keys = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    of_layer: tuple[tuple[int, ...], ...] = ((width,), (width, width), (keys, width), (keys, width), (width, width))
+    of_layer += ((width,), (inner, width), (inner, width), (width, inner))
+    shapes = {"model.embed_tokens": (rows, width), "model.norm": (width,), "lm_head": (rows, width)}
+    for layer in range(sizes["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in zip(LAYER, of_layer, strict=True)}
     return {f"{name}.weight": bf16(gaussian(*shape, seed=place)) for place, (name, shape) in enumerate(shapes.items())}
 
 
-def write_llama(folder: Path, *, rows: int = ROWS, config: dict[str, Any] | None = None, **changed: Tensor) -> Path:
+def write_llama(
+    folder: Path,
+    *,
+    rows: int = ROWS,
+    sizes: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **changed: Tensor,
+) -> Path:
     """Write the model.
 
-    config: keys that differ from CONFIG; None drops a key
+    sizes: those of layers that differ from CONFIG
+    config: keys of config.json alone that differ from it; None drops a key
     changed: tensors that it has beside its own, with `__` for the dots of their names
     """
-    tensors = llama_tensors(rows) | {name.replace("__", "."): value for name, value in changed.items()}
-    settings = {key: value for key, value in (CONFIG | (config or {})).items() if value is not None}
+    like = CONFIG | (sizes or {})
+    tensors = llama_tensors(rows, like) | {name.replace("__", "."): value for name, value in changed.items()}
+    settings = {key: value for key, value in (like | (config or {})).items() if value is not None}
     return write_checkpoint(folder, tensors, config=settings)
 
 

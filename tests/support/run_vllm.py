@@ -63,10 +63,7 @@ def main() -> None:
     job, result = json.load(sys.stdin), dict[str, Any]()
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         _custom_ops.cpu_gemm_wna16 = product
-    import time,sys as _s
-    print("import",time.process_time(),time.perf_counter(),file=open("/tmp/w6/vt.log","a"))
     for name, folder in job["folders"].items():
-        print(name,time.process_time(),time.perf_counter(),file=open("/tmp/w6/vt.log","a"))
         try:
             result[name] = scores(folder, job["tokens"])
         except Exception as error:  # the test says which model it is, and with what error
