@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import families
 import pytest
@@ -96,18 +95,14 @@ def test_padding_that_costs_a_good_share_of_the_integers_is_remarked(
         assert f"{1 - after / before:.0%}" == share
 
 
-def ignored(folder: Path) -> Any:
-    from compressed_tensors.utils.match import match_name
-
-    expressions = quantization(folder)["ignore"]
-    return lambda module: any(match_name(module, expression) for expression in expressions)
-
-
 def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> None:
     """Tied and new heads lie outside of the numbered layers, and have a name of their own in each architecture."""
-    pytest.importorskip("compressed_tensors")
+    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
     done("export", master(tmp_path, {ATTENTION: 128, "pooler.dense.weight": 128}), tmp_path / "out", "-t", "vllm")
-    is_ignored = ignored(tmp_path / "out")
+
+    def is_ignored(module: str) -> bool:
+        return any(match_name(module, expression) for expression in quantization(tmp_path / "out")["ignore"])
+
     for head in ("lm_head", "cls.predictions.decoder", "proj_out", "classifier", "score", "model.decoder"):
         assert is_ignored(head), head
     for module in (LAYER + ".self_attn.o_proj", "layers.7.self_attn.o_proj", "pooler.dense", "bert.pooler.dense"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from calls import quantize
 from export_decoders import values_of
-from gguf_files import CONFIG, LAYER, converted, llama_tensors, metadata, write_gguf, write_llama
+from gguf_files import CONFIG, LAYER, converted, llama_tensors, metadata, write_llama
 from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
@@ -193,7 +193,7 @@ def test_experts_are_stacked_from_either_layout(tmp_path: Path) -> None:
     found = metadata(models[0])
     assert (found["qwen3moe.expert_count"], found["qwen3moe.expert_used_count"]) == (4, 2)
     assert found["qwen3moe.expert_feed_forward_length"] == 24
-    assert found["general.size_label"] == "4x2.3K" or found["general.size_label"].startswith("4x")
+    assert found["general.size_label"].startswith("4x")
 
 
 def test_missing_and_misshapen_experts_are_refused(tmp_path: Path) -> None:
@@ -303,20 +303,6 @@ def test_layers_with_a_window_have_their_own_base(config: dict[str, Any], tmp_pa
         "gemma3.rope.scaling.type": "linear",
         "gemma3.rope.scaling.factor": 8.0,
     }
-
-
-def test_factors_of_llama3_are_those_of_transformers(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    config = {"rope_parameters": rope, "hidden_size": 16, "head_dim": 8}
-    factors = all_values(converted(write_llama(tmp_path, config=config)))["rope_freqs.weight"]
-    known = transformers.LlamaConfig(**CONFIG | config)
-    computed, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](known, torch.device("cpu"))
-    plain = 5e5 ** (-np.arange(0, 8, 2) / 8)
-    np.testing.assert_allclose(plain / factors, computed.numpy(), rtol=1e-6)
-    assert factors[0] == 1 and factors[-1] == 8
 
 
 def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
@@ -448,13 +434,6 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     assert found == {key: value for key, value in expected.items() if value is not None}
 
 
-def test_absent_keys_are_written_as_transformers_takes_them(tmp_path: Path) -> None:
-    folder = write_gemma(tmp_path, "gemma2", sliding_window=None)
-    found = metadata(converted(folder))
-    assert (found["gemma2.attn_logit_softcapping"], found["gemma2.final_logit_softcapping"]) == (50, 30)
-    assert found["gemma2.attention.sliding_window"] == 4096
-
-
 @pytest.mark.parametrize(
     ("model_type", "name", "shape"),
     [("llama", "extra.weight", (2, 2)), ("qwen2", "o_proj.bias", (16,))],  # a bias that llama.cpp does not add
@@ -505,20 +484,3 @@ def test_every_architecture_is_one_of_the_package() -> None:
             assert hasattr(gguf.GGUFWriter, f"add_{parameter}")
         for name in architecture.biases:
             assert name in gguf.MODEL_TENSOR.__members__
-
-
-# transformers reads these architectures back.
-@pytest.mark.parametrize("name", ["llama", "qwen2 moe", "gemma3", "phi3", "starcoder2"])
-def test_transformers_reads_the_same_model_from_the_file(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import gguf_cases
-
-    case = gguf_cases.CASES[name]
-    model = gguf_cases.saved(case, tmp_path)
-    file = write_gguf(tmp_path)
-    reader = type(model).from_pretrained  # of the file's metadata, it takes a part only
-    loaded = reader(tmp_path, config=model.config, gguf_file=file.name).eval()
-    ids = gguf_cases.token_ids(case.tokens)
-    expected = gguf_cases.logits(model, ids)
-    assert np.abs(gguf_cases.logits(loaded, ids) - expected).max() < 1e-5 * expected.std()
