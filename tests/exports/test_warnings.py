@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import families
 import pytest
 from commands import done, refused
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
-from integer_exports import LAYER, ROUNDED, integer_names, quantization
+from integer_exports import LAYER, ROUNDED, integer_names, linear_master, quantization
 
 from pqweights.common.units import size_text
 from pqweights.rewrite.manifest import read_manifest
 
 ATTENTION, MLP = f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"
-
-
-def master(folder: Path, columns: Mapping[str, int], recipe: str = "q5", rows: int = 64) -> Path:
-    tensors = {name: bf16(gaussian(rows, width, seed=width)) for name, width in columns.items()}
-    write_checkpoint(folder / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
-    run_command({"quantize": str(folder / "src"), "recipe": recipe}, folder / "master")
-    return folder / "master"
 
 
 def warned(master: Path, out: Path, *options: object) -> list[str]:
@@ -48,7 +40,7 @@ def test_a_master_of_most_of_the_error_is_remarked(
     recipe: str, options: tuple[str, ...], dominates: bool, tmp_path: Path
 ) -> None:
     """The share that is stated is that of the error that the manifest of the master has."""
-    folder = master(tmp_path, {ATTENTION: 1024}, recipe)
+    folder = linear_master(tmp_path, {ATTENTION: 1024}, recipe=recipe)
     found = warned(folder, tmp_path / "out", *options)
     ((_, of_master),), ((_, of_export),) = (read_manifest(place).pairs for place in (folder, tmp_path / "out"))
     assert of_master.relative_mse and of_export.total_mse
@@ -62,7 +54,7 @@ def test_a_master_of_most_of_the_error_is_remarked(
 
 def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path) -> None:
     """Rows of 256 weights are padded to four times their length; those of 384 to less than three times."""
-    folder = master(tmp_path, {ATTENTION: 256, MLP: 384})
+    folder = linear_master(tmp_path, {ATTENTION: 256, MLP: 384})
     shown = done("export", folder, tmp_path / "out", "-t", "torchao-int4")
     assert integer_names(tmp_path / "out") == [MLP]
     reason = "rows of 256 weights, padded to 1024, would take 17 bits a weight; --packing plain pads nothing"
@@ -74,7 +66,7 @@ def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path
 
 
 def test_model_whose_every_layer_is_too_narrow_for_tiles_is_refused(tmp_path: Path) -> None:
-    line = refused("export", master(tmp_path, {ATTENTION: 256}), tmp_path / "out", "-t", "torchao-int4")
+    line = refused("export", linear_master(tmp_path, {ATTENTION: 256}), tmp_path / "out", "-t", "torchao-int4")
     assert "no weight of this model can become integers" in line and "--packing plain" in line
     assert not (tmp_path / "out").exists()
 
@@ -83,7 +75,7 @@ def test_model_whose_every_layer_is_too_narrow_for_tiles_is_refused(tmp_path: Pa
 def test_padding_that_costs_a_good_share_of_the_integers_is_remarked(
     columns: int, share: str | None, tmp_path: Path
 ) -> None:
-    folder = master(tmp_path, {MLP: columns}, rows=1024)
+    folder = linear_master(tmp_path, {MLP: columns}, rows=1024)
     found = warned(folder, tmp_path / "out", "-t", "torchao-int4")
     if share is None:
         assert found == []
@@ -98,7 +90,8 @@ def test_padding_that_costs_a_good_share_of_the_integers_is_remarked(
 def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> None:
     """Tied and new heads lie outside of the numbered layers, and have a name of their own in each architecture."""
     match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
-    done("export", master(tmp_path, {ATTENTION: 128, "pooler.dense.weight": 128}), tmp_path / "out", "-t", "vllm")
+    folder = linear_master(tmp_path, {ATTENTION: 128, "pooler.dense.weight": 128})
+    done("export", folder, tmp_path / "out", "-t", "vllm")
 
     def is_ignored(module: str) -> bool:
         return any(match_name(module, expression) for expression in quantization(tmp_path / "out")["ignore"])
