@@ -16,11 +16,12 @@ pytest.importorskip("tokenizers")
 
 import trained_tokenizers as trained
 from external_runtimes import need
-from gguf_files import LlamaCpp, converted, metadata, write_gguf, write_llama
+from gguf_files import converted, metadata, write_gguf, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from pqweights.errors import ExportError, SourceError
 from pqweights.gguf.vocabulary import KNOWN_ENDS
+from pqweights.inference.runtimes.llama_library import GgufTokenizer
 
 NORMAL, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
     "NORMAL", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"
@@ -54,10 +55,10 @@ def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path:
     transformers = pytest.importorskip("transformers")
     folder = folder_with(trained.KINDS[kind](), tmp_path)
     expected = transformers.AutoTokenizer.from_pretrained(folder)
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
-            if kind != "metaspace" or text not in SPACE_DIFFERS:
-                assert loaded.tokens(text) == expected(text)["input_ids"], text
+    loaded = GgufTokenizer(write_gguf(folder))
+    for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
+        if kind != "metaspace" or text not in SPACE_DIFFERS:
+            assert loaded(text)["input_ids"] == expected(text)["input_ids"], text
 
 
 def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_path: Path) -> None:
@@ -67,9 +68,9 @@ def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_pa
     tokenizer.normalizer = normalizers.NFC()
     folder = folder_with(tokenizer, tmp_path)
     assert any("NFC" in note for note in converted(folder).notes)
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        assert loaded.tokens("caf\u00e9") == tokenizer.encode("caf\u00e9").ids == tokenizer.encode("cafe\u0301").ids
-        assert loaded.tokens("cafe\u0301") != tokenizer.encode("cafe\u0301").ids
+    loaded = GgufTokenizer(write_gguf(folder))
+    assert loaded("caf\u00e9")["input_ids"] == tokenizer.encode("caf\u00e9").ids == tokenizer.encode("cafe\u0301").ids
+    assert loaded("cafe\u0301")["input_ids"] != tokenizer.encode("cafe\u0301").ids
 
 
 def test_byte_level_vocabularies(tmp_path: Path) -> None:
@@ -158,9 +159,9 @@ def test_special_tokens_take_spaces_behind_them_by_the_name_of_the_model(
             token["rstrip"] = strips and token["content"] == trained.USER
     assert metadata(converted(folder, name)).get("general.name") == expected
     need("llama.cpp")
-    with LlamaCpp(write_gguf(folder, name=name or ""), vocabulary_only=True) as loaded:
-        text = f"{trained.USER}   Hello"
-        assert loaded.tokens(text) == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    loaded = GgufTokenizer(write_gguf(folder, name=name or ""))
+    text = f"{trained.USER}   Hello"
+    assert loaded(text)["input_ids"] == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
 
 
 def changed(folder: Path, **parts: Any) -> Path:
@@ -301,8 +302,8 @@ def test_all_tokens_that_end_a_generation_are_named(tmp_path: Path) -> None:
     found = written(folder)
     assert (found["eos_token_id"], found["eom_token_id"], found["eot_token_id"]) == (1, 9, 8)
     need("llama.cpp")
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        assert loaded.ends() == {1, 8, 9}
+    loaded = GgufTokenizer(write_gguf(folder))
+    assert loaded.ends == {1, 8, 9}
 
 
 def ended_by(folder: Path, texts: tuple[str, ...], ends: list[int], **about: Any) -> dict[str, int]:
@@ -331,8 +332,8 @@ def test_the_ends_of_llama_3_1_have_their_meanings(eos: str, tmp_path: Path) -> 
     assert named_ends(tmp_path) == {"eos": ids[eos], "eot": ids["<|eot_id|>"], "eom": ids["<|eom_id|>"]}
     assert converted(tmp_path).notes == ()
     need("llama.cpp")
-    with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
-        assert loaded.ends() >= set(ids.values())
+    loaded = GgufTokenizer(write_gguf(tmp_path))
+    assert loaded.ends >= set(ids.values())
 
 
 def test_ends_that_llama_cpp_knows_by_their_text_leave_the_names_to_others(tmp_path: Path) -> None:
@@ -345,8 +346,8 @@ def test_llama_cpp_knows_the_ends_that_it_is_taken_to_know(tmp_path: Path) -> No
     need("llama.cpp")
     texts = tuple(sorted(KNOWN_ENDS - {"<|end|>"}))  # which is none beside <|call|> and <|return|>
     ids = ended_by(tmp_path, texts, [])
-    with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
-        assert loaded.ends() >= set(ids.values())
+    loaded = GgufTokenizer(write_gguf(tmp_path))
+    assert loaded.ends >= set(ids.values())
 
 
 def test_ends_that_the_file_cannot_name_are_remarked_on(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import torch
 import transformers
 
 VOCABULARY = 128
-CONTEXT = 512
 SETTINGS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 WIDE_HEADS = {"head_dim": 32}
@@ -39,7 +38,6 @@ class Case:
     settings: beside SETTINGS
     rope: its rope_parameters, but for a theta of 10000
     tokens: how many are compared
-    context: that of llama.cpp
     text: whether its config is that of the text model of a family that also sees
     """
 
@@ -47,7 +45,6 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] | None = None
     tokens: int = 80
-    context: int = CONTEXT
     text: bool = False
 
 
@@ -79,12 +76,11 @@ CASES = {
         text=True,
     ),
     "phi3": Case(name="Phi3", settings={"partial_rotary_factor": 0.5}, rope={"partial_rotary_factor": 0.5}),
-    # llama.cpp chooses factors by the length of its context, of which it has at least 256.
+    # llama.cpp chooses factors by the length of its context, which is 256 here.
     "phi3 short": Case(
         name="Phi3",
         settings={"original_max_position_embeddings": 256},
         rope=LONG | {"original_max_position_embeddings": 256},
-        context=256,
     ),
     "phi3 long": Case(name="Phi3", settings=ORIGINAL, rope=LONG, tokens=200),
     "granite": Case(
