@@ -78,13 +78,8 @@ class MlxFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        return {
-            "target": STATED_NAME,
-            "mode": self.mode,
-            "bits": self.bits,
-            "group_size": self.groups.size,
-            "qparams": self.qparams,
-        }
+        stated = {"target": STATED_NAME, "mode": self.mode, "bits": self.bits}
+        return stated | {"group_size": self.groups.size, "qparams": self.qparams}
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which weights become integers; names and shapes are those of mlx-lm.

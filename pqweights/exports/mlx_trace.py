@@ -23,20 +23,10 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import Segment
 
 MLX_DTYPES = {
-    "BF16": mx.bfloat16,
-    "F16": mx.float16,
-    "F32": mx.float32,
-    "F64": mx.float32,
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "U16": mx.uint16,
-    "I16": mx.int16,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "U64": mx.uint64,
+    "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "F64": mx.float32, "BOOL": mx.bool_, "U8": mx.uint8,
+    "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "U32": mx.uint32, "I32": mx.int32, "U64": mx.uint64,
     "I64": mx.int64,
-}
+}  # fmt: skip
 
 Weights = dict[str, mx.array]
 Sanitize = Callable[[Weights], Weights]

@@ -57,13 +57,8 @@ class TorchaoInt4:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        return {
-            "target": NAME,
-            "packing": self.packing,
-            "bits": 4,
-            "group_size": self.groups.size,
-            "qparams": self.qparams,
-        }
+        stated = {"target": NAME, "packing": self.packing, "bits": 4}
+        return stated | {"group_size": self.groups.size, "qparams": self.qparams}
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""

@@ -55,29 +55,30 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "granite": _LLAMA | dict.fromkeys(_MULTIPLIERS, 1.0),
     "llama": _LLAMA,
     "mistral": _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": _LLAMA
-    | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6}
-    | {"num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": _LLAMA | {
+        "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2,
+    },
     "olmo2": _LLAMA | {"rms_norm_eps": 1e-5},
     "olmo3": _LLAMA | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
     "phi3": _LLAMA | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "qwen2": _QWEN | {"num_key_value_heads": 32},
-    "qwen2_moe": _QWEN
-    | _SPARSE
-    | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4}
-    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    "qwen2_moe": _QWEN | _SPARSE | {
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
     "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": _QWEN
-    | _SPARSE
-    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_moe": _QWEN | _SPARSE | {
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
     "smollm3": _QWEN | _TIED | {"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4},
-    "stablelm": _OWN_HEAD
-    | _SILU
-    | {"layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25}
-    | {"use_parallel_residual": False, "qk_layernorm": False},
-    "starcoder2": _TIED
-    | {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2, "use_bias": True},
-}
+    "stablelm": _OWN_HEAD | _SILU | {
+        "layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25,
+        "use_parallel_residual": False, "qk_layernorm": False,
+    },
+    "starcoder2": _TIED | {
+        "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2, "use_bias": True,
+    },
+}  # fmt: skip
 
 # By the model_type of transformers. The text_config of a model of images and text states only what differs from these.
 DEFAULTS = {

@@ -142,26 +142,17 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "IQ4_NL": ("IQ4_NL", _IQ4),
     "IQ4_XS": ("IQ4_XS", _IQ4),
     "Q3_K_L": ("Q3_K", tuple((role, "all", "Q5_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT))),
-    "Q3_K_M": (
-        "Q3_K",
-        (
-            (VALUES, "first 2", "Q5_K"),
-            (VALUES, "all", "Q4_K"),
-            (DOWN, "first sixteenth", "Q5_K"),
-            (DOWN, "all", "Q4_K"),
-            (ATTENTION_OUTPUT, "all", "Q4_K"),
-        ),
-    ),
+    "Q3_K_M": ("Q3_K", (
+        (VALUES, "first 2", "Q5_K"), (VALUES, "all", "Q4_K"), (DOWN, "first sixteenth", "Q5_K"), (DOWN, "all", "Q4_K"),
+        (ATTENTION_OUTPUT, "all", "Q4_K"),
+    )),
     "Q3_K_S": ("Q3_K", ()),
-    "Q2_K": (
-        "Q2_K",
-        (
-            (VALUES, "all, if heads share values", "Q4_K"),
-            *((role, "all", "Q3_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT)),
-        ),
-    ),
+    "Q2_K": ("Q2_K", (
+        (VALUES, "all, if heads share values", "Q4_K"),
+        *((role, "all", "Q3_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT)),
+    )),
     "Q2_K_S": ("Q2_K", ((VALUES, "all, if heads share values", "Q4_K"), (DOWN, "first eighth", "Q4_K"))),
-}
+}  # fmt: skip
 MIXES = {name: Mix(name=name, type=most, wider=wider) for name, (most, wider) in _MIXES.items()}
 # Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}

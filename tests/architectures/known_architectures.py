@@ -42,16 +42,10 @@ DELTA_NET: dict[str, Any] = {
 }  # fmt: skip
 SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
-YARN: dict[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-}
+YARN: dict[str, Any] = {"rope_parameters": {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}}  # fmt: skip
 IMAGE: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 32, "patch_size": 16, "projection_dim": WIDTH,
@@ -67,10 +61,8 @@ QWEN_VISION: dict[str, Any] = {
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 QWEN_VL: dict[str, Any] = {**UNTIED, "text_config": {**TEXT, **UNTIED}, "vision_config": QWEN_VISION}
 SEEING: dict[str, Any] = {
-    "text_config": {**TEXT, "model_type": "llama"},
-    "image_token_index": 99,
-    "vision_feature_layer": -1,
-}
+    "text_config": {**TEXT, "model_type": "llama"}, "image_token_index": 99, "vision_feature_layer": -1,
+}  # fmt: skip
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
 T5: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 32, "d_ff": WIDE, "num_layers": 2, "num_heads": 4,

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from building import IDS, build, check_packed, computed, distance, load, open_master
 from export_decoders import export_weight, from_tiles
-from helpers import Array, as_float32, bf16, f32, master_weights, read_all, run_command, write_checkpoint
+from helpers import Array, as_float32, bf16, f32, gaussian, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, integer_names, quantization
 from known_architectures import ARCHITECTURES, BEGIN, END, LOADS, Architecture, markdown, with_table
 
 from pqweights.errors import ExportError
+from pqweights.exports import architectures
 from pqweights.inference.runtimes.models import open_model
 
 torch = pytest.importorskip("torch")
@@ -147,3 +148,23 @@ def test_page_holds_the_table() -> None:
     assert all(name in page for name in ARCHITECTURES)
     outcomes = {tuple(about.expected.values()) for about in ARCHITECTURES.values()}
     assert 5 < len(markdown().splitlines()) - 2 <= len(outcomes)
+
+
+def test_list_has_every_type_of_transformers_that_generates_text() -> None:
+    modeling_auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    kinds = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "MULTIMODAL_LM")
+    types = {name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
+    assert types <= architectures.EXAMINED
+
+
+@pytest.mark.parametrize(("model_type", "target", "warned"), [
+    ("llama_of_next_year", "vllm", True), ("llama_of_next_year", "torchao-int4", True), ("llama", "vllm", False),
+])  # fmt: skip
+def test_type_that_nobody_examined_is_warned_of(model_type: str, target: str, warned: bool, tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(1024, 1024))}
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": model_type, "dtype": "bfloat16"})
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    report = run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "out")
+    found = [line for line in report.warnings if "nobody has examined what transformers does" in line]
+    assert len(found) == warned
+    assert all(model_type in line and "try it before you publish it" in line for line in found)

@@ -1,23 +1,79 @@
-"""A target that only the tests know goes through every command, with one module and one entry of EXPORTS."""
+"""A target that only the tests know goes through every command, with one module (this) and one entry of EXPORTS.
+
+It writes BF16 shards that carry a label in their metadata.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
 import safetensors
-from added_target import ENTRY, LABEL_KEY, NAME
 from cards import blocks, facts
 from commands import answer, done, invoke, refused
 from helpers import read_all
 
-from pqweights.exports import ALIASES, EXPORTS
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.errors import OptionError
+from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget
+from pqweights.exports.bf16 import Bf16Export
+from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
+from pqweights.options import ExportOptions
+from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
+from pqweights.rewrite.transform import EXPORT, Account, Output, Transform
 
-SHARDS = ("--max-shard-size", "500kB")
+NAME, LABEL_KEY = "test-labelled", "test_label"
+ENTRY = RegisteredTarget(__name__, "a target of the tests; --mode TEXT is written into every shard")
+
+
+@dataclass(frozen=True)
+class LabelledExport(Bf16Export):
+    """The transform from a master to BF16 shards with a label."""
+
+    label: str = "none"
+
+    @property
+    def account(self) -> Account:
+        return Account(EXPORT, {"target": NAME, "mode": self.label})
+
+    @property
+    def output(self) -> Output:
+        metadata = {**DEFAULT_METADATA, LABEL_KEY: self.label}
+        return replace(super().output, container=lambda tensors, most: Safetensors(metadata))
+
+
+def read_options(options: ExportOptions) -> str:
+    if options.mode == "":
+        raise OptionError("--mode: expected a text, found an empty one")
+    return options.mode or "none"
+
+
+def prepare(source: ExportSource, label: str) -> tuple[Checkpoint, Transform]:
+    return source.checkpoint, LabelledExport(label=label)
+
+
+def load_section(made_by: Mapping[str, Any], model: Any) -> list[str]:
+    return [f"Every shard has the label {made_by['mode']}."]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=TRANSFORMERS,
+    tags=("test-tag", "another-tag"),
+    options=("mode",),
+    read_options=read_options,
+    prepare=prepare,
+    check=lambda master, label: None,
+    load_section=load_section,
+    library="test-library",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +81,15 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPORTS, NAME, ENTRY)
 
 
-@pytest.fixture(scope="module")
-def labelled(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def labelled(base: Path, tmp_path: Path) -> Path:
     """The export of a Llama with the label "first", in several shards."""
-    out = tmp_path_factory.mktemp("labelled") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(EXPORTS, NAME, ENTRY)
-        done("export", families.master(base, "llama"), out, "--target", NAME, "--mode", "first", *SHARDS)
-    return out
+    shards = ("--max-shard-size", "500kB")
+    done("export", families.master(base, "llama"), tmp_path / "labelled", "-t", NAME, "--mode", "first", *shards)
+    return tmp_path / "labelled"
 
 
-def test_shards_hold_the_bf16_tensors_and_the_label(labelled: Path, base: Path) -> None:
+def test_result_is_what_the_target_says_in_every_command(labelled: Path, base: Path) -> None:
     found, expected = read_all(labelled), read_all(families.exported(base, "llama", "bf16"))
     assert found.keys() == expected.keys()
     assert all(found[name][1].tobytes() == expected[name][1].tobytes() for name in expected)
@@ -44,59 +98,34 @@ def test_shards_hold_the_bf16_tensors_and_the_label(labelled: Path, base: Path) 
     for path in shards:
         with safetensors.safe_open(path, framework="numpy") as opened:
             assert opened.metadata() == {"format": "pt", LABEL_KEY: "first"}
+    about = answer("inspect", labelled)
+    assert (about["kind"], about["target"], about["mode"]) == ("export", NAME, "first")
+    card = done("card", labelled, "--print", "--repo", "someone/out").stdout
+    assert facts(card)["library_name"] == "test-library"
+    assert facts(card)["tags"] == ["pqweights", "quantized", "test-tag", "another-tag"]
+    assert "## Load\n\nEvery shard has the label first.\n\n" in card and blocks(card, "python") == []
+    assert f"This is an export for the target `{NAME}`, mode `first`." in card
+    path = labelled / "pqweights.json"
+    for key in ("label", "basis"):
+        changed = Path(shutil.copytree(labelled, labelled.with_name(key)))
+        (changed / path.name).write_text(path.read_text().replace('"mode":', f'"{key}":'))
+        said = f"pqweights.json: expected master_errors, mode, original_fingerprint, target, found '{key}'"
+        assert verify(changed, threads=1).problems == (said,)
 
 
-def test_option_has_a_default_and_is_checked_by_the_target(base: Path, tmp_path: Path) -> None:
-    master = families.master(base, "llama")
-    done("export", master, tmp_path / "out", "-t", NAME)
-    assert read_manifest(tmp_path / "out").made_by == {"target": NAME, "mode": "none"}
-    line = refused("export", master, tmp_path / "other", "-t", NAME, "--mode", "", code=2)
-    assert line == "error: --mode: expected a text, found an empty one\n"
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "message"),
-    [
+def test_options_have_defaults_and_are_checked_by_the_target(base: Path, tmp_path: Path) -> None:
+    export = ("export", families.master(base, "llama"), tmp_path / "out", "-t")
+    for target, options, message in (
+        (NAME, ("--mode", ""), "--mode: expected a text, found an empty one"),
         (NAME, ("--bits", "4"), f"--bits: the target {NAME} does not take this option"),
-        (NAME, ("--packing", "plain"), f"--packing: the target {NAME} does not take this option"),
         ("bf16", ("--mode", "a"), "--mode: the target bf16 does not take this option"),
-    ],
-)
-def test_option_that_a_target_lacks_exits_with_2(
-    target: str, options: tuple[str, ...], message: str, base: Path, tmp_path: Path
-) -> None:
-    master = families.master(base, "llama")
-    assert refused("export", master, tmp_path / "out", "-t", target, *options, code=2) == f"error: {message}\n"
-    assert not (tmp_path / "out").exists()
+    ):
+        assert refused(*export, target, *options, code=2) == f"error: {message}\n"
+    done(*export, NAME)
+    assert read_manifest(tmp_path / "out").made_by == {"target": NAME, "mode": "none"}
 
 
 def test_help_and_errors_list_the_target(tmp_path: Path) -> None:
     assert f"{NAME}: a target of the tests" in " ".join(invoke("export", "--help").output.split())
     line = refused("export", tmp_path, tmp_path / "out", "-t", "onnx", code=2)
     assert line == f"error: --target onnx: expected {', '.join([*EXPORTS, *ALIASES])}\n" and NAME in line
-
-
-@pytest.mark.parametrize("key", ["label", "basis"])
-def test_verify_finds_a_key_that_the_target_does_not_write(key: str, labelled: Path, tmp_path: Path) -> None:
-    changed = Path(shutil.copytree(labelled, tmp_path / "changed"))
-    path = changed / "pqweights.json"
-    path.write_text(path.read_text().replace('"mode":', f'"{key}":'))
-    problems = verify(changed, threads=1).problems
-    assert problems == (f"pqweights.json: expected master_errors, mode, original_fingerprint, target, found '{key}'",)
-
-
-def test_inspect_shows_target_and_options(labelled: Path) -> None:
-    found = answer("inspect", labelled)
-    assert (found["kind"], found["target"], found["mode"]) == ("export", NAME, "first")
-    assert "\nexport: " in done("inspect", labelled).stdout
-
-
-def test_card_has_the_load_section_tags_and_library_of_the_target(labelled: Path, base: Path) -> None:
-    text = done("card", labelled, "--print", "--repo", "someone/out").stdout
-    front = facts(text)
-    assert front["library_name"] == "test-library"
-    assert front["tags"] == ["pqweights", "quantized", "test-tag", "another-tag"]
-    assert "## Load\n\nEvery shard has the label first.\n\n" in text
-    assert "from_pretrained(" in blocks(text, "python")[0]
-    assert f"This is an export for the target `{NAME}`, mode `first`." in text
-    assert f"`{NAME}`" in done("card", families.master(base, "llama"), "--print").stdout

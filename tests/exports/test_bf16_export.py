@@ -17,16 +17,11 @@ from helpers import (
     gaussian,
     read_all,
     run_command,
-    small_checkpoint,
     write_checkpoint,
 )
 
-from pqweights.checkpoint.source import open_local
-from pqweights.errors import MasterError, OptionError, SourceError
-from pqweights.exports import EXPORTS, get_target, target_name
-from pqweights.exports.target import ExportSource
-from pqweights.options import ExportOptions
-from pqweights.rewrite.manifest import ManifestFile, read_manifest
+from pqweights.exports import get_target, target_name
+from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
@@ -134,58 +129,6 @@ def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path)
         assert config[key] == own[key]
 
 
-@pytest.mark.parametrize("names", [("vq_codes",), ("vq_norms",), ("vq_codes", "vq_norms")])
-def test_kept_tensors_may_be_named_like_codes_and_norms(names: tuple[str, ...], tmp_path: Path) -> None:
-    """A buffer of the source may have a name that ends like those of codes or norms."""
-    buffers = {"vq_codes": ("U8", np.zeros((4, 80), dtype=np.uint8)), "vq_norms": f16(np.ones((4, 1)))}
-    tensors = {WEIGHT: bf16(gaussian(64, 128)), **{name: buffers[name] for name in names}}
-    _, exported = master_and_export(write_checkpoint(tmp_path / "model", tensors), tmp_path)
-    after = read_all(exported)
-    assert after.keys() == tensors.keys()
-    assert all(after[name][1].tobytes() == buffers[name][1].tobytes() for name in names)
-
-
-@pytest.mark.parametrize("made", ["source", "bf16", "vllm"])
-def test_folder_that_is_not_a_master_is_refused(made: str, tmp_path: Path) -> None:
-    folder, message = model_of("BF16", tmp_path / "source"), "expected a pqweights master"
-    run_command({"quantize": str(folder)}, tmp_path / "master")
-    if made != "source":
-        folder, message = tmp_path / made, rf"found an export \({made}\): .* give the folder of the master"
-        run_command({"export": str(tmp_path / "master"), "target": made}, folder)
-    with pytest.raises(SourceError, match=message):
-        run_command({"export": str(folder), "target": "bf16"}, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(SourceError, match="already a pqweights master"):
-        run_command({"quantize": str(tmp_path / "master")}, tmp_path / "again")
-
-
-def test_master_with_a_truncated_shard_is_refused(tmp_path: Path) -> None:
-    """Export checks sizes and headers; damage within the codes is found by verify."""
-    master = tmp_path / "master"
-    run_command({"quantize": str(model_of("BF16", tmp_path / "model"))}, master)
-    (shard,) = master.glob("*.safetensors")
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(MasterError, match=shard.name):
-        run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
-    (master / "pqweights.json").unlink()
-    with pytest.raises(SourceError, match=shard.name):
-        run_command({"export": str(master), "target": "bf16"}, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("written", "nearest"),
-    [
-        ("mlx-q8", "mlx-q4"),
-        ("vllm-int8", "vllm-int4"),
-        ("torch", "torchao"),
-        ("bf-16", "bf16"),
-    ],
-)
-def test_unknown_target_error_names_the_nearest(written: str, nearest: str) -> None:
-    with pytest.raises(OptionError, match=rf"`target` {written}: the nearest is '{nearest}'; expected "):
-        get_target(written)
-
-
 @pytest.mark.parametrize(("alias", "name"), [("mlx-q4", "mlx"), ("vllm-int4", "vllm"), ("torchao", "torchao-int4")])
 def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Path) -> None:
     assert get_target(alias) is get_target(name)
@@ -198,20 +141,3 @@ def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Pat
     stated = read_manifest(tmp_path / alias).made_by["target"]
     assert stated == {"vllm": "vllm-int4"}.get(name, name)  # as in the manifests of earlier versions
     assert target_name(stated) == name
-
-
-@pytest.mark.parametrize("target", EXPORTS)
-def test_description_of_each_target_is_kept_by_the_manifest(target: str, tmp_path: Path) -> None:
-    """Reading the manifest of an export returns the description that the target wrote into it."""
-    run_command({"quantize": str(small_checkpoint(tmp_path / "model"))}, tmp_path / "master")
-    source = ExportSource(
-        folder=tmp_path / "master", checkpoint=open_local(tmp_path / "master"), manifest=None, original=None
-    )
-    chosen = get_target(target)
-    settings = chosen.settings(ExportOptions())
-    # Preparing for mlx and gguf asks their packages what the model is.
-    described = (
-        settings.describe() if target in ("mlx", "gguf") else chosen.prepare(source, settings)[1].account.made_by
-    )
-    assert target_name(described["target"]) == target
-    assert not described.keys() & set(ManifestFile.__struct_fields__)

@@ -9,13 +9,13 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from export_decoders import from_compressed_tensors, from_mlx, from_torchao, values_of
+from export_decoders import export_weight, values_of
 from helpers import Array, as_float32, folder_bytes, read_all, run_command
 from integer_exports import LAYER, work
 from random_moments import write_random_moments
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import OptionError, SourceError
+from pqweights.errors import SourceError
 from pqweights.exports import compensation
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
@@ -43,13 +43,6 @@ def calibrated(driven: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return path, write_random_moments(driven / "src", path)
 
 
-def decoded(folder: Path, kind: str, name: str, shape: tuple[int, ...]) -> Array:
-    tensors = read_all(folder)
-    if kind in ("tile", "nibbles"):
-        return from_torchao(tensors, name, shape, kind == "tile")
-    return from_compressed_tensors(tensors, name)
-
-
 @pytest.mark.parametrize(("kind", "original"), [("tile", False), ("nibbles", True), ("vllm", False), ("vllm", True)])
 def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
     kind: str, original: bool, driven: Path, calibrated: Any, tmp_path: Path
@@ -68,8 +61,7 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
         weight = as_float32(source[name]) if original else master[name]
         x = held_back[name, 0].astype(np.float64)
         before, after = (
-            np.square((decoded(tmp_path / which, kind, name, weight.shape) - weight) @ x.T).sum()
-            for which in ("plain", "gptq")
+            np.square((export_weight(tmp_path / which)(name) - weight) @ x.T).sum() for which in ("plain", "gptq")
         )
         assert after <= before
         assert account["gain"] == pytest.approx(1 - after / before, abs=2e-3)
@@ -139,47 +131,18 @@ def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path
     assert account is not None and account["rows_rounded_plainly"] > 0
     weight, x = as_float32(source[NAMES[2]]), held_back[NAMES[2], 0].astype(np.float64)
     before, after = (
-        np.square((decoded(tmp_path / which, "vllm", NAMES[2], weight.shape) - weight) @ x.T).sum(axis=1)
-        for which in ("plain", "out")
+        np.square((export_weight(tmp_path / which)(NAMES[2]) - weight) @ x.T).sum(axis=1) for which in ("plain", "out")
     )
     assert (after <= before * (1 + 1e-6)).all()
 
 
-def test_moments_of_another_model_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    other = tmp_path / "src"
-    other.mkdir()
-    for path in (driven / "src").iterdir():
-        data = bytearray(path.read_bytes())
-        if path.suffix == ".safetensors":
-            data[-1] ^= 1
-        (other / path.name).write_bytes(data)
-    write_random_moments(other, tmp_path / "m.safetensors")
-    with pytest.raises(SourceError, match="of another checkpoint"):
-        run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
-
-
-@pytest.mark.parametrize("bad", ["nan", "negative"])
-def test_moments_that_cannot_be_are_refused(bad: str, driven: Path, tmp_path: Path) -> None:
+def test_negative_moments_are_refused(driven: Path, tmp_path: Path) -> None:
     def damage(parts: Any) -> None:
-        parts[0][3, 3] = np.nan if bad == "nan" else -1
+        parts[0][3, 3] = -1
 
     write_random_moments(driven / "src", tmp_path / "m.safetensors", change=damage)
-    with pytest.raises(SourceError, match="finite" if bad == "nan" else "negative"):
+    with pytest.raises(SourceError, match="negative"):
         run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
-
-
-def test_options_that_do_not_go_together_are_refused(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    path = calibrated[0]
-    for options, expected in (
-        ({"rounding": "gptq"}, "`calibration` FILE"),
-        ({"rounding": "gptq", "calibration": path, "qparams": "minmax"}, "`qparams` best"),
-        ({"rounding": "nearest"}, "plain, gptq"),
-        ({"target": "mlx", "mode": "mxfp4", "rounding": "gptq", "calibration": path}, "`mode` affine"),
-        ({"target": "bf16", "rounding": "gptq", "calibration": path}, "does not take"),
-    ):
-        asked = {"export": str(driven / "master"), "target": "vllm", **options}
-        with pytest.raises(OptionError, match=expected):
-            run_command(asked, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
@@ -200,7 +163,7 @@ def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_pa
     stem = f"model.layers.0.{'block_sparse_moe.switch_mlp' if name == 'mixtral' else 'mlp.experts'}.gate_proj"
     account = {record.name: record.rounding for record in report.records}[f"{stem}.weight"]
     assert account is not None and (account["matrices"], account["compensated"]) == (4, 4)
-    plain, ours = (from_mlx(read_all(tmp_path / which), stem) for which in ("plain", "gptq"))
+    plain, ours = (export_weight(tmp_path / which)(f"{stem}.weight") for which in ("plain", "gptq"))
     for expert in range(4):
         if name == "mixtral":
             tensor, matrix = f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight", 0

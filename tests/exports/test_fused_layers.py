@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import families
 import pytest
 from commands import done
 from helpers import Tensor, bf16, gaussian, read_all, run_command, write_checkpoint
-from integer_exports import LAYER, integer_names, quantization
+from integer_exports import LAYER, integer_names, linear_master, quantization
 
 from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.rewrite.manifest import read_manifest
@@ -101,11 +100,8 @@ def test_mlx_keeps_a_stack_of_experts_plain_if_the_master_keeps_one(base: Path, 
 
 def test_parts_of_a_layer_share_one_group_size(tmp_path: Path) -> None:
     """Their rows are as long everywhere but here."""
-    tensors: dict[str, Any] = {f"{ATTENTION}.q_proj.weight": bf16(gaussian(64, 128))}
-    tensors |= {f"{ATTENTION}.{n}_proj.weight": bf16(gaussian(64, 96, seed=1)) for n in "kv"}
-    tensors |= {f"{ATTENTION}.o_proj.weight": bf16(gaussian(64, 128, seed=2))}
-    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama"})
-    run_command({"quantize": str(source)}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": "vllm"}, tmp_path / "out")
+    columns = {"q": 128, "k": 96, "v": 96, "o": 128}
+    master = linear_master(tmp_path, {f"{ATTENTION}.{name}_proj.weight": width for name, width in columns.items()})
+    run_command({"export": str(master), "target": "vllm"}, tmp_path / "out")
     codecs = {tensor.name.split(".")[-2]: tensor.codec for tensor in read_manifest(tmp_path / "out").tensors}
     assert codecs == {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "symmetric-g32"), "o_proj": "symmetric-g128"}

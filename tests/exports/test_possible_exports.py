@@ -6,12 +6,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import done, refused
-from gguf_llama import CONFIG, llama_tensors, write_llama
+from gguf_files import CONFIG, llama_tensors, write_llama
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.exports import EXPORTS
@@ -22,34 +23,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4,
 
 def wide_llama(folder: Path, **config: Any) -> Path:
     """A Llama that every target takes."""
-    shapes = {
-        "input_layernorm": (256,),
-        "post_attention_layernorm": (256,),
-        **{f"self_attn.{part}_proj": (256, 256) for part in "qkvo"},
-        **{f"mlp.{part}_proj": (1024, 256) for part in ("gate", "up")},
-        "mlp.down_proj": (256, 1024),
-    }
-    named = {"model.embed_tokens": (64, 256), "model.norm": (256,), "lm_head": (64, 256)}
-    named |= {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in shapes.items()}
-    tensors = {
-        f"{name}.weight": bf16(gaussian(*shape, seed=place)) for place, (name, shape) in enumerate(named.items())
-    }
-    return write_checkpoint(folder, tensors, config=CONFIG | WIDE | config)
-
-
-def narrow_llama(folder: Path) -> Path:
-    """One of whose rows neither groups nor tiles make anything."""
-    write_llama(folder)
-    return folder
-
-
-def unknown_type(folder: Path) -> Path:
-    return wide_llama(folder, model_type="gpt2")
-
-
-def unusual_activation(folder: Path) -> Path:
-    """A type that llama.cpp has, with a setting that it has not."""
-    return wide_llama(folder, hidden_act="relu")
+    return write_llama(folder, sizes=WIDE, config=config)
 
 
 def incomplete(folder: Path) -> Path:
@@ -61,19 +35,26 @@ def without_config(folder: Path) -> Path:
     return write_checkpoint(folder, {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(256, 1024, seed=1))}, config={})
 
 
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "wide": wide_llama,
+    "rows that neither groups nor tiles divide": write_llama,
+    "unknown type": lambda folder: wide_llama(folder, model_type="gpt2"),
+    "setting that llama.cpp has not": lambda folder: wide_llama(folder, hidden_act="relu"),
+    "incomplete": incomplete,
+    "without configuration": without_config,
+}
+
+
 def answers(*arguments: object) -> dict[str, dict[str, Any]]:
     """What a command says of each target."""
     listed = json.loads(done(*arguments, "--json").stdout)["exports"]
     return {entry["target"]: entry for entry in listed}
 
 
-MODELS = [wide_llama, narrow_llama, unknown_type, unusual_activation, incomplete, without_config]
-
-
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_the_plan_refuses_what_export_refuses_in_the_same_words(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_refuses_what_export_refuses_in_the_same_words(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    source, master = make(tmp_path / "model"), tmp_path / "master"
+    source, master = MODELS[name](tmp_path / "model"), tmp_path / "master"
     planned = answers("plan", source)
     assert list(planned) == list(EXPORTS)
     assert answers("quantize", source, master) == planned

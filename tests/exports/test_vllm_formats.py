@@ -85,10 +85,7 @@ def test_bits_choose_a_format_of_integers(base: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--format", "w3a16"), "--format w3a16: the target vllm takes"),
-        (("--format", "mxfp4", "--bits", "8"), "--bits 8: the format mxfp4 has 4"),
         (("--format", "mxfp8", "--group-size", "64"), "--group-size 64: the target vllm takes 32"),
-        (("--format", "fp8", "--qparams", "best"), "--qparams best: the target vllm takes minmax"),
         (
             ("--format", "int8", "--rounding", "gptq"),
             "--rounding gptq: expected integers in groups, found the format int8",

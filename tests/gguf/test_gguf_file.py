@@ -14,7 +14,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_gguf import TYPES, small_gguf
+from tiny_gguf import TYPES, finish, small_gguf
 
 from pqweights.errors import SourceError
 from pqweights.gguf.contents import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES, MetadataList
@@ -80,12 +80,8 @@ def test_long_lists_are_counted_and_short_ones_kept(model: Path) -> None:
     found = open_gguf(model)
     tokens = found.metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, MetadataList)
-    assert (tokens.item_type, tokens.length, len(tokens.first), tokens.first[-1]) == (
-        "string",
-        3000,
-        1024,
-        "token 1023",
-    )
+    assert tokens.item_type == "string"
+    assert (tokens.length, len(tokens.first), tokens.first[-1]) == (3000, 1024, "token 1023")
     assert found.metadata["llama.attention.head_count_kv"] == MetadataList("int32", 2, (1, 2))
     assert (found.architecture, found.context, found.vocabulary, found.weights) == ("llama", 64, 3000, 5 * 96)
 
@@ -113,14 +109,11 @@ def test_alignment_and_a_last_tensor_without_padding_are_read() -> None:
     assert parse(file_of(version=2)).tensors == ()
 
 
+# Beside those of tests/hostile/gguf.py.
 WRONG = {
-    "empty": (b"", "expected the bytes GGUF, found a file of 0 bytes"),
     "short": (b"GGU", "expected the bytes GGUF, found a file of 3 bytes"),
-    "magic": (b"GGML" + bytes(40), "expected the bytes GGUF at the start, found b'GGML'"),
     "no-counts": (b"GGUF\3\0\0\0", "the number of tensors and of keys: expected 16 bytes at offset 8, found 0"),
-    "version-1": (file_of(version=1), "version: expected 2 or 3, found 1"),
     "version-4": (file_of(version=4), "version: expected 2 or 3, found 4"),
-    "big-endian": (file_of(version=3 << 24), "big-endian"),
     "tensor-count": (file_of(counts=(2**63, 0)), "number of tensors: expected what 0 bytes can hold"),
     "key-count": (file_of(counts=(0, 9), data=bytes(64)), "number of keys: expected what 64 bytes can hold, found 9"),
     "key-length": (file_of(keys=[struct.pack("<Q", 2**60) + bytes(20)]), "key 0: expected at most 100000000 bytes"),
@@ -162,13 +155,8 @@ WRONG = {
     "tensor-dimensions": (file_of(tensors=[tensor(shape=(1,) * 5)], data=bytes(32)), "at most 4 dimensions, found 5"),
     "tensor-shape": (file_of(tensors=[tensor(shape=(2**40, 2**40))], data=bytes(32)), "shape .* overflows"),
     "tensor-shape-with-0": (file_of(tensors=[tensor(shape=(0, 2**62))], data=bytes(32)), "shape .* overflows"),
-    "tensor-type": (file_of(tensors=[tensor(kind=99)], data=bytes(128)), "found 99; the file is damaged, or newer"),
-    "tensor-rows": (file_of(tensors=[tensor(shape=(33,), kind=2)], data=bytes(32)), "multiple of 32 for Q4_0"),
     "tensor-twice": (file_of(tensors=[tensor(), tensor(offset=128)], data=bytes(256)), "tensor 'a' appears twice"),
-    "hole": (file_of(tensors=[tensor(), tensor("b", offset=160)], data=bytes(300)), "hole before it: expected data o"),
     "overlap": (file_of(tensors=[tensor(), tensor("b", offset=64)], data=bytes(300)), "overlaps the one before it"),
-    "data-cut": (file_of(tensors=[tensor()], data=bytes(127)), "data is truncated: expected 192 bytes in .* found 191"),
-    "data-too-long": (file_of(tensors=[tensor()], data=bytes(129)), "data is followed by foreign bytes"),
 }
 
 
@@ -205,10 +193,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     for name in ("a", "b"):
         writer.add_tensor(name, gguf.quants.quantize(gguf.np.ones((2, 32), "f4"), gguf.GGMLQuantizationType.Q4_0),
                           raw_dtype=gguf.GGMLQuantizationType.Q4_0)  # fmt: skip
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return (folder / "a.gguf").read_bytes()
 
 

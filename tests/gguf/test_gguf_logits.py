@@ -16,7 +16,9 @@ pytest.importorskip("transformers")
 import gguf_cases
 from external_runtimes import need
 from gguf_cases import CASES
-from gguf_files import LlamaCpp, write_gguf
+from gguf_files import write_gguf
+
+from pqweights.inference.runtimes.models import open_model
 
 need("llama.cpp")
 
@@ -31,8 +33,7 @@ def difference(name: str, dtype: str, folder: Path) -> float:
     model = gguf_cases.saved(case, folder)
     ids = gguf_cases.token_ids(case.tokens)
     expected = gguf_cases.logits(model, ids)
-    with LlamaCpp(write_gguf(folder, dtype), context=case.context) as loaded:
-        found = loaded.logits(ids)
+    found = open_model(write_gguf(folder, dtype)).logits(np.array(ids), len(ids))
     return float(np.abs(found - expected).max() / expected.std())
 
 

@@ -16,12 +16,12 @@ pytest.importorskip("tokenizers")
 
 import trained_tokenizers as trained
 from external_runtimes import need
-from gguf_files import LlamaCpp, metadata, write_gguf
-from gguf_llama import converted, write_llama
+from gguf_files import converted, metadata, write_gguf, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from pqweights.errors import ExportError, SourceError
 from pqweights.gguf.vocabulary import KNOWN_ENDS
+from pqweights.inference.runtimes.llama_library import GgufTokenizer
 
 NORMAL, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
     "NORMAL", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"
@@ -55,10 +55,10 @@ def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path:
     transformers = pytest.importorskip("transformers")
     folder = folder_with(trained.KINDS[kind](), tmp_path)
     expected = transformers.AutoTokenizer.from_pretrained(folder)
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
-            if kind != "metaspace" or text not in SPACE_DIFFERS:
-                assert loaded.tokens(text) == expected(text)["input_ids"], text
+    loaded = GgufTokenizer(write_gguf(folder))
+    for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
+        if kind != "metaspace" or text not in SPACE_DIFFERS:
+            assert loaded(text)["input_ids"] == expected(text)["input_ids"], text
 
 
 def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_pa
     tokenizer.normalizer = normalizers.NFC()
     folder = folder_with(tokenizer, tmp_path)
     assert any("NFC" in note for note in converted(folder).notes)
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        assert loaded.tokens("caf\u00e9") == tokenizer.encode("caf\u00e9").ids == tokenizer.encode("cafe\u0301").ids
-        assert loaded.tokens("cafe\u0301") != tokenizer.encode("cafe\u0301").ids
+    loaded = GgufTokenizer(write_gguf(folder))
+    assert loaded("caf\u00e9")["input_ids"] == tokenizer.encode("caf\u00e9").ids == tokenizer.encode("cafe\u0301").ids
+    assert loaded("cafe\u0301")["input_ids"] != tokenizer.encode("cafe\u0301").ids
 
 
 def test_byte_level_vocabularies(tmp_path: Path) -> None:
@@ -136,12 +136,6 @@ def test_added_tokens_of_gemma_stand_for_spaces(tmp_path: Path) -> None:
     assert "▁▁" not in types and types["<0x09>"] == BYTE and types["▁"] == NORMAL
 
 
-def test_a_model_without_a_tokenizer_has_no_vocabulary(tmp_path: Path) -> None:
-    found = written(write_llama(tmp_path))
-    assert (found["model"], found["llama.vocab_size"]) == ("no_vocab", 64)
-    assert "tokens" not in found
-
-
 @pytest.mark.parametrize(
     ("name", "strips", "expected"),
     [
@@ -165,9 +159,9 @@ def test_special_tokens_take_spaces_behind_them_by_the_name_of_the_model(
             token["rstrip"] = strips and token["content"] == trained.USER
     assert metadata(converted(folder, name)).get("general.name") == expected
     need("llama.cpp")
-    with LlamaCpp(write_gguf(folder, name=name or ""), vocabulary_only=True) as loaded:
-        text = f"{trained.USER}   Hello"
-        assert loaded.tokens(text) == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    loaded = GgufTokenizer(write_gguf(folder, name=name or ""))
+    text = f"{trained.USER}   Hello"
+    assert loaded(text)["input_ids"] == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
 
 
 def changed(folder: Path, **parts: Any) -> Path:
@@ -232,7 +226,8 @@ def test_other_files_of_tokenizers_are_refused(name: str, tmp_path: Path) -> Non
 
 
 def test_several_chat_templates_are_in_a_fixed_order(tmp_path: Path) -> None:
-    folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
+    """The file has precedence over tokenizer_config.json."""
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path, chat_template="old")
     (folder / "chat_template.jinja").write_text("plain")
     (folder / "additional_chat_templates").mkdir()
     for name in ("tools", "rag", "think", "other"):
@@ -307,8 +302,8 @@ def test_all_tokens_that_end_a_generation_are_named(tmp_path: Path) -> None:
     found = written(folder)
     assert (found["eos_token_id"], found["eom_token_id"], found["eot_token_id"]) == (1, 9, 8)
     need("llama.cpp")
-    with LlamaCpp(write_gguf(folder), vocabulary_only=True) as loaded:
-        assert loaded.ends() == {1, 8, 9}
+    loaded = GgufTokenizer(write_gguf(folder))
+    assert loaded.ends == {1, 8, 9}
 
 
 def ended_by(folder: Path, texts: tuple[str, ...], ends: list[int], **about: Any) -> dict[str, int]:
@@ -337,8 +332,8 @@ def test_the_ends_of_llama_3_1_have_their_meanings(eos: str, tmp_path: Path) -> 
     assert named_ends(tmp_path) == {"eos": ids[eos], "eot": ids["<|eot_id|>"], "eom": ids["<|eom_id|>"]}
     assert converted(tmp_path).notes == ()
     need("llama.cpp")
-    with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
-        assert loaded.ends() >= set(ids.values())
+    loaded = GgufTokenizer(write_gguf(tmp_path))
+    assert loaded.ends >= set(ids.values())
 
 
 def test_ends_that_llama_cpp_knows_by_their_text_leave_the_names_to_others(tmp_path: Path) -> None:
@@ -351,8 +346,8 @@ def test_llama_cpp_knows_the_ends_that_it_is_taken_to_know(tmp_path: Path) -> No
     need("llama.cpp")
     texts = tuple(sorted(KNOWN_ENDS - {"<|end|>"}))  # which is none beside <|call|> and <|return|>
     ids = ended_by(tmp_path, texts, [])
-    with LlamaCpp(write_gguf(tmp_path), vocabulary_only=True) as loaded:
-        assert loaded.ends() >= set(ids.values())
+    loaded = GgufTokenizer(write_gguf(tmp_path))
+    assert loaded.ends >= set(ids.values())
 
 
 def test_ends_that_the_file_cannot_name_are_remarked_on(tmp_path: Path) -> None:
@@ -364,14 +359,6 @@ def test_ends_that_the_file_cannot_name_are_remarked_on(tmp_path: Path) -> None:
     (note,) = converted(folder).notes
     assert note.startswith(f"llama.cpp goes on generating after {tokens[7]!r}, {tokens[6]!r}, where the model ends")
     assert named_ends(folder) == {"eos": 1, "eom": 9, "eot": 8}
-
-
-def test_the_file_of_the_template_has_precedence(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = folder_with(trained.KINDS["gpt2"](), tmp_path, chat_template="{{ old }}")
-    (folder / "chat_template.jinja").write_text("{{ new }}")
-    template = transformers.AutoTokenizer.from_pretrained(folder).chat_template
-    assert metadata(converted(folder))["tokenizer.chat_template"] == template == "{{ new }}"
 
 
 @pytest.mark.parametrize(
@@ -391,7 +378,12 @@ def test_what_llama_cpp_does_otherwise_beside_added_tokens_is_said(flag: str, te
     assert converted(folder).notes == (f"llama.cpp makes other tokens than the tokenizer of {texts}",)
 
 
-ALIEN = {"SpecialToken": {"id": "zz", "type_id": 0}}
+def alien(special_tokens: dict[str, Any]) -> dict[str, Any]:
+    """A post-processor that puts the token zz before the text."""
+    single = [{"SpecialToken": {"id": "zz", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "special_tokens": special_tokens}
+
+
 SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
 PREFIXED = {"type": "ByteLevel", "add_prefix_space": True}
 UNMAPPED: list[tuple[dict[str, Any], str]] = [
@@ -408,33 +400,18 @@ UNMAPPED: list[tuple[dict[str, Any], str]] = [
     ({"post_processor": {"type": "Unknown"}}, "it processes tokens by .*Unknown"),
 ]
 DAMAGED: list[tuple[dict[str, Any], str]] = [
-    ({"added_tokens": [{"id": 3}]}, "expected the text of an added token, found None"),
     ({"added_tokens": [{"content": "a"}]}, "token 'a' has the id -1"),
     ({"added_tokens": [{"content": 3, "id": 3}]}, "expected the text of an added token, found 3"),
     ({"added_tokens": [None]}, "expected an object as each of its added_tokens, found None"),
     ({"added_tokens": {"a": 1}}, "expected a list as added_tokens, found"),
     ({"merges": [3]}, "gguf cannot read it"),
     ({"model": [1]}, r"expected an object as model, found \[1\]"),
-    ({"normalizer": [1]}, "expected an object as normalizer"),
-    ({"post_processor": [1]}, "expected an object as post_processor"),
     ({"pre_tokenizer": "x"}, "expected an object as pre_tokenizer, found 'x'"),
     ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [3]}}, "as each of its pretokenizers, found 3"),
     ({"pre_tokenizer": {"type": "Split", "pattern": "x"}}, "expected an object as the pattern of a step, found 'x'"),
     ({"pre_tokenizer": {"type": "Metaspace", "prepend_scheme": []}}, r"unknown prepend_scheme \[\]"),
-    (
-        {"post_processor": {"type": "TemplateProcessing", "single": [ALIEN], "special_tokens": {}}},
-        "its post_processor is damaged: KeyError",
-    ),
-    (
-        {
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [ALIEN],
-                "special_tokens": {"zz": {"ids": [9999]}},
-            }
-        },
-        "its post_processor has the token id 9999, and the model has",
-    ),
+    ({"post_processor": alien({})}, "its post_processor is damaged: KeyError"),
+    ({"post_processor": alien({"zz": {"ids": [9999]}})}, "its post_processor has the token id 9999, and the model has"),
 ]
 
 
@@ -442,9 +419,8 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
 def test_tokenizers_that_cannot_be_mapped_are_refused_in_one_line(
     parts: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    start = (
-        r"the tokenizer cannot be mapped to one of llama\.cpp's: " if (parts, message) in UNMAPPED else "tokenizer.json"
-    )
+    unmapped = r"the tokenizer cannot be mapped to one of llama\.cpp's: "
+    start = unmapped if (parts, message) in UNMAPPED else "tokenizer.json"
     with pytest.raises((SourceError, ExportError), match=f"^{start}.*{message}") as raised:
         converted(changed(tmp_path, **parts))
     assert "\n" not in str(raised.value)

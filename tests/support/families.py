@@ -59,72 +59,48 @@ class Family:
     sees: bool = False
 
 
+def causal(
+    stem: str, linear: tuple[str, ...] = ATTENTION + MLP, *, float32: tuple[str, ...] = (), **settings: Any
+) -> Family:
+    """A family of text models whose classes are named by a stem. settings: beside those of TEXT"""
+    return Family(f"{stem}ForCausalLM", f"{stem}Config", {**TEXT, **settings}, linear, float32)
+
+
+def seeing(stem: str, linear: tuple[str, ...], *, sees: bool = False, **settings: Any) -> Family:
+    """A family of image-text models. settings: of the text model, beside those of TEXT"""
+    untied = {"tie_word_embeddings": False} if sees else {}
+    parts = {"text_config": {**TEXT, **settings, **untied}, "vision_config": VISION, **untied}
+    float32 = () if sees else ("linear_attn.A_log", "linear_attn.norm.weight")
+    return Family(f"{stem}ForConditionalGeneration", f"{stem}Config", parts, linear, float32, sees)
+
+
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, **ROPE}, ATTENTION + MLP),
-    "llama-tied": Family(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**TEXT, **ROPE, "tie_word_embeddings": True},
-        ATTENTION + MLP,
-    ),
+    "llama": causal("Llama", **ROPE),
+    "llama-tied": causal("Llama", **ROPE, tie_word_embeddings=True),
     # Rows of 192 weights take groups of 64; those of o and down groups of 128. Not loaded with dequantize=True, for
     # which transformers has one size.
-    "llama-uneven": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "hidden_size": 192}, ATTENTION + MLP),
+    "llama-uneven": causal("Llama", hidden_size=192),
     # As Qwen2, whose q, k and v have biases; here o, too.
-    "llama-biased": Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "attention_bias": True}, ATTENTION + MLP),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, **ROPE}, ATTENTION + MLP),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, **ROPE, **EXPERTS}, ATTENTION + MLP),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**TEXT, **ROPE, "intermediate_size": 128, "num_local_experts": 4},
-        (*ATTENTION, "w1", "w2", "w3"),
-    ),
+    "llama-biased": causal("Llama", attention_bias=True),
+    "qwen3": causal("Qwen3", **ROPE),
+    "qwen3_moe": causal("Qwen3Moe", **ROPE, **EXPERTS),
+    "mixtral": causal("Mixtral", (*ATTENTION, "w1", "w2", "w3"), **ROPE, intermediate_size=128, num_local_experts=4),
     # Fused experts [E, in, out], and a bias on every layer.
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**TEXT, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
-        ATTENTION,
-        ("mlp.router.bias",),
+    "gpt_oss": causal(
+        "GptOss", ATTENTION, float32=("mlp.router.bias",), intermediate_size=128, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=32,
     ),
-    "qwen3_5": Family(
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5Config",
-        {"text_config": {**TEXT, **HYBRID}, "vision_config": VISION},
-        ATTENTION + MLP + DELTA_NET,
-        ("linear_attn.A_log", "linear_attn.norm.weight"),
+    "qwen3_5": seeing("Qwen3_5", ATTENTION + MLP + DELTA_NET, **HYBRID),
+    "qwen3_5_moe": seeing(
+        "Qwen3_5Moe", ATTENTION + MLP + DELTA_NET, **HYBRID, **EXPERTS, shared_expert_intermediate_size=128
     ),
-    "qwen3_5_moe": Family(
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3_5MoeConfig",
-        {"text_config": {**TEXT, **HYBRID, **EXPERTS, "shared_expert_intermediate_size": 128}, "vision_config": VISION},
-        ATTENTION + MLP + DELTA_NET,
-        ("linear_attn.A_log", "linear_attn.norm.weight"),
-    ),
-    "qwen3_vl": Family(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        {"text_config": {**TEXT, "tie_word_embeddings": False}, "vision_config": VISION, "tie_word_embeddings": False},
-        ATTENTION + MLP,
-        sees=True,
-    ),
+    "qwen3_vl": seeing("Qwen3VL", ATTENTION + MLP, sees=True),
     # Transposed weights, [in, out]; the published checkpoints have no prefix, as the model without its head.
     "gpt2": Family(
-        "GPT2Model",
-        "GPT2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 256,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 128,
-            "bos_token_id": 501,
-            "eos_token_id": 501,
-        },
-        (),
+        "GPT2Model", "GPT2Config", {"vocab_size": VOCABULARY, "n_embd": 256, "n_layer": 2, "n_head": 4,
+        "n_positions": 128, "bos_token_id": 501, "eos_token_id": 501}, (),
     ),
-}
+}  # fmt: skip
 
 
 @functools.cache

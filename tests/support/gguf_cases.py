@@ -10,23 +10,20 @@ import torch
 import transformers
 
 VOCABULARY = 128
-CONTEXT = 512
 SETTINGS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 WIDE_HEADS = {"head_dim": 32}
+WINDOWED = WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 80}
 ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
-LONG = {
-    "rope_type": "longrope",
-    "long_factor": [1.0 + 2 * n for n in range(8)],
-    "short_factor": [1.0 + n / 8 for n in range(8)],
-    **ORIGINAL,
-}
+LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
+LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
 LAYERED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
@@ -41,7 +38,6 @@ class Case:
     settings: beside SETTINGS
     rope: its rope_parameters, but for a theta of 10000
     tokens: how many are compared
-    context: that of llama.cpp
     text: whether its config is that of the text model of a family that also sees
     """
 
@@ -49,7 +45,6 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] | None = None
     tokens: int = 80
-    context: int = CONTEXT
     text: bool = False
 
 
@@ -66,44 +61,31 @@ CASES = {
     "mistral": Case(name="Mistral", settings=WIDE_HEADS | {"sliding_window": 80}),
     "mixtral": Case(name="Mixtral", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": Case(name="Qwen2", rope=YARN, tokens=200),
-    "qwen2 moe": Case(name="Qwen2Moe", settings=EXPERTS | {"shared_expert_intermediate_size": 80}),
-    "qwen2 moe tied": Case(
-        name="Qwen2Moe", settings=EXPERTS | {"shared_expert_intermediate_size": 80, "tie_word_embeddings": True}
-    ),
+    "qwen2 moe": Case(name="Qwen2Moe", settings=SHARED_EXPERT),
+    "qwen2 moe tied": Case(name="Qwen2Moe", settings=SHARED_EXPERT | {"tie_word_embeddings": True}),
     "qwen3": Case(name="Qwen3", settings=WIDE_HEADS),
     "qwen3 moe": Case(name="Qwen3Moe", settings=WIDE_HEADS | EXPERTS | {"norm_topk_prob": True}),
     "gemma": Case(name="Gemma", settings=WIDE_HEADS),
-    "gemma2": Case(name="Gemma2", settings=WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32}),
-    "gemma2 full": Case(
-        name="Gemma2",
-        settings=WIDE_HEADS
-        | {"sliding_window": 32, "query_pre_attn_scalar": 32, "layer_types": ["full_attention"] * 2},
-    ),
-    "gemma3": Case(
-        name="Gemma3",
-        settings=WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
-        text=True,
-    ),
+    "gemma2": Case(name="Gemma2", settings=WINDOWED),
+    "gemma2 full": Case(name="Gemma2", settings=WINDOWED | {"layer_types": ["full_attention"] * 2}),
+    "gemma3": Case(name="Gemma3", settings=WINDOWED | {"num_hidden_layers": 7}, text=True),
     "gemma3 layers": Case(
         name="Gemma3",
-        settings=WIDE_HEADS
-        | {"sliding_window": 32, "query_pre_attn_scalar": 32, "final_logit_softcapping": 20.0}
-        | {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": LAYERED},
+        settings=WINDOWED | {"final_logit_softcapping": 20.0, "rope_parameters": LAYERED}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
         text=True,
     ),
     "phi3": Case(name="Phi3", settings={"partial_rotary_factor": 0.5}, rope={"partial_rotary_factor": 0.5}),
-    # llama.cpp chooses factors by the length of its context, of which it has at least 256.
+    # llama.cpp chooses factors by the length of its context, which is 256 here.
     "phi3 short": Case(
         name="Phi3",
         settings={"original_max_position_embeddings": 256},
         rope=LONG | {"original_max_position_embeddings": 256},
-        context=256,
     ),
     "phi3 long": Case(name="Phi3", settings=ORIGINAL, rope=LONG, tokens=200),
     "granite": Case(
-        name="Granite",
-        settings={"attention_multiplier": 0.1, "embedding_multiplier": 3.0}
-        | {"residual_multiplier": 0.4, "logits_scaling": 2.0},
+        name="Granite", settings={"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+        "logits_scaling": 2.0},
     ),
     "olmo2": Case(name="Olmo2"),
     "olmo3": Case(name="Olmo3", settings={"num_hidden_layers": 5, "sliding_window": 32}),
@@ -111,9 +93,7 @@ CASES = {
     "starcoder2": Case(name="Starcoder2"),
     "stablelm": Case(name="StableLm", settings={"use_qkv_bias": True}),
     "cohere": Case(name="Cohere", settings={"logit_scale": 0.3}),
-    "cohere2": Case(
-        name="Cohere2", settings={"logit_scale": 0.3, "sliding_window": 32, "num_hidden_layers": 5}
-    ),
+    "cohere2": Case(name="Cohere2", settings={"logit_scale": 0.3, "sliding_window": 32, "num_hidden_layers": 5}),
 }  # fmt: skip
 
 

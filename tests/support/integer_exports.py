@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import families
 import numpy as np
-from helpers import Array, as_float32, bf16, f32, gaussian, read_all, write_checkpoint
+from helpers import Array, as_float32, bf16, f32, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.rewrite.manifest import read_manifest
 
@@ -45,6 +46,16 @@ def expected_layers(base: Path, name: str, kinds: tuple[str, ...]) -> set[str]:
 
 
 LAYER = "model.layers.0"
+
+
+def linear_master(
+    folder: Path, columns: Mapping[str, int], *, rows: int = 64, recipe: str = "q5", model_type: str = "llama"
+) -> Path:
+    """A master, in `folder / "master"`, of linear layers alone, whose rows have these lengths, of `folder / "src"`."""
+    tensors = {name: bf16(gaussian(rows, width, seed=i)) for i, (name, width) in enumerate(columns.items())}
+    write_checkpoint(folder / "src", tensors, config={"model_type": model_type, "dtype": "bfloat16"})
+    run_command({"quantize": str(folder / "src"), "recipe": recipe}, folder / "master")
+    return folder / "master"
 
 
 def several_layers(folder: Path) -> Path:

@@ -28,7 +28,6 @@ SLOW = {
     "exports/test_added_target.py": MODELS,
     "exports/test_integer_errors.py": MODELS,
     "exports/test_integer_runs.py": KILLS,
-    "exports/test_layer_names.py": MODELS,
     "exports/test_mlx_export.py": MODELS,
     "exports/test_torchao_export.py": MODELS,
     "exports/test_vllm_runs.py": PROCESSES,

@@ -41,7 +41,7 @@ def small_gguf(path: Path, more: Mapping[str, Any] | None = None, *, split_max_t
         {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
     for number, kind in enumerate(TYPES):
         _add(writer, f"blk.{number}.ffn_up.weight", np.ones((3, 32), dtype=np.float32) * number, kind)
-    _write(writer)
+    finish(writer)
     return path
 
 
@@ -84,7 +84,7 @@ def llama_gguf(
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None
         _add(writer, stored, values, kind if values.ndim > 1 else "F32")
-    _write(writer)
+    finish(writer)
     return path
 
 
@@ -116,7 +116,7 @@ def _interleaved(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _write(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -47,7 +47,7 @@ def relative_mse(original: Path, folder: Path) -> Errors:
     manifest = read_manifest(folder)
     target = target_name(manifest.made_by.get("target"))
     if target is not None and get_target(target).runtime == MLX:
-        originals = _mlx_weights(original, read_config(folder) or {})
+        originals = mlx_weights(original, read_config(folder) or {})
     else:
         originals = {tensor.name: functools.partial(values_of, tensor) for tensor in open_local(original).tensors}
     decode = master_weight(folder) if manifest.kind == "master" else export_weight(folder)
@@ -76,7 +76,7 @@ def _squares(values: Floats) -> float:
     return float(np.einsum("ij,ij->", *[values.reshape(-1, values.shape[-1])] * 2, dtype=np.float64))
 
 
-def _mlx_weights(folder: Path, config: Mapping[str, Any]) -> dict[str, Callable[[], Floats]]:
+def mlx_weights(folder: Path, config: Mapping[str, Any]) -> dict[str, Callable[[], Floats]]:
     """Return the weights of an original, by the names that mlx-lm gives them when it renames, stacks and splits them.
 
     config: the configuration of the export, which mlx-lm understands.
