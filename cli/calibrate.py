@@ -14,8 +14,8 @@ from .flags import taking
 
 if TYPE_CHECKING:
     from pqweights.planning.statistics_file import InputVector
-    from pqweights.quality.measure.calibrate import Calibration
-    from pqweights.quality.measure.scale_search import LayerReport
+    from pqweights.quality.calibrate import Calibration
+    from pqweights.quality.scale_search import LayerReport
 
 COLUMNS = [
     "weight",
@@ -42,7 +42,7 @@ def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> N
     from pqweights.inference.runtimes.texts import read_text
     from pqweights.options import RecipeOptions
     from pqweights.planning.choice import choose_recipe
-    from pqweights.quality.measure.calibrate import calibrate
+    from pqweights.quality.calibrate import calibrate
 
     recipe = choose_recipe(asked.recipe, asked.part(RecipeOptions))
     model, text = options.fetched(str(asked.source), asked.access).path, read_text(asked.text)

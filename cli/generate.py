@@ -22,7 +22,7 @@ def command(asked: ModelArguments, *, prompt: PromptOption = None, json: options
     Without --prompt, the prompt is read from stdin; on a terminal, the command asks for one after another and keeps the
     conversation. Ctrl-C ends a reply. The speed and the memory are printed at the end.
     """
-    from pqweights.inference.generation.generator import Generator
+    from pqweights.inference.generator import Generator
     from pqweights.inference.runtimes.cached import check_spec
     from pqweights.storage.hub.sources import repository_id
 
@@ -51,7 +51,7 @@ def _checked(prompt: str | None) -> str:
 
     Raises GenerationError if it is empty, EvaluationError if it is not UTF-8.
     """
-    from pqweights.inference.generation.prompts import check_prompt
+    from pqweights.inference.prompts import check_prompt
     from pqweights.inference.runtimes.texts import decoded
 
     text = prompt

@@ -11,8 +11,8 @@ from pqweights.common.units import counted, size_text
 from . import interrupts, output
 
 if TYPE_CHECKING:
-    from pqweights.inference.generation.generator import Generator
-    from pqweights.inference.generation.report import Generation
+    from pqweights.inference.generator import Generator
+    from pqweights.inference.report import Generation
 
 PROMPT = "> "
 HINT = "Ctrl-C ends a reply; Ctrl-D, or Ctrl-C at the prompt, leaves"
@@ -26,7 +26,7 @@ STOPS = {
 
 def reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
     """Answer a prompt on stdout, as text or as a JSON document; an interrupt then counts as that of the command."""
-    from pqweights.inference.generation.report import INTERRUPTED
+    from pqweights.inference.report import INTERRUPTED
 
     done = replied(generator, prompt, quietly=json)
     if json:
@@ -62,7 +62,7 @@ def speed_line(done: Generation) -> str:
     read = counted(done.prompt_tokens, "token")
     if done.read_tokens < done.prompt_tokens:
         read += f" ({done.read_tokens} new)"
-    first = "" if done.timings.first_token is None else f", first token after {done.timings.first_token:.2g} s"
+    first = "" if done.first_token_seconds is None else f", first token after {done.first_token_seconds:.2g} s"
     said = counted(len(done.token_ids), "token")
     return f"prompt: {read}{_rate(done.prompt_rate)}; reply: {said}{_rate(done.rate)}{first}; {STOPS[done.stop]}"
 
@@ -77,7 +77,7 @@ def setting_line(done: Generation) -> str:
         cache = f", KV cache {done.kv_cache.spec} at {taken}"
     chosen = "greedy" if choice.seed is None else f"temperature {choice.temperature:g}, seed {choice.seed}"
     return (
-        f"loaded in {done.timings.load:.1f} s, peak memory {size_text(done.peak_bytes)}; {settings.dtype} on "
+        f"loaded in {done.load_seconds:.1f} s, peak memory {size_text(done.peak_bytes)}; {settings.dtype} on "
         f"{settings.device}{weights}{cache}; {chosen}"
     )
 

@@ -96,10 +96,10 @@ COMMANDS = [
     ("verify MASTER", "open", "model-00001-of-00001.safetensors", ENDED),
     ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", NOTHING),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
-    ("eval SOURCE --text TEXT", "import", "pqweights.quality.evaluate.evaluation", ENDED),
+    ("eval SOURCE --text TEXT", "import", "pqweights.quality.evaluation", ENDED),
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
-    ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.calibrate", ENDED),
-    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.sensitivity", ENDED),
+    ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.quality.calibrate", ENDED),
+    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.sensitivity", ENDED),
 ]
 
 

@@ -18,7 +18,7 @@ from tiny_gguf import llama_gguf
 
 from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.calibrate import calibration_windows
+from pqweights.quality.calibrate import calibration_windows
 from pqweights.quality.options import CalibrationOptions
 from pqweights.rewrite.results.evaluation_record import read_records
 

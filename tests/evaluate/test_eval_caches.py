@@ -19,8 +19,8 @@ from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.protocol import Windows
 from pqweights.quality.options import EvaluationOptions
+from pqweights.quality.protocol import Windows
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -121,7 +121,7 @@ def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
 
 
 def test_progress_counts_every_cache(work: Path) -> None:
-    from pqweights.quality.evaluate.evaluation import evaluate
+    from pqweights.quality.evaluation import evaluate
 
     seen: list[tuple[int, int]] = []
     options = EvaluationOptions(**SHORT, kv_caches=("none", "hadamard"))
@@ -137,7 +137,7 @@ def test_progress_counts_every_cache(work: Path) -> None:
 
 
 def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.quality.evaluate import evaluation
+    from pqweights.quality import evaluation
 
     monkeypatch.setattr(evaluation, "read_model", lambda path: pytest.fail("it is read"))
     with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):

@@ -16,14 +16,14 @@ import pytest
 from commands import answer, done, refused
 from external_runtimes import need
 from helpers import f32, gaussian, write_checkpoint
-from language_models import END, SPEECH, TEMPLATE, llama_config, speaker, tokenizer_files
+from language_models import END, SPEECH, TEMPLATE, continued, llama_config, speaker, tokenizer_files
 from tiny_gguf import llama_gguf
 
 from pqweights.errors import SourceError
 from pqweights.inference.runtimes import llama_cpp
 from pqweights.inference.runtimes.folders import LLAMA_CPP, size
 from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.steps import Continuation, TokenChoice
+from pqweights.inference.runtimes.steps import Continuation
 from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
 
 need("llama.cpp")
@@ -112,30 +112,32 @@ def test_split_files_are_one_model(work: Path, models: tuple[Model, Model]) -> N
 
 
 def test_greedy_generation_is_that_of_transformers(models: tuple[Model, Model]) -> None:
-    expected, found = (model.generate(IDS[:10], 40) for model in models)
-    assert found.tolist() == expected.tolist() and found.dtype == np.int64
-    assert models[1].generate(IDS[:10], 40).tolist() == expected.tolist()
+    expected, found = (continued(model.stepper, IDS[:10], 40) for model in models)
+    assert found == expected == continued(models[1].stepper, IDS[:10], 40)
 
 
 def followed(model: Model, ids: Any, count: int, **chosen: Any) -> tuple[list[int], int]:
     """The tokens that a stepper makes, and how many of the prompt it read."""
-    tokens: list[int] = []
-    model.stepper.run(ids, Continuation(most=count, choice=TokenChoice(**chosen)), tokens.append)
-    return tokens, model.stepper.read_tokens
+    return continued(model.stepper, ids, count, **chosen), model.stepper.read_tokens
+
+
+def anew(work: Path, ids: Any, count: int) -> list[int]:
+    """The tokens of a model that has read nothing."""
+    return continued(open_model(work / "source.gguf").stepper, ids, count)
 
 
 def test_stepper_keeps_what_prompts_have_in_common(work: Path) -> None:
-    model, fresh = open_model(work / "source.gguf"), open_model(work / "source.gguf")
+    model = open_model(work / "source.gguf")
     tokens, _ = followed(model, IDS[:20], 10)
     read = np.array([*IDS[:20], *tokens[:-1]])
     prompts = (np.concatenate([read, IDS[50:60]]), np.concatenate([read[:8], IDS[60:70]]), IDS[:20])
     for ids, count in zip(prompts, (10, 10, 12), strict=True):
-        assert followed(model, ids, 5) == (fresh.generate(ids, 5).tolist(), count)
+        assert followed(model, ids, 5) == (anew(work, ids, 5), count)
 
 
 def test_context_grows_with_the_prompt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "ROOM_STEP", 1)
-    model, whole = open_model(work / "source.gguf"), open_model(work / "source.gguf").generate(IDS[:20], 80).tolist()
+    model, whole = open_model(work / "source.gguf"), anew(work, IDS[:20], 80)
     assert followed(model, IDS[:20], 30) == (whole[:30], 20)
     longer = np.array([*IDS[:20], *whole[:30]])
     assert followed(model, longer, 50) == (whole[30:], 50)  # anew, as there is no room
@@ -147,7 +149,7 @@ def test_tokens_are_chosen_by_llama_cpp(work: Path) -> None:
     samples = [followed(model, IDS[:20], 20, temperature=2.0, seed=seed)[0] for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2]
     likeliest = followed(model, IDS[:20], 20, temperature=2.0, top_p=1e-6, seed=1)[0]
-    assert likeliest == model.generate(IDS[:20], 20).tolist()
+    assert likeliest == anew(work, IDS[:20], 20)
 
 
 def test_broken_off_reply_is_not_kept(work: Path) -> None:
@@ -240,12 +242,6 @@ def test_eval_refuses_models_with_other_vocabularies_and_tokens(work: Path, tmp_
     line = refused("eval", work / "source.gguf", "--reference", tmp_path / "other", *text)
     assert "source.gguf: its tokenizer splits the text into other tokens than that of" in line
     done("eval", work / "source.gguf", "--reference", tmp_path / "other", *text, "--tokenizer", work / "source")
-
-
-def test_figures_of_an_export_are_recorded_beside_it(work: Path) -> None:
-    assert not list(work.glob("*.json"))
-    done("eval", work / "source.gguf", "--text", work / "text.txt")
-    assert not list(work.glob("*.json"))  # a file of somebody else's
 
 
 # generate

@@ -15,7 +15,7 @@ from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.models import Floats, Model
 from pqweights.inference.runtimes.steps import MlxStepper
 from pqweights.inference.runtimes.texts import Ids
-from pqweights.quality.evaluate.protocol import (
+from pqweights.quality.protocol import (
     LOGITS_AT_ONCE,
     Loss,
     Windows,
@@ -283,15 +283,3 @@ def test_standard_error_of_a_perplexity_change_is_paired() -> None:
     # The standard deviation of two numbers is their distance over sqrt(2); over sqrt(2) windows.
     assert perplexity_change(after, before) == pytest.approx((ours - theirs, abs(second - first) / 2))
     assert perplexity_change(after[:1], before[:1]).standard_error is None
-
-
-def test_progress_counts_windows() -> None:
-    seen: list[tuple[int, int]] = []
-    compare(
-        table_model(1),
-        table_model(2),
-        ids=IDS,
-        windows=Windows(size=64, stride=32),
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]

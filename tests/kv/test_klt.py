@@ -16,9 +16,8 @@ from pqweights.inference.kv import bases as module
 from pqweights.inference.kv.bases import LEAST_SHARE, model_bases
 from pqweights.inference.kv.cache import kv_cache
 from pqweights.inference.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
-from pqweights.inference.kv.model import cached_model
 from pqweights.inference.kv.rotated import RotatedScalar
-from pqweights.inference.kv.schemes import parse_spec
+from pqweights.inference.kv.schemes import cached_model, parse_spec
 from pqweights.inference.kv.states import PackedStates
 
 KLT = parse_spec("klt")

@@ -23,7 +23,7 @@ WRONG = {
     "hadamard:bit=4": "hadamard has no option 'bit'; the nearest is 'bits'",
     "hadamard:": "hadamard has no option ''",
     "hadamard:3,": "hadamard has no option ''",
-    "hadamard:bits": "bits: expected bits=N, with N a whole number from 2 to 8",
+    "hadamard:bits": "bits: expected a whole number from 2 to 8, found ''",
     "hadamard:bits=9": "bits: expected a whole number from 2 to 8, found '9'",
     "hadamard:bits=x": "bits: expected a whole number from 2 to 8, found 'x'",
     "hadamard:bits=": "bits: expected a whole number from 2 to 8, found ''",

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import as_float32, gaussian, read_all
-from recorded_rows import RecordedRows
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -18,8 +17,8 @@ pytest.importorskip("transformers")
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.activations import TextWindow, WeightLocation, locate, watch
-from pqweights.quality.measure.collecting import Collector, Sample, VectorInputs
+from pqweights.quality.activations import MatrixId, TextWindow, WeightLocation, locate, watch
+from pqweights.quality.collecting import Collector, Sample, VectorInputs
 from pqweights.quantizing import Quantize
 
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
@@ -27,6 +26,23 @@ WINDOWS = [TextWindow(ids, held_back) for ids, held_back in zip(IDS, (False, Tru
 TOKENS, TOKENS_HELD_BACK = 48, 24
 # Weights that checkpoint and model hold as [in, out].
 TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_oss": ("gate_up_proj", "down_proj")}
+
+
+class RecordedRows:
+    """along_rows: by matrix, whether the model stores the matrix as [N, K]."""
+
+    def __init__(self) -> None:
+        self.along_rows: dict[MatrixId, bool] = {}
+        self._rows: dict[tuple[MatrixId, bool], list[npt.NDArray[np.float32]]] = {}
+
+    def add(self, matrix_id: MatrixId, values: Any, *, along_rows: bool, window: int, held_back: bool) -> None:
+        self.along_rows[matrix_id] = along_rows
+        rows = values.detach().reshape(-1, values.shape[-1]).float().numpy().copy()
+        self._rows.setdefault((matrix_id, held_back), []).append(rows)
+
+    def rows(self, matrix_id: MatrixId, *, held_back: bool) -> npt.NDArray[np.float32]:
+        """All rows of a matrix, [rows, K]."""
+        return np.concatenate(self._rows[matrix_id, held_back])
 
 
 def watched(model: Any) -> RecordedRows:

@@ -18,9 +18,9 @@ from pqweights.errors import MissingDependencyError, SourceChangedError
 from pqweights.inference.runtimes import packages
 from pqweights.integrations import transformers as integration
 from pqweights.planning.recipe import parse_recipe
-from pqweights.quality.measure.calibrate import calibrate
-from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions, SensitivityOptions
+from pqweights.quality.sensitivity import measure_sensitivity
 
 COMMANDS = {"calibrate": "s.safetensors", "sensitivity": "s.json"}
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)

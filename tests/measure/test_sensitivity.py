@@ -25,9 +25,9 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, RecipeError
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, Sensitivity, fitted_alpha, read_sensitivity
-from pqweights.quality.measure import sensitivity as perturb
-from pqweights.quality.measure.sensitivity import LEVELS
+from pqweights.quality import sensitivity as perturb
 from pqweights.quality.options import SensitivityOptions
+from pqweights.quality.sensitivity import LEVELS
 
 TOKENS = 64
 # A recipe with few groups, for tests that do not depend on the figures.
@@ -274,19 +274,6 @@ def test_model_without_a_language_model_head_is_refused(base: Path, tmp_path: Pa
     message = refused("sensitivity", families.model(base, "gpt2"), tmp_path / "s", "--tokens", 16, "--window", 16)
     assert "GPT2Model: it is not a causal language model" in message
     assert list(tmp_path.iterdir()) == []
-
-
-def test_transposed_weights_of_gpt2_are_measured(tmp_path: Path) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=200, n_embd=128, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1
-    )
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    found = measured(tmp_path / "gpt2")
-    assert {"transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc"} <= {group.name for group in found.groups}
-    assert all(group.alpha > 0 for group in found.groups)
 
 
 def test_nan_or_infinite_logits_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
-from pqweights.inference.kv.model import FULL, CachedModel
 from pqweights.inference.kv.polar_rope import RopePairs
+from pqweights.inference.kv.schemes import FULL, CachedModel
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
 LEAST_SHARE = 1e-4

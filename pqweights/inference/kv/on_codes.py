@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from pqweights.inference.kv.model import CachedModel
+from pqweights.inference.kv.schemes import CachedModel
 from pqweights.inference.kv.states import Chunk, PackedStates
 from pqweights.kernels.attention import MOST_ROWS, MOST_SIZE
 
