@@ -294,34 +294,26 @@ def test_no_models_or_an_unknown_dtype_is_refused(work: Path) -> None:
 # --- texts ---
 
 
-def fake_datasets(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
-    module = types.ModuleType("datasets")
-    module.load_dataset = load  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-
-
-def test_wikitext_is_joined_as_in_the_literature(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_there", [True, False])
+def test_wikitext_is_joined_as_in_the_literature_or_is_one_line_without_network(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     asked: list[Any] = []
 
     def load(*arguments: Any, **options: Any) -> Any:
         asked.append((arguments, options))
         print("a progress bar", file=sys.stderr)
+        if not is_there:
+            raise ConnectionError("Couldn't reach 'Salesforce/wikitext'\non the Hub")
         return {"text": ["", " = Title = \n", "Text .\n"]}
 
-    fake_datasets(monkeypatch, load)
-    assert wikitext() == "\n\n = Title = \n\n\nText .\n"
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    if is_there:
+        assert wikitext() == "\n\n = Title = \n\n\nText .\n"
+    else:
+        with pytest.raises(EvaluationError, match=r"Couldn't reach 'Salesforce/wikitext' on the Hub; give a file: `te"):
+            wikitext()
     assert asked == [(("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test"})]
-
-
-def test_wikitext_without_network_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def load(*arguments: Any, **options: Any) -> Any:
-        raise ConnectionError("Couldn't reach 'Salesforce/wikitext'\non the Hub")
-
-    fake_datasets(monkeypatch, load)
-    with pytest.raises(EvaluationError, match=r"Couldn't reach 'Salesforce/wikitext' on the Hub; give a file: `text`"):
-        wikitext()
     assert capfd.readouterr() == ("", "")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from calls import export, quantize
 from export_decoders import export_weight
+from families import ATTENTION, TEXT, VOCABULARY, Family, build
 from language_models import continued
 
 from pqweights.common.installing import pip_install
@@ -27,7 +28,6 @@ from pqweights.planning.recipe import load_recipe
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
-VOCABULARY = 512
 # name -> target, its options, the packages that evaluate it, and the largest relative error of logits
 EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {
     "bf16": ("bf16", {}, ("transformers",), 0.0),
@@ -58,28 +58,9 @@ def needed(name: str) -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama in BF16 with a tokenizer that splits at spaces."""
-    torch = pytest.importorskip("torch")
     needed("bf16")
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("evaluate") / "model"
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(5)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    build(Family("LlamaForCausalLM", "LlamaConfig", {**TEXT, "intermediate_size": 384}, ATTENTION), folder)
     quantize(folder, folder.parent / "master", load_recipe("q5"), threads=2)
     return folder
 

@@ -141,14 +141,9 @@ def test_the_last_line_names_the_cache(work: Path) -> None:
     assert "float32 on cpu, KV cache hadamard:4,residual=8 at " in result.stderr.splitlines()[-1]
 
 
-def test_the_function_takes_a_spec(work: Path) -> None:
-    found = pqweights.generate(work / "plain", PROMPT, max_tokens=5, kv_cache="hadamard:3")
-    assert found.kv_cache is not None and found.kv_cache.spec == "hadamard:3"
+def test_a_bad_spec_is_one_line(work: Path) -> None:
     with pytest.raises(OptionError, match="no method is called"):
         pqweights.generate(work / "nowhere", PROMPT, kv_cache="hadamrd:3")
-
-
-def test_a_bad_spec_is_one_line(work: Path) -> None:
     told = refused("generate", work / "plain", "-p", "A", "--kv-cache", "hadamard:4,keep=3", code=2)
     assert "hadamard has no option 'keep'" in told
     assert "the nearest is 'klt'" in refused("generate", work / "nowhere", "-p", "A", "--kv-cache", "kl", code=2)

@@ -290,36 +290,25 @@ def test_data_of_a_parameter_may_be_replaced(weights: dict[str, Any]) -> None:
     assert torch.equal(parameter.decode(), exact * 2)
 
 
-def small_weight(tmp_path: Path) -> PackedTensor:
-    source = write_checkpoint(tmp_path / "one", {"a.q_proj.weight": f32(gaussian(48, 256, seed=1))}, config={})
-    run_command({"quantize": str(source)}, tmp_path / "one-master")
-    (tensor,) = open_local(tmp_path / "one-master").tensors
-    assert isinstance(tensor, EncodedTensor)
-    packed = pack(tensor, torch.float32)
-    assert packed is not None
-    return packed
-
-
 @pytest.mark.parametrize("shape", [(2, 128), (4, 255), (512,), (3, 2, 128), ()])
-def test_inputs_of_the_wrong_shape_raise_the_error_of_torch(shape: tuple[int, ...], tmp_path: Path) -> None:
-    weight = small_weight(tmp_path)
+def test_inputs_of_the_wrong_shape_raise_the_error_of_torch(shape: tuple[int, ...], weights: dict[str, Any]) -> None:
+    weight, _ = weights["model.rows.weight"]
     with pytest.raises(RuntimeError):
         torch.nn.functional.linear(torch.zeros(shape), weight)
 
 
-def test_functions_take_keyword_arguments(tmp_path: Path) -> None:
-    weight = small_weight(tmp_path)
+def test_functions_take_keyword_arguments(weights: dict[str, Any]) -> None:
+    weight, whole = weights["model.rows.weight"]
     x, ids = torch.randn(3, 256), torch.tensor([[5, 7]])
-    whole = weight.decode()
-    linear = torch.nn.functional.linear(input=x, weight=weight, bias=torch.ones(48))
+    linear = torch.nn.functional.linear(input=x, weight=weight, bias=torch.ones(40))
     assert torch.allclose(linear, x @ whole.T + 1, atol=1e-5)
     assert torch.equal(torch.nn.functional.embedding(input=ids, weight=weight), whole[ids])
     assert torch.nn.functional.embedding(ids[:, :0], weight).shape == (1, 0, 256)
 
 
-def test_autocast_applies_in_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_applies_in_all_threads(weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast is a setting of the calling thread, and chunks are decoded in others."""
-    weight = small_weight(tmp_path)
+    weight, _ = weights["model.rows.weight"]
     x = torch.randn(3, 256)
     for chunk in (1 << 20, 1024):
         monkeypatch.setattr(module, "CHUNK_WEIGHTS", chunk)
@@ -330,8 +319,8 @@ def test_autocast_applies_in_all_threads(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.allclose(found.float(), expected.float(), atol=2**-6 * float(expected.abs().max()))
 
 
-def test_operations_on_the_storage_are_refused(tmp_path: Path) -> None:
-    weight = small_weight(tmp_path)
+def test_operations_on_the_storage_are_refused(weights: dict[str, Any]) -> None:
+    weight, _ = weights["model.rows.weight"]
     for use in (weight.share_memory_, weight.untyped_storage):
         with pytest.raises(PqweightsError, match="no storage"):
             use()

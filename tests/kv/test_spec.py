@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -17,25 +16,21 @@ from pqweights.inference.kv.schemes import SCHEMES, parse_spec
 WRONG = {
     "polr": "no method is called 'polr'; the nearest is 'polar'; expected klt, hadamard, polar-rope, polar, none",
     "": "no method is called ''; expected klt",
-    "Polar": "the nearest is 'polar'",
     "polar rope": "the nearest is 'polar-rope'",
     "hadamard:9": "hadamard has no option '9'; expected 2 to 8, bits=N, keys=N, values=N, centred=N, residual=N",
     "hadamard:bit=4": "hadamard has no option 'bit'; the nearest is 'bits'",
     "hadamard:": "hadamard has no option ''",
-    "hadamard:3,": "hadamard has no option ''",
     "hadamard:bits": "bits: expected a whole number from 2 to 8, found ''",
     "hadamard:bits=9": "bits: expected a whole number from 2 to 8, found '9'",
     "hadamard:bits=x": "bits: expected a whole number from 2 to 8, found 'x'",
     "hadamard:bits=": "bits: expected a whole number from 2 to 8, found ''",
     "hadamard:bits=nan": "bits: expected a whole number from 2 to 8, found 'nan'",
-    "hadamard:bits=inf": "bits: expected a whole number from 2 to 8, found 'inf'",
     "hadamard:bits=3.5": "bits: expected a whole number from 2 to 8, found '3.5'",
     "hadamard:centred=2": "centred: expected 0 or 1, found '2'",
     "hadamard:3,4": "bits is given twice",
     "hadamard:3,bits=4": "bits is given twice",
     "polar:residual=-1": "residual: expected a whole number from 0 to 1048575, found '-1'",
     "polar:residual=1048576": "residual: expected a whole number from 0 to 1048575",
-    "polar:residual=1.5": "residual: expected a whole number",
     "polar:4": "polar has no option '4'; expected residual=N",
     "polar-rope:m4n7": "polar-rope has no option 'm4n7'; the nearest is 'm4n",
     "polar-rope:m4n2,angle=3": "angle is given twice",
@@ -57,21 +52,14 @@ def test_wrong_specs_are_refused_by_name(spec: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_written_specs_mean_the_same_again(name: str) -> None:
-    """Each value of each option alone, and all pairs of options with their first and last values."""
+    """Each value of each option alone, and all options with their first or last values."""
     choices = {key: list(values)[:: max(1, len(values) // 40)] for key, values in SCHEMES[name].choices.items()}
-    given: list[dict[str, Any]] = [{}]
-    given += [{key: value} for key, values in choices.items() for value in values]
-    for first, second in itertools.combinations(choices, 2):
-        ends = itertools.product(*([values[0], values[-1]] for values in (choices[first], choices[second])))
-        given += [{first: one, second: other} for one, other in ends]
+    given: list[dict[str, Any]] = [{key: value} for key, values in choices.items() for value in values]
+    given += [{key: values[end] for key, values in choices.items()} for end in (0, -1)]
     for options in given:
-        try:
-            scheme = SCHEMES[name](**options)
-        except OptionError:
-            continue
-        assert parse_spec(str(scheme)) == scheme
+        scheme = SCHEMES[name](**options)
         written = name + ":" * bool(options) + ",".join(f"{key}={value}" for key, value in options.items())
-        assert parse_spec(written) == scheme
+        assert parse_spec(str(scheme)) == parse_spec(written) == scheme
 
 
 @pytest.mark.parametrize("name", SCHEMES)

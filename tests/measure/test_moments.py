@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,13 @@ Inputs = dict[str, np.ndarray[Any, Any]]
 
 
 NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
 SMALL = {
-    "llama": families.Family(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**families.TEXT, **families.ROPE, **NARROW, "num_key_value_heads": 1},
-        (),
-    ),
-    "mixtral": families.Family(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**families.TEXT, **families.ROPE, **NARROW, "num_key_value_heads": 1, "num_local_experts": 3},
-        (),
-    ),
-    "gpt_oss": families.Family(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**families.TEXT, **NARROW, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2},
-        (),
-    ),
+    name: replace(
+        families.FAMILIES[name],
+        settings={**families.FAMILIES[name].settings, **NARROW, "num_key_value_heads": 1, **experts},
+    )
+    for name, experts in (("llama", {}), ("mixtral", EXPERTS), ("gpt_oss", EXPERTS))
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -208,22 +209,17 @@ def words(tokens: int) -> str:
 
 
 def test_sensitivities_are_measured_on_a_text(source: Path, written: tuple[Path, Result], tmp_path: Path) -> None:
-    import hashlib
-
     (tmp_path / "t.txt").write_text(words(200))
-    done = invoke(
-        "sensitivity", source, tmp_path / "s.json", "--text", tmp_path / "t.txt", "--tokens", 70, "--window", 32
-    )
+    options = ("--text", tmp_path / "t.txt", "--tokens", 70, "--window", 32)
+    done = invoke("sensitivity", source, tmp_path / "s.json", *options)
     assert done.exit_code == 0, done.stderr
-    found, random = read_sensitivity(tmp_path / "s.json"), read_sensitivity(written[0])
-    assert found.method["kind"] == "text"
-    assert found.method["text_sha256"] == hashlib.sha256(words(200).encode()).hexdigest()
-    assert found.method["tokens"] == 64
+    of_text, random = read_sensitivity(tmp_path / "s.json"), read_sensitivity(written[0])
+    assert (of_text.method["kind"], of_text.method["tokens"]) == ("text", 64)
+    assert of_text.method["text_sha256"] == hashlib.sha256(words(200).encode()).hexdigest()
     assert "on 64 tokens (text)" in done.stdout
-    assert [g.name for g in found.groups] == [g.name for g in random.groups]
-    for of_text, of_random in zip(found.groups, random.groups, strict=True):
-        assert of_text.alpha != of_random.alpha
-        assert 0.2 < of_text.alpha / of_random.alpha < 5
+    for one, other in zip(of_text.groups, random.groups, strict=True):
+        assert one.name == other.name
+        assert one.alpha != other.alpha and 0.2 < one.alpha / other.alpha < 5
 
 
 @pytest.mark.parametrize(
@@ -258,14 +254,14 @@ def test_only_what_the_recipe_quantizes_is_measured(source: Path) -> None:
 
 
 def test_windows_are_at_most_as_long_as_the_context(base: Path, source: Path) -> None:
-    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=2048)).ids] == [256] * 8
-    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=100, window=32)).ids] == [32] * 3
-    assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), SensitivityOptions(tokens=300)).ids] == [
-        128
-    ] * 2
-    ids = np.concatenate(perturb._windows(source, SensitivityOptions(tokens=2048)).ids)
-    assert ids.min() >= 0
-    assert 500 < ids.max() < families.VOCABULARY
+    def windows(folder: Path, **options: Any) -> list[Any]:
+        return perturb._windows(folder, SensitivityOptions(**options)).ids
+
+    assert [len(ids) for ids in windows(source, tokens=2048)] == [256] * 8
+    assert [len(ids) for ids in windows(source, tokens=100, window=32)] == [32] * 3
+    assert [len(ids) for ids in windows(families.model(base, "gpt2"), tokens=300)] == [128] * 2
+    ids = np.concatenate(windows(source, tokens=2048))
+    assert ids.min() >= 0 and 500 < ids.max() < families.VOCABULARY
     assert len(set(ids.tolist())) > 400
 
 
