@@ -18,7 +18,6 @@ from pqweights.inference.kv.on_codes import (
     PAST,
     VALUE_UNIT,
     PastOfLayer,
-    attends_on_codes,
     has_kernels,
     may_attend_on_codes,
 )
@@ -212,7 +211,9 @@ class PackedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         keys, values = self.states
         is_one = key_states.shape[2] == 1
-        if not (self._takes_codes() and is_one and keys.chunks and has_kernels(keys, values)):
+        # The model's attention may have been set to another one since.
+        takes_codes = self.on_codes and self._model.config._attn_implementation == ON_CODES
+        if not (takes_codes and is_one and keys.chunks and has_kernels(keys, values)):
             return keys.extended(key_states), values.extended(value_states)
         if self._past is not None and not self._past.used:
             raise OptionError("KV cache: this model's attention does not take packed keys; leave out on_codes")
@@ -229,9 +230,6 @@ class PackedLayer(DynamicLayer):
     def took_codes(self) -> bool:
         """Whether the attention took the packed keys and values of the last token."""
         return self._past is not None and self._past.used
-
-    def _takes_codes(self) -> bool:
-        return self.on_codes and attends_on_codes(self._model.config)
 
     @property
     def states(self) -> tuple[PackedStates, PackedStates]:
