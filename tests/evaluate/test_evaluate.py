@@ -103,7 +103,7 @@ def distance(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_logits_match_a_model_with_the_decoded_weights(name: str, source: Path, exported: Open) -> None:
+def test_logits_match_a_model_with_the_decoded_weights(name, source, exported):
     """In float32 only the order of additions differs; mlx also computes norms and positions in another way."""
     folder = exported(name)
     model = open_model(folder)
@@ -115,7 +115,7 @@ def test_logits_match_a_model_with_the_decoded_weights(name: str, source: Path, 
     assert distance(found, plain_logits(plain_model(source, source), IDS[:48])) > 1e-3
 
 
-def test_transforms_of_inputs_are_refused(exported: Open, tmp_path: Path) -> None:
+def test_transforms_of_inputs_are_refused(exported, tmp_path):
     """transformers ignores those of exports of earlier versions silently. Other tools write none as {}."""
     folder = Path(shutil.copytree(exported("vllm"), tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_bytes())
@@ -128,7 +128,7 @@ def test_transforms_of_inputs_are_refused(exported: Open, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
-def test_logits_in_half_precision_are_near_those_in_float32(name: str, dtype: str, exported: Open) -> None:
+def test_logits_in_half_precision_are_near_those_in_float32(name, dtype, exported):
     folder = exported(name)
     exact, model = open_model(folder), open_model(folder, dtype=dtype)
     assert exact.dtype == "float32"
@@ -140,14 +140,14 @@ def test_logits_in_half_precision_are_near_those_in_float32(name: str, dtype: st
 
 
 @pytest.mark.parametrize("name", ["bf16", "mlx"])
-def test_last_logits_match_those_of_all_tokens(name: str, exported: Open) -> None:
+def test_last_logits_match_those_of_all_tokens(name, exported):
     model = open_model(exported(name))
     assert np.allclose(model.logits(IDS[:48], 5), model.logits(IDS[:48], 48)[-5:], atol=1e-5)
     assert model.logits(IDS[:48], 5).shape == (5, VOCABULARY)
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_generation_is_greedy(name: str, source: Path, exported: Open) -> None:
+def test_generation_is_greedy(name, source, exported):
     folder = exported(name)
     ids = list(IDS[:9])
     model = plain_model(source, folder)
@@ -184,7 +184,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("what", ["norm", "part of a weight", "more"])
-def test_incomplete_folders_are_refused(name: str, what: str, exported: Open, tmp_path: Path) -> None:
+def test_incomplete_folders_are_refused(name, what, exported, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(exported(name), folder)
     if what == "more":
@@ -210,9 +210,7 @@ def test_incomplete_folders_are_refused(name: str, what: str, exported: Open, tm
         ("mlx", "mlx_lm.utils", "mlx"),
     ],
 )
-def test_missing_package_is_named(
-    name: str, package: str, extra: str, exported: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_named(name, package, extra, exported, monkeypatch):
     folder = exported(name)
     there = importlib.import_module
 

@@ -30,7 +30,7 @@ def baselines() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_kivi_is_that_of_its_paper(bits: int) -> None:
+def test_kivi_is_that_of_its_paper(bits):
     states = gaussian(2, 3, 96, 64) * torch.linspace(0.1, 3, 64) + 1
     plain = states.numpy()
     channels = plain.reshape(2, 3, 3, 32, 64).swapaxes(-1, -2)
@@ -41,7 +41,7 @@ def test_kivi_is_that_of_its_paper(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_absmax_is_symmetric(bits: int) -> None:
+def test_absmax_is_symmetric(bits):
     states = gaussian(2, 3, 40, 64)
     plain, most = states.numpy(), 2 ** (bits - 1) - 1
     scale = half(np.abs(plain).max(-1, keepdims=True) / np.float32(most))
@@ -50,7 +50,7 @@ def test_absmax_is_symmetric(bits: int) -> None:
         same(decoded(f"absmax:{bits}", states, kind), expected)
 
 
-def test_codebooks_of_the_prompt_are_as_good_on_gaussian_states_and_better_on_others() -> None:
+def test_codebooks_of_the_prompt_are_as_good_on_gaussian_states_and_better_on_others():
     """Without the rotation, angles of states with large and small channels come in clusters."""
     states = gaussian(2, 2, 1000, 64)
     errors = [relative_error(decoded(spec, states), states) for spec in ("polar:online", "polar", "polar:rotation=0")]
@@ -63,7 +63,7 @@ def test_codebooks_of_the_prompt_are_as_good_on_gaussian_states_and_better_on_ot
     assert torch.equal(decoded(specs[0], states), apart)
 
 
-def test_products_are_unbiased_with_qjl() -> None:
+def test_products_are_unbiased_with_qjl():
     keys = torch.nn.functional.normalize(gaussian(1, 1, 20_000, 64), dim=-1)
     queries = torch.nn.functional.normalize(keys + 0.1 * gaussian(1, 1, 20_000, 64, seed=2), dim=-1)
     errors = ((decoded("hadamard:3,qjl", keys) - keys) * queries).sum(-1)

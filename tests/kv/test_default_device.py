@@ -22,7 +22,6 @@ def products(spec: str, kind: str) -> Tensor:
     held = store(spec, 64, kind)
     held.append(gaussian(1, 2, 96, 64))
     quantizer, (chunk,) = held.quantizer, held.chunks
-    assert quantizer is not None
     if kind == "keys":
         return quantizer.scores(gaussian(1, 2, 4, 64), chunk.rows, chunk.shared)
     return quantizer.weighted(gaussian(1, 2, 4, 96), chunk.rows, chunk.shared)
@@ -60,7 +59,7 @@ def outcomes(device: str) -> str:
     return "\n".join(lines)
 
 
-def test_results_on_the_cpu_do_not_depend_on_the_default_device() -> None:
+def test_results_on_the_cpu_do_not_depend_on_the_default_device():
     """In a process of its own, which a kernel that wrote to memory of the device would end."""
     support = Path(__file__).parents[1] / "support"
     script = (

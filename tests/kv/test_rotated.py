@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("size", [8, 16, 64, 128, 256, 48, 80, 96])
-def test_rotation_is_orthogonal(size: int) -> None:
+def test_rotation_is_orthogonal(size):
     found = matrix(size, CPU).double()
     assert torch.allclose(found @ found.T, torch.eye(size, dtype=torch.float64), atol=2e-6)
     if size & (size - 1) == 0:
@@ -26,7 +26,7 @@ def test_rotation_is_orthogonal(size: int) -> None:
         assert 0 < (signs > 0).sum() < size
 
 
-def test_powers_of_two_take_the_matrix_of_sylvester() -> None:
+def test_powers_of_two_take_the_matrix_of_sylvester():
     h = np.ones((1, 1))
     while len(h) < 64:
         h = np.block([[h, h], [h, -h]])
@@ -34,7 +34,7 @@ def test_powers_of_two_take_the_matrix_of_sylvester() -> None:
     assert np.array_equal(found, h * found[0])
 
 
-def test_rotation_never_changes() -> None:
+def test_rotation_never_changes():
     signs = "+---+++------++-+-+-++-+-++++---+----+-+-+++-++-+-++++-++++++-++"
     assert "".join("+" if value > 0 else "-" for value in matrix(64, CPU)[0].tolist()) == signs
     first, last = matrix(80, CPU)[0, :4].tolist(), matrix(80, CPU)[79, 76:].tolist()
@@ -56,13 +56,13 @@ def inverse(angles: list[list[float]], radius: float) -> list[float]:
     return values
 
 
-def test_error_is_the_theoretical_one() -> None:
+def test_error_is_the_theoretical_one():
     for size in (64, 128, 80):
         states = gaussian(1, 2, 1000, size)
         assert relative_error(decoded("polar", states), states) == pytest.approx(RELATIVE_MSE, rel=0.02)
 
 
-def test_codes_are_those_of_the_nearest_centroids() -> None:
+def test_codes_are_those_of_the_nearest_centroids():
     quantizer = RecursivePolar(16)
     for first in LEVELS[0]:
         angles = [[first] + [0.1] * 7, *([LEVELS[level][2]] * (8 >> level) for level in (1, 2, 3))]

@@ -43,7 +43,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("spec", WRONG)
-def test_wrong_specs_are_refused_by_name(spec: str) -> None:
+def test_wrong_specs_are_refused_by_name(spec):
     with pytest.raises(OptionError, match=re.escape(WRONG[spec])) as found:
         parse_spec(spec)
     assert "\n" not in str(found.value) and str(found.value).startswith("KV cache")
@@ -51,7 +51,7 @@ def test_wrong_specs_are_refused_by_name(spec: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_written_specs_mean_the_same_again(name: str) -> None:
+def test_written_specs_mean_the_same_again(name):
     """Each value of each option alone, and all options with their first or last values."""
     choices = {key: list(values)[:: max(1, len(values) // 40)] for key, values in SCHEMES[name].choices.items()}
     given: list[dict[str, Any]] = [{key: value} for key, values in choices.items() for value in values]
@@ -63,14 +63,14 @@ def test_written_specs_mean_the_same_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_words_are_shorthands(name: str) -> None:
+def test_words_are_shorthands(name):
     for word, options in SCHEMES[name].words.items():
         scheme = parse_spec(f"{name}:{word}")
         assert scheme == SCHEMES[name](**options) == parse_spec(str(scheme))  # type: ignore[arg-type]
     assert parse_spec(name) == SCHEMES[name]()
 
 
-def test_spaces_after_commas_and_equal_repetitions_are_taken() -> None:
+def test_spaces_after_commas_and_equal_repetitions_are_taken():
     assert parse_spec("hadamard:3, keys=4") == parse_spec("hadamard:bits=3,keys=4,3")
 
 
@@ -84,25 +84,25 @@ def refused(spec: str, config: Any) -> str:
     return str(found.value)
 
 
-def test_models_with_latent_attention_are_refused() -> None:
+def test_models_with_latent_attention_are_refused():
     for config in (transformers.DeepseekV2Config(num_hidden_layers=2), transformers.DeepseekV3Config()):
         assert "multi-head latent attention, whose cache is compressed already" in refused("polar", config)
 
 
 @pytest.mark.parametrize("spec", ["none", "polar", "klt"])
-def test_models_without_a_cache_of_keys_are_refused(spec: str) -> None:
+def test_models_without_a_cache_of_keys_are_refused(spec):
     for config in (transformers.MambaConfig(num_hidden_layers=1), transformers.T5Config(), transformers.BartConfig()):
         assert "expected a decoder with attention" in refused(spec, config)
 
 
-def test_models_without_layers_of_full_attention_alone_are_refused() -> None:
+def test_models_without_layers_of_full_attention_alone_are_refused():
     config = transformers.MistralConfig(sliding_window=16, num_hidden_layers=2)
     assert refused("polar", config).endswith("expected layers with full attention, found sliding_attention")
     config = transformers.FalconH1Config(num_hidden_layers=2)
     assert refused("polar", config).endswith("expected layers with full attention, found hybrid")
 
 
-def test_heads_must_fit_the_method() -> None:
+def test_heads_must_fit_the_method():
     config = transformers.LlamaConfig(**{**TEXT, "head_dim": 24})
     assert "polar: expected heads of a multiple of 16 coordinates, found 24" in refused("polar", config)
     kv_cache(config, "hadamard:3")
@@ -112,22 +112,22 @@ def test_heads_must_fit_the_method() -> None:
     kv_cache(config, "none")
 
 
-def test_models_without_rope_are_refused_where_it_is_needed() -> None:
+def test_models_without_rope_are_refused_where_it_is_needed():
     assert "no rotary position embedding, on which the method rests; take hadamard" in refused(
         "polar-rope", model("gpt2").config
     )
 
 
-def test_klt_takes_the_model_itself() -> None:
+def test_klt_takes_the_model_itself():
     assert "expected the model itself, as its weights give the transform" in refused("klt", model("llama").config)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_klt_takes_models_with_four_projections(name: str) -> None:
+def test_klt_takes_models_with_four_projections(name):
     assert "layer 0: expected q_proj, k_proj, v_proj and o_proj" in refused("klt", model(name))
 
 
-def test_sizes_are_checked_layer_by_layer_as_well() -> None:
+def test_sizes_are_checked_layer_by_layer_as_well():
     import torch
 
     cache = kv_cache(made("llama").config, "polar")

@@ -64,7 +64,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_inputs_of_every_multiplied_weight_are_seen(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inputs_of_every_multiplied_weight_are_seen(name, tmp_path_factory):
     model, weights, where, seen = run(tmp_path_factory.getbasetemp(), name)
     unseen = set()
     for weight, values in weights.items():
@@ -88,7 +88,7 @@ def test_inputs_of_every_multiplied_weight_are_seen(name: str, tmp_path_factory:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3_5", "gpt2"])
-def test_collected_rows_are_the_inputs_of_the_layer(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_collected_rows_are_the_inputs_of_the_layer(name, tmp_path_factory):
     import torch
 
     model, weights, where, seen = run(tmp_path_factory.getbasetemp(), name)
@@ -115,7 +115,7 @@ def test_collected_rows_are_the_inputs_of_the_layer(name: str, tmp_path_factory:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_inputs_of_single_experts_are_attributed_correctly(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inputs_of_single_experts_are_attributed_correctly(name, tmp_path_factory):
     """The input of an expert's down projection is computed from those of its gate and up projections."""
     _, weights, where, seen = run(tmp_path_factory.getbasetemp(), name)
     gate_name, up_name, down_name = ("gate_proj", "up_proj", "down_proj") if name == "qwen3_moe" else ("w1", "w3", "w2")
@@ -135,7 +135,7 @@ def test_inputs_of_single_experts_are_attributed_correctly(name: str, tmp_path_f
     assert checked >= 4
 
 
-def test_every_row_is_sampled_with_the_same_probability() -> None:
+def test_every_row_is_sampled_with_the_same_probability():
     kept = np.zeros(1000)
     for seed in range(200):
         sample = Sample(np.empty((50, 3), np.float32), seed)
@@ -150,7 +150,7 @@ def test_every_row_is_sampled_with_the_same_probability() -> None:
         assert 0.85 < part.mean() / 10 < 1.15
 
 
-def test_everything_is_collected_in_one_pass() -> None:
+def test_everything_is_collected_in_one_pass():
     """Moments, mean squares and rows, for searching and held back, of the vector of one matrix."""
     import torch
 
@@ -168,7 +168,7 @@ def test_everything_is_collected_in_one_pass() -> None:
     assert np.allclose(vector.moments()[0], searched.T @ searched / 60, atol=1e-5)
 
 
-def test_every_kind_of_product_is_recognised() -> None:
+def test_every_kind_of_product_is_recognised():
     """Positional and keyword arguments, matrices and stacks, plain and transposed."""
     import torch
 

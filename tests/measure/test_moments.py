@@ -76,14 +76,13 @@ def hooked(model: Any, layers: list[str]) -> Inputs:
     return {name: np.stack(found) for name, found in rows.items()}
 
 
-def test_moments_are_those_of_the_inputs_that_hooks_record(models: dict[str, Path], tmp_path: Path) -> None:
+def test_moments_are_those_of_the_inputs_that_hooks_record(models, tmp_path):
     found = run(models["llama"], tmp_path / "m.safetensors")
     stem = "model.layers.0."
     layers = [stem + name for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")]
     truth = hooked(families.load(models["llama"], SMALL["llama"]), [*layers, "lm_head"])
     for name, rows in truth.items():
         (vector,) = found.weights[f"{name}.weight"].vectors
-        assert vector is not None
         kept, held_back = np.delete(rows, np.s_[3::4], axis=0), rows[3::4]
         kept = kept.reshape(-1, rows.shape[-1]).astype(np.float64)
         wanted = kept.T @ kept / len(kept)
@@ -94,7 +93,7 @@ def test_moments_are_those_of_the_inputs_that_hooks_record(models: dict[str, Pat
         assert distances.min(axis=1).max() < 1e-4
 
 
-def test_matrices_that_read_the_same_share_a_vector(models: dict[str, Path], tmp_path: Path) -> None:
+def test_matrices_that_read_the_same_share_a_vector(models, tmp_path):
     found = run(models["llama"], tmp_path / "m.safetensors")
     by_vector: dict[Any, set[str]] = {}
     for name, weight in found.weights.items():
@@ -105,7 +104,7 @@ def test_matrices_that_read_the_same_share_a_vector(models: dict[str, Path], tmp
     assert len(found.vectors) == len(by_vector) == 5
 
 
-def test_experts_have_the_moments_of_their_own_tokens(models: dict[str, Path], tmp_path: Path) -> None:
+def test_experts_have_the_moments_of_their_own_tokens(models, tmp_path):
     found = run(models["mixtral"], tmp_path / "m.safetensors")
     names = [f"model.layers.0.block_sparse_moe.experts.{n}.{{}}.weight" for n in range(3)]
     firsts = [found.weights[name.format("w1")].vectors for name in names]
@@ -115,14 +114,14 @@ def test_experts_have_the_moments_of_their_own_tokens(models: dict[str, Path], t
     assert sum(tokens) == 2 * WINDOW * WINDOWS * 3 // 4 and len(set(tokens)) > 1
 
 
-def test_stacked_transposed_experts_say_where_their_inputs_run(models: dict[str, Path], tmp_path: Path) -> None:
+def test_stacked_transposed_experts_say_where_their_inputs_run(models, tmp_path):
     found = run(models["gpt_oss"], tmp_path / "m.safetensors")
     for part in ("gate_up_proj", "down_proj"):
         weight = found.weights[f"model.layers.0.mlp.experts.{part}"]
         assert weight.transposed and len(weight.vectors) == 3 and len(set(weight.vectors)) == 3
 
 
-def test_moments_of_a_master_are_its_own(models: dict[str, Path], tmp_path: Path) -> None:
+def test_moments_of_a_master_are_its_own(models, tmp_path):
     run_command({"quantize": str(models["llama"]), "recipe": "q3"}, tmp_path / "master")
     of_master = run(tmp_path / "master", tmp_path / "m.safetensors")
     of_original = run(models["llama"], tmp_path / "o.safetensors")
@@ -139,16 +138,14 @@ def test_moments_of_a_master_are_its_own(models: dict[str, Path], tmp_path: Path
     )
 
 
-def test_several_runs_of_the_model_give_the_bytes_of_one(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_runs_of_the_model_give_the_bytes_of_one(models, tmp_path, monkeypatch):
     run(models["llama"], tmp_path / "one.safetensors")
     monkeypatch.setattr(collecting, "MOMENTS_BYTES", 300_000)
     run(models["llama"], tmp_path / "many.safetensors")
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "many.safetensors").read_bytes()
 
 
-def test_one_pass_writes_scales_and_moments_into_one_file(models: dict[str, Path], tmp_path: Path) -> None:
+def test_one_pass_writes_scales_and_moments_into_one_file(models, tmp_path):
     asked = CalibrationOptions(window=WINDOW, max_tokens=WINDOW * WINDOWS, dtype="float32")
     recipe, alone, both = (
         parse_recipe("bits: 3\nrules: [{role: [mlp, embedding, lm_head], keep: true}]", "three"),
@@ -168,7 +165,7 @@ def test_one_pass_writes_scales_and_moments_into_one_file(models: dict[str, Path
         open_statistics(alone, MOMENTS)
 
 
-def test_commands_calibrate_and_export(models: dict[str, Path], tmp_path: Path) -> None:
+def test_commands_calibrate_and_export(models, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     options = ("--text", tmp_path / "text.txt", "--window", WINDOW)
     out = tmp_path / "m.safetensors"
