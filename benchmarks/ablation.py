@@ -26,9 +26,9 @@ from pqweights.inference.runtimes.packages import package
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.evaluate.protocol import Estimate, Scores, Windows, compare, perplexity_change
-from pqweights.quality.measure.calibrate import WINDOW, calibrate
+from pqweights.quality.calibrate import WINDOW, calibrate
 from pqweights.quality.options import CalibrationOptions
+from pqweights.quality.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions

@@ -39,9 +39,9 @@ from pqweights.exports.formats import unpack_stream
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.quality.evaluate.evaluation import choose_windows
-from pqweights.quality.evaluate.protocol import Windows, compare
+from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import TextOptions
+from pqweights.quality.protocol import Windows, compare
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import Floats, Stored, export_weight

@@ -40,10 +40,11 @@ from safetensors.numpy import save_file
 from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.exporting import MasterFolder, export
 from pqweights.inference.runtimes.models import open_model
+from pqweights.inference.runtimes.steps import Continuation
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, tokenize
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.protocol import Loss, Windows, change, compare, perplexity
+from pqweights.quality.protocol import Loss, Windows, change, compare, perplexity
 from pqweights.quantizing import quantize
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
@@ -225,7 +226,9 @@ class Evaluation:
         if self.generate:
             tokenizer = load_tokenizer(made.folder)
             prompt = np.array(tokenizer(self.prompt)["input_ids"], dtype=np.int64)
-            sample = tokenizer.decode(loaded.generate(prompt, self.generate).tolist())
+            tokens: list[int] = []
+            loaded.stepper.run(prompt, Continuation(most=self.generate), tokens.append)
+            sample = tokenizer.decode(tokens)
         return {
             "model": self.model.name,
             "what": made.name,

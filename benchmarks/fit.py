@@ -33,10 +33,10 @@ from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, t
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
-from pqweights.quality.evaluate.evaluation import choose_windows
-from pqweights.quality.evaluate.protocol import Windows, compare, perplexity
-from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import SensitivityOptions, TextOptions
+from pqweights.quality.protocol import Windows, compare, perplexity
+from pqweights.quality.sensitivity import measure_sensitivity
 from pqweights.quantizing import plan_quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions

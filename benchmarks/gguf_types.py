@@ -41,9 +41,9 @@ from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, t
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.statistics_file import MOMENTS, open_statistics
-from pqweights.quality.evaluate.protocol import Windows, compare
-from pqweights.quality.measure.calibrate import calibrate
+from pqweights.quality.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions
+from pqweights.quality.protocol import Windows, compare
 
 BLOCKS, MODELS = "blocks", "models"
 TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0", "Q3_K_M", "Q2_K")

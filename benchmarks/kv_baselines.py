@@ -17,7 +17,7 @@ from torch import Tensor
 from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, LEVELS, directions, transform
 from pqweights.inference.kv.codes import halves, pack, unpack
 from pqweights.inference.kv.polar_rope import affine_codes
-from pqweights.inference.kv.rotated import SEED, RotatedScalar, angle_codes_of, angles_of, rotation
+from pqweights.inference.kv.rotated import SEED, RotatedScalar, angle_codes_of, rotation
 from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Polar, Scheme, digits
 from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 
@@ -98,6 +98,12 @@ class RotatedScalarWithSigns(StateQuantizer):
 ROUNDS = 8
 # Codebooks of a prompt are made from at least so many tokens.
 TOKENS_OF_CODEBOOKS = 64
+
+
+def angles_of(level: int, x: Tensor, y: Tensor) -> Tensor:
+    """The angles of pairs in radians: at level 1 in [0, 2 pi), at the others in [0, pi / 2]."""
+    angles = torch.atan2(y.contiguous(), x.contiguous())  # torch computes angles of others one by one
+    return torch.where(angles < 0, angles + 2 * math.pi, angles) if level == 1 else angles
 
 
 class PolarOfPrompt(StateQuantizer):

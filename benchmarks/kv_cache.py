@@ -33,7 +33,7 @@ from pqweights.inference.kv.cache import KVCache, kv_cache
 from pqweights.inference.kv.states import tensor_bytes
 from pqweights.inference.runtimes.models import Model
 from pqweights.inference.runtimes.texts import Ids, read_text, tokenize
-from pqweights.quality.evaluate.protocol import Scores, Windows, compare
+from pqweights.quality.protocol import Scores, Windows, compare
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from distribution import Tally
 from harness import Cell, Document, argument_parser, machine, now, publish, silence_torchao, table
+from kv_baselines import angles_of
 from recall import read_states
 from transformers import AutoModelForCausalLM
 
@@ -72,12 +73,6 @@ class Side:
             "kurtosis": None if fit is None else fit.kurtosis,
             "angles": [variation_and_chance(level, self.angles[level - 1]) for level in LEVELS if self.angles.any()],
         }
-
-
-def angles_of(level: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The angles of pairs in radians: at level 1 in [0, 2 pi), at the others in [0, pi / 2]."""
-    angles = torch.atan2(y.contiguous(), x.contiguous())
-    return torch.where(angles < 0, angles + 2 * math.pi, angles) if level == 1 else angles
 
 
 def edges(level: int, bins: int) -> Doubles:

@@ -37,10 +37,10 @@ from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, t
 from pqweights.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quality.evaluate.evaluation import choose_windows
-from pqweights.quality.evaluate.protocol import Scores, Windows, compare
-from pqweights.quality.measure.calibrate import WINDOW, calibrate, fewest_tokens
+from pqweights.quality.calibrate import WINDOW, calibrate, fewest_tokens
+from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import CalibrationOptions, TextOptions
+from pqweights.quality.protocol import Scores, Windows, compare
 from pqweights.quantizing import Quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores

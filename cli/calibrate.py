@@ -13,8 +13,8 @@ from . import options, output
 
 if TYPE_CHECKING:
     from pqweights.planning.statistics_file import InputVector
-    from pqweights.quality.measure.calibrate import Calibration
-    from pqweights.quality.measure.scale_search import LayerReport
+    from pqweights.quality.calibrate import Calibration
+    from pqweights.quality.scale_search import LayerReport
 
 COLUMNS = ["weight", "codec", "#bits", "#tokens", "exponents", "#gain", "#gain held back", "why scale 1"]
 REASONS_SHOWN = 2
@@ -32,7 +32,7 @@ def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> N
     from pqweights.inference.runtimes.texts import read_text
     from pqweights.options import RecipeOptions
     from pqweights.planning.choice import choose_recipe
-    from pqweights.quality.measure.calibrate import calibrate
+    from pqweights.quality.calibrate import calibrate
 
     recipe = choose_recipe(asked.recipe, asked.part(RecipeOptions))
     model, text = options.fetched(str(asked.source), asked.access).path, read_text(asked.text)

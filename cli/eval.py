@@ -13,7 +13,7 @@ from pqweights.quality.options import EvaluateArguments
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
+    from pqweights.quality.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Place
     from pqweights.storage.hub.sources import Fetched
 
@@ -30,8 +30,8 @@ def command(asked: EvaluateArguments, *, json: options.JsonOption = False) -> No
     are also recorded beside it; its model card shows those that score at least 10000 tokens.
     """
     from pqweights.inference.runtimes.texts import read_text, wikitext
-    from pqweights.quality.evaluate.evaluation import evaluate
-    from pqweights.quality.evaluate.report import make_record
+    from pqweights.quality.evaluation import evaluate
+    from pqweights.quality.report import make_record
     from pqweights.storage.hub.sources import repository_id
 
     models, base = _fetched(asked)
@@ -126,7 +126,7 @@ def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
-    from pqweights.quality.evaluate.report import beginning, masked_tokens
+    from pqweights.quality.report import beginning, masked_tokens
 
     windows = counted(settings.windows, "window")
     return (

@@ -14,8 +14,8 @@ from pqweights.options import GenerateArguments, ModelArguments
 from . import interrupts, options, output
 
 if TYPE_CHECKING:
-    from pqweights.inference.generation.generator import Generator
-    from pqweights.inference.generation.report import Generation
+    from pqweights.inference.generator import Generator
+    from pqweights.inference.report import Generation
 
 PROMPT = "> "
 HINT = "Ctrl-C ends a reply; Ctrl-D, or Ctrl-C at the prompt, leaves"
@@ -36,7 +36,7 @@ def command(asked: ModelArguments, *, prompt: PromptOption = None, json: options
     Without --prompt, the prompt is read from stdin; on a terminal, the command asks for one after another and keeps the
     conversation. Ctrl-C ends a reply. The speed and the memory are printed at the end.
     """
-    from pqweights.inference.generation.generator import Generator
+    from pqweights.inference.generator import Generator
     from pqweights.inference.runtimes.cached import check_spec
     from pqweights.storage.hub.sources import repository_id
 
@@ -65,7 +65,7 @@ def _checked(prompt: str | None) -> str:
 
     Raises GenerationError if it is empty, EvaluationError if it is not UTF-8.
     """
-    from pqweights.inference.generation.prompts import check_prompt
+    from pqweights.inference.prompts import check_prompt
     from pqweights.inference.runtimes.texts import decoded
 
     text = prompt
@@ -81,7 +81,7 @@ def _name(prompt: str | None) -> str:
 
 def _reply_once(generator: Generator, prompt: str, *, json: bool) -> None:
     """Answer a prompt on stdout, as text or as a JSON document; an interrupt then counts as that of the command."""
-    from pqweights.inference.generation.report import INTERRUPTED
+    from pqweights.inference.report import INTERRUPTED
 
     done = _replied(generator, prompt, quietly=json)
     if json:
@@ -117,7 +117,7 @@ def _speed_line(done: Generation) -> str:
     read = counted(done.prompt_tokens, "token")
     if done.read_tokens < done.prompt_tokens:
         read += f" ({done.read_tokens} new)"
-    first = "" if done.timings.first_token is None else f", first token after {done.timings.first_token:.2g} s"
+    first = "" if done.first_token_seconds is None else f", first token after {done.first_token_seconds:.2g} s"
     said = counted(len(done.token_ids), "token")
     return f"prompt: {read}{_rate(done.prompt_rate)}; reply: {said}{_rate(done.rate)}{first}; {STOPS[done.stop]}"
 
@@ -132,7 +132,7 @@ def _setting_line(done: Generation) -> str:
         cache = f", KV cache {done.kv_cache.spec} at {taken}"
     chosen = "greedy" if choice.seed is None else f"temperature {choice.temperature:g}, seed {choice.seed}"
     return (
-        f"loaded in {done.timings.load:.1f} s, peak memory {size_text(done.peak_bytes)}; {settings.dtype} on "
+        f"loaded in {done.load_seconds:.1f} s, peak memory {size_text(done.peak_bytes)}; {settings.dtype} on "
         f"{settings.device}{weights}{cache}; {chosen}"
     )
 

@@ -25,7 +25,7 @@ def command(asked: SensitivityArguments, *, json: options.JsonOption = False) ->
     from pqweights.options import RecipeOptions
     from pqweights.planning.choice import choose_recipe
     from pqweights.planning.sensitivity_file import read_sensitivity
-    from pqweights.quality.measure.sensitivity import measure_sensitivity
+    from pqweights.quality.sensitivity import measure_sensitivity
 
     recipe = choose_recipe(asked.recipe, asked.part(RecipeOptions))
     check_free(asked.out, asked.overwrite, kind="sensitivities", read=read_sensitivity)

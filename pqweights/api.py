@@ -37,7 +37,7 @@ from pqweights.storage import open_store
 from pqweights.storage.hub.sources import find_original, find_result, local_folder
 
 if TYPE_CHECKING:
-    from pqweights.inference.generation.report import Generation
+    from pqweights.inference.report import Generation
 
 
 @takes(PlanArguments)
@@ -112,8 +112,8 @@ def generate(asked: GenerateArguments) -> Generation:
     Raises SourceError, MasterError, GenerationError, EvaluationError, OptionError, DeviceError, HubError or
     MissingDependencyError.
     """
-    from pqweights.inference.generation.generator import Generator
-    from pqweights.inference.generation.report import INTERRUPTED
+    from pqweights.inference.generator import Generator
+    from pqweights.inference.report import INTERRUPTED
     from pqweights.inference.runtimes.cached import check_spec
 
     if asked.kv_cache is not None:

@@ -50,7 +50,7 @@ LAYERS = (
     ("pqweights.rewrite.distributed",),
     ("pqweights.inference.runtimes",),
     ("pqweights.quality.options",),
-    ("pqweights.quality.evaluate", "pqweights.inference.generation", "pqweights.quality.measure"),
+    ("pqweights.quality", "pqweights.inference"),
     ("pqweights.publish.options",),
     ("pqweights.publish", "pqweights.api"),
     ("pqweights_cli",),
@@ -62,11 +62,11 @@ OPTIONAL = {
     "torch": """
         checkpoint.weight_files codecs.lloyd_max codecs.hadamard_trellis codecs.polar codecs.polar_transform
         codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes inference.kv.klt
-        inference.kv.layer inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated
-        inference.kv.states integrations.conversion integrations.packed integrations.packed_modules
-        integrations.packed_products integrations.packed_products_gpu integrations.packed_rows kernels.attention
-        kernels.gpu_products kernels.reference kernels.transform_codes quality.measure.activations
-        quality.measure.collecting
+        inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated
+        inference.kv.states integrations.conversion integrations.packed
+        integrations.packed_products integrations.packed_rows kernels.attention
+        kernels.gpu_products kernels.reference kernels.transform_codes quality.activations
+        quality.collecting
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
@@ -74,8 +74,8 @@ OPTIONAL = {
     "huggingface_hub": "",  # by name, in pqweights.storage.hub.client
     "matplotlib": "",
     "transformers": """
-        inference.kv.cache inference.kv.layer inference.kv.model inference.kv.on_codes integrations.conversion
-        integrations.packed_modules integrations.quantizer integrations.transformers quality.measure.activations
+        inference.kv.cache inference.kv.schemes inference.kv.on_codes integrations.conversion
+        integrations.packed integrations.quantizer integrations.transformers quality.activations
     """,
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}

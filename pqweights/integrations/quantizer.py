@@ -138,7 +138,7 @@ class PqweightsQuantizer(HfQuantizer):
         else:
             warnings.warn(f"{self._master.folder}: {UNCHECKED}", PqweightsWarning, stacklevel=2)
         if self.packed:
-            from pqweights.integrations.packed_modules import name_packed_modules
+            from pqweights.integrations.packed import name_packed_modules
 
             model.requires_grad_(False)
             name_packed_modules(model)

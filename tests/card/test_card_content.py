@@ -220,7 +220,7 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
 
 
 def evaluate_and_record(folder: Path, text: str, name: str = "the text", **options: Any) -> Any:
-    from pqweights.quality.evaluate.report import make_record
+    from pqweights.quality.report import make_record
 
     report = evaluate([folder], text, name=name, **options)
     place = evaluation_record.find_place(folder)

@@ -97,7 +97,7 @@ COMMANDS = [
     ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", NOTHING),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
-    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.measure.sensitivity", ENDED),
+    ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.sensitivity", ENDED),
 ]
 
 

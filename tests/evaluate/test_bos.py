@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from tiny_gguf import llama_gguf
 
 from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.calibrate import calibration_windows
+from pqweights.quality.calibrate import calibration_windows
 from pqweights.quality.options import CalibrationOptions
 from pqweights.rewrite.results.evaluation_record import read_records
 
@@ -73,9 +72,7 @@ def naive_losses(folder: Path, first: int | None) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "options", "first"), [("bos", {}, BEGIN), ("bos", {"no_bos": True}, None), ("plain", {}, None)]
 )
-def test_windows_begin_as_the_tokenizer_begins_texts(
-    name: str, options: dict[str, Any], first: int | None, work: Path
-) -> None:
+def test_windows_begin_as_the_tokenizer_begins_texts(name, options, first, work):
     report = evaluate([work / name], TEXT, **SHORT, **options)
     found = [loss.total for loss in report.rows[0].scores.losses]
     assert np.allclose(found, naive_losses(work / name, first), rtol=1e-5)
@@ -83,13 +80,13 @@ def test_windows_begin_as_the_tokenizer_begins_texts(
     assert report.settings.scored_tokens == 64
 
 
-def test_models_of_which_one_begins_texts_are_not_compared(work: Path) -> None:
+def test_models_of_which_one_begins_texts_are_not_compared(work):
     line = refused("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND)
     assert f"puts no token before a text, that of {work / 'bos'} token {BEGIN}" in line and "--no-bos" in line
     done("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND, "--no-bos")
 
 
-def test_llama_cpp_reads_the_same_windows(work: Path, tmp_path: Path) -> None:
+def test_llama_cpp_reads_the_same_windows(work, tmp_path):
     need("llama.cpp")
     for name in ("bos", "plain"):
         llama_gguf(work / name, tmp_path / f"{name}.gguf", begins=name == "bos")
@@ -101,13 +98,13 @@ def test_llama_cpp_reads_the_same_windows(work: Path, tmp_path: Path) -> None:
     assert not evaluate([tmp_path / "plain.gguf"], TEXT, **SHORT).settings.bos
 
 
-def test_caches_read_the_same_windows(work: Path) -> None:
+def test_caches_read_the_same_windows(work):
     own, cached = evaluate([work / "bos"], TEXT, kv_caches=("none",), **SHORT).rows
     assert own.scores.losses == evaluate([work / "bos"], TEXT, **SHORT).rows[0].scores.losses
     assert cached.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=1e-4)
 
 
-def test_records_say_bos_and_do_not_replace_those_without(work: Path, tmp_path: Path) -> None:
+def test_records_say_bos_and_do_not_replace_those_without(work, tmp_path):
     master = Path(shutil.copytree(work / "master", tmp_path / "master"))
     command = ("eval", master, "--text", work / "text.txt", "--window", 32)
     file = master / "pqweights-eval.json"
@@ -121,7 +118,7 @@ def test_records_say_bos_and_do_not_replace_those_without(work: Path, tmp_path: 
     assert "stride 8, each begins with BOS, " in " ".join(done(*command, "--no-record").stdout.split())
 
 
-def test_calibration_reads_bos_and_its_files_say_so(work: Path, tmp_path: Path) -> None:
+def test_calibration_reads_bos_and_its_files_say_so(work, tmp_path):
     options = CalibrationOptions(window=32, max_tokens=512)
     found, without = (
         calibration_windows(work / "bos", TEXT, each)
@@ -142,7 +139,7 @@ def test_calibration_reads_bos_and_its_files_say_so(work: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_sensitivity_reads_bos_and_its_file_says_so(text: bool, work: Path, tmp_path: Path) -> None:
+def test_sensitivity_reads_bos_and_its_file_says_so(text, work, tmp_path):
     options = ("--tokens", 64, "--window", 32, *(("--text", work / "text.txt") if text else ()))
     methods = []
     for model, extra in (("bos", ()), ("bos", ("--no-bos",)), ("plain", ())):
@@ -154,7 +151,7 @@ def test_sensitivity_reads_bos_and_its_file_says_so(text: bool, work: Path, tmp_
     assert groups[1] == groups[2] != groups[0]
 
 
-def test_only_the_token_that_the_tokenizer_adds_is_bos(work: Path) -> None:
+def test_only_the_token_that_the_tokenizer_adds_is_bos(work):
     ids, bos = encode(work / "bos", TEXT, 20, bos=True)
     assert bos == BEGIN and np.array_equal(ids, tokenize(work / "plain", TEXT, 20))
     assert encode(work / "bos", TEXT, 20, bos=False).bos is encode(work / "plain", TEXT, 20, bos=True).bos is None

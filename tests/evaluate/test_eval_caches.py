@@ -19,8 +19,8 @@ from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.protocol import Windows
 from pqweights.quality.options import EvaluationOptions
+from pqweights.quality.protocol import Windows
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -46,35 +46,35 @@ def files_in(folder: Path) -> dict[str, bytes]:
 # --- scores ---
 
 
-def test_a_cache_that_keeps_everything_has_the_scores_of_the_model(work: Path) -> None:
+def test_a_cache_that_keeps_everything_has_the_scores_of_the_model(work):
     (plain,) = evaluate([work / "source"], TEXT, **SHORT).rows
     own, cached = evaluate([work / "source"], TEXT, kv_caches=("none",), **SHORT).rows
     assert own.scores.losses == plain.scores.losses and own.kv_cache is None
     assert cached.scores.perplexity.value == pytest.approx(plain.scores.perplexity.value, rel=1e-4)
     assert cached.scores.divergence is not None and abs(cached.scores.divergence.maximum) < 1e-5
-    assert cached.kv_cache is not None
     assert (cached.kv_cache.spec, cached.kv_cache.bits_per_coordinate) == ("none", 16)
 
 
 @pytest.mark.parametrize("last", [1, 2, 40, 99, 100])
 @pytest.mark.parametrize("spec", ["none", "hadamard:3", "polar-rope:residual=0"])
-def test_predictions_are_those_of_a_text_that_is_read_token_by_token(last: int, spec: str, work: Path) -> None:
+def test_predictions_are_those_of_a_text_that_is_read_token_by_token(last, spec, work):
     model = open_model(work / "source")
     run, ids = CachedRun(model.net, spec), tokenize(work / "source", TEXT)[:100]
     found = run.logits(ids, last)
     assert found.shape == (last, 512) and found.dtype == np.float32
     if spec == "none":
         assert np.allclose(found, model.logits(ids, last), atol=1e-4)
-    net, cache = run._net, run.new_cache()
+    cache, given, expected = run.new_cache(), torch.from_numpy(ids)[None], []
     with torch.no_grad():
-        given = torch.from_numpy(ids)[None]
-        parts = [given[:, : 101 - last], *(given[:, at : at + 1] for at in range(101 - last, 100))]
-        expected = [net(part, past_key_values=cache, use_cache=True).logits[0, -1] for part in parts]
-    assert np.allclose(found, torch.stack(expected).numpy(), atol=1e-5)
+        for part in (given[:, : 101 - last], *(given[:, at : at + 1] for at in range(101 - last, 100))):
+            # Products of the same shapes: torch may multiply one row in another order than many.
+            made = model.net(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            expected.append(made.logits[0, -1].numpy())
+    assert np.allclose(found, expected, atol=1e-5)
     assert run.figures().tokens == 100
 
 
-def test_each_cache_has_a_row(work: Path) -> None:
+def test_each_cache_has_a_row(work):
     specs = ("hadamard:8", "hadamard:2", "polar-rope:m4n4,residual=0")
     report = evaluate([work / "q3", work / "source"], TEXT, kv_caches=specs, **SHORT)
     assert report.reference is None
@@ -94,24 +94,22 @@ def test_each_cache_has_a_row(work: Path) -> None:
     assert best < worst / 10
 
 
-def test_beside_a_reference_caches_are_compared_with_that(work: Path) -> None:
+def test_beside_a_reference_caches_are_compared_with_that(work):
     report = evaluate([work / "q3"], TEXT, reference=work / "source", kv_caches=("none", "hadamard:8"), **SHORT)
     assert report.reference is not None and report.reference.kv_cache is None
     (plain,) = evaluate([work / "q3"], TEXT, reference=work / "source", **SHORT).rows
-    assert plain.scores.divergence is not None
     for row in report.rows:
-        assert row.scores.divergence is not None
         assert row.scores.divergence.mean.value == pytest.approx(plain.scores.divergence.mean.value, rel=0.02)
     assert len(report.rows) == 2
 
 
-def test_a_packed_master_may_have_a_quantized_cache(work: Path) -> None:
+def test_a_packed_master_may_have_a_quantized_cache(work):
     own, row = evaluate([work / "q3"], TEXT, packed=True, kv_caches=("klt:4",), **SHORT).rows
     assert row.runtime == own.runtime == "transformers, pqweights' packed weights"
     assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.2)
 
 
-def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
+def test_a_hybrid_model_has_packed_layers(work, tmp_path):
     folder = build(FAMILIES["qwen3_5"], tmp_path / "model")
     options = {"window": 80, "stride": 4, "max_tokens": 80, "tokenizer": work / "source"}
     own, same, row = evaluate([folder], TEXT, kv_caches=("none", "hadamard:8"), **options).rows
@@ -120,8 +118,8 @@ def test_a_hybrid_model_has_packed_layers(work: Path, tmp_path: Path) -> None:
     assert row.kv_cache is not None and row.kv_cache.tokens == 80
 
 
-def test_progress_counts_every_cache(work: Path) -> None:
-    from pqweights.quality.evaluate.evaluation import evaluate
+def test_progress_counts_every_cache(work):
+    from pqweights.quality.evaluation import evaluate
 
     seen: list[tuple[int, int]] = []
     options = EvaluationOptions(**SHORT, kv_caches=("none", "hadamard"))
@@ -136,8 +134,8 @@ def test_progress_counts_every_cache(work: Path) -> None:
 # --- refusals ---
 
 
-def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.quality.evaluate import evaluation
+def test_a_bad_spec_is_refused_before_anything_is_read(work, monkeypatch):
+    from pqweights.quality import evaluation
 
     monkeypatch.setattr(evaluation, "read_model", lambda path: pytest.fail("it is read"))
     with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):
@@ -145,7 +143,7 @@ def test_a_bad_spec_is_refused_before_anything_is_read(work: Path, monkeypatch: 
     assert "no option" in refused("eval", work / "source", "--text", work / "text.txt", "--kv-cache", "klt:x", code=2)
 
 
-def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Path) -> None:
+def test_runtimes_with_caches_of_their_own_are_refused(work, tmp_path):
     pytest.importorskip("mlx_lm")
     export(work / "q3", tmp_path / "mlx", "mlx", threads=2)
     with pytest.raises(EvaluationError, match="`kv_cache`: mlx-lm has a cache of its own"):
@@ -155,7 +153,7 @@ def test_runtimes_with_caches_of_their_own_are_refused(work: Path, tmp_path: Pat
 # --- the command ---
 
 
-def test_the_table_shows_caches_and_nothing_is_recorded(work: Path) -> None:
+def test_the_table_shows_caches_and_nothing_is_recorded(work):
     before = files_in(work)
     caches = ("--kv-cache", "hadamard:4", "--kv-cache", "polar")
     result = done("eval", work / "q3", "--text", work / "text.txt", *COMMAND, *caches)
@@ -171,7 +169,7 @@ def test_the_table_shows_caches_and_nothing_is_recorded(work: Path) -> None:
     assert "KV cache" not in plain.stdout
 
 
-def test_json_has_the_figures_of_caches(work: Path) -> None:
+def test_json_has_the_figures_of_caches(work):
     result = invoke("eval", work / "q3", "--text", work / "text.txt", *COMMAND, "--kv-cache", "hadamard:4", "--json")
     own, row = json.loads(result.stdout)["models"]
     assert own["kv_cache"] is None and own["kl"] is None
@@ -184,7 +182,7 @@ def test_json_has_the_figures_of_caches(work: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["klt:2", "klt:3", "hadamard:4", "polar-rope:m4n4,residual=0"])
-def test_windows_that_have_nothing_in_common_do_not_change_each_other(spec: str) -> None:
+def test_windows_that_have_nothing_in_common_do_not_change_each_other(spec):
     """Their keys and values differ in size and direction, as those of different texts do."""
     random = np.random.default_rng(5)
     windows = [random.integers(0, known, 100) for known in (3, 60, 30, 9)]
@@ -195,9 +193,7 @@ def test_windows_that_have_nothing_in_common_do_not_change_each_other(spec: str)
 
 
 @pytest.mark.parametrize("spec", ["hadamard:4", "polar", "polar-rope:m4n4", "hadamard:3,residual=16", "none"])
-def test_windows_that_are_read_together_have_the_figures_of_each(
-    spec: str, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_that_are_read_together_have_the_figures_of_each(spec, work, monkeypatch):
     net, ids = open_model(work / "source").net, tokenize(work / "source", TEXT)
     windows = [ids[start : start + 100] for start in range(0, 50, 10)]
     together, alone = CachedRun(net, spec), CachedRun(net, spec)

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 from commands import answer, done, refused
 from external_runtimes import need
-from helpers import f32, gaussian, write_checkpoint
-from language_models import END, SPEECH, TEMPLATE, llama_config, speaker, tokenizer_files
+from language_models import END, SPEECH, TEMPLATE, babbler, continued, speaker
 from tiny_gguf import llama_gguf
 
 from pqweights.errors import SourceError
 from pqweights.inference.runtimes import llama_cpp
 from pqweights.inference.runtimes.folders import LLAMA_CPP, size
 from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.steps import Continuation, TokenChoice
+from pqweights.inference.runtimes.steps import Continuation
 from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
 
 need("llama.cpp")
@@ -32,30 +31,6 @@ pytest.importorskip("transformers")
 IDS = np.random.default_rng(0).integers(0, 256, 100)
 HARD = "Zé€😀\t1 <s>hello  world\n\n </s> 漢字 1234 \x00é"
 WORDS = " ".join(f"word{number}" for number in range(60))
-
-
-def llama(folder: Path, *, layers: int = 2) -> Path:
-    """A Llama with random weights whose logits are of the size of those of a trained model."""
-    hidden, half, inner, vocabulary = 128, 64, 256, 384
-    tensors = {
-        "model.embed_tokens.weight": gaussian(vocabulary, hidden, seed=1, scale=1),
-        "lm_head.weight": gaussian(vocabulary, hidden, seed=2, scale=0.3),
-        "model.norm.weight": 1 + gaussian(hidden, seed=3, scale=0.1),
-    }
-    shapes = {"q": (hidden, hidden), "k": (half, hidden), "v": (half, hidden), "o": (hidden, hidden)}
-    for layer in range(layers):
-        start = f"model.layers.{layer}."
-        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
-            tensors[f"{start}{name}.weight"] = 1 + gaussian(hidden, seed=layer * 20 + number, scale=0.1)
-        for number, (name, shape) in enumerate(shapes.items()):
-            tensors[f"{start}self_attn.{name}_proj.weight"] = gaussian(*shape, seed=layer * 20 + 5 + number, scale=0.1)
-        for number, name in enumerate(("gate", "up", "down")):
-            shape = (hidden, inner) if name == "down" else (inner, hidden)
-            tensors[f"{start}mlp.{name}_proj.weight"] = gaussian(*shape, seed=layer * 20 + 10 + number, scale=0.1)
-    config = llama_config(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
-    return write_checkpoint(
-        folder, {name: f32(values) for name, values in tensors.items()}, config=config, companions=tokenizer_files()
-    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +49,7 @@ def one_thread() -> Iterator[None]:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint source, the same as source.gguf and as split files, and text.txt."""
     folder = tmp_path_factory.mktemp("llama")
-    source = llama(folder / "source")
+    source = babbler(folder / "source")
     llama_gguf(source, folder / "source.gguf")
     (folder / "split").mkdir()
     llama_gguf(source, folder / "split" / "m.gguf", split_max_tensors=8)
@@ -87,7 +62,7 @@ def models(work: Path) -> tuple[Model, Model]:
     return open_model(work / "source"), open_model(work / "source.gguf")
 
 
-def test_logits_are_those_of_transformers(models: tuple[Model, Model]) -> None:
+def test_logits_are_those_of_transformers(models):
     expected, found = (model.logits(IDS, 64) for model in models)
     assert found.shape == (64, 384) and found.dtype == np.float32
     assert np.abs(expected).max() > 5
@@ -96,61 +71,61 @@ def test_logits_are_those_of_transformers(models: tuple[Model, Model]) -> None:
 
 
 @pytest.mark.parametrize("last", [1, 30, 100])
-def test_logits_do_not_depend_on_batches_nor_on_calls_before(
-    models: tuple[Model, Model], last: int, monkeypatch: pytest.MonkeyPatch, work: Path
-) -> None:
+def test_logits_do_not_depend_on_batches_nor_on_calls_before(models, last, monkeypatch, work):
     expected = models[1].logits(IDS, 100)[-last:]
     monkeypatch.setattr(llama_cpp, "BATCH_TOKENS", 24)
     np.testing.assert_allclose(open_model(work / "source.gguf").logits(IDS, last), expected, rtol=0, atol=1e-4)
 
 
-def test_split_files_are_one_model(work: Path, models: tuple[Model, Model]) -> None:
+def test_split_files_are_one_model(work, models):
     second = next(work.glob("split/*-00002-of-*.gguf"))
     for path in (work / "split", second):
         np.testing.assert_array_equal(open_model(path).logits(IDS, 5), models[1].logits(IDS, 5))
     assert size(work / "split").parameters == size(work / "source.gguf").parameters
 
 
-def test_greedy_generation_is_that_of_transformers(models: tuple[Model, Model]) -> None:
-    expected, found = (model.generate(IDS[:10], 40) for model in models)
-    assert found.tolist() == expected.tolist() and found.dtype == np.int64
-    assert models[1].generate(IDS[:10], 40).tolist() == expected.tolist()
+def test_greedy_generation_is_that_of_transformers(models):
+    expected, found = (continued(model.stepper, IDS[:10], 40) for model in models)
+    assert found == expected == continued(models[1].stepper, IDS[:10], 40)
 
 
 def followed(model: Model, ids: Any, count: int, **chosen: Any) -> tuple[list[int], int]:
     """The tokens that a stepper makes, and how many of the prompt it read."""
-    tokens: list[int] = []
-    model.stepper.run(ids, Continuation(most=count, choice=TokenChoice(**chosen)), tokens.append)
-    return tokens, model.stepper.read_tokens
+    return continued(model.stepper, ids, count, **chosen), model.stepper.read_tokens
 
 
-def test_stepper_keeps_what_prompts_have_in_common(work: Path) -> None:
-    model, fresh = open_model(work / "source.gguf"), open_model(work / "source.gguf")
+def anew(work: Path, ids: Any, count: int) -> list[int]:
+    """The tokens of a model that has read nothing."""
+    return continued(open_model(work / "source.gguf").stepper, ids, count)
+
+
+def test_stepper_keeps_what_prompts_have_in_common(work):
+    model = open_model(work / "source.gguf")
     tokens, _ = followed(model, IDS[:20], 10)
     read = np.array([*IDS[:20], *tokens[:-1]])
     prompts = (np.concatenate([read, IDS[50:60]]), np.concatenate([read[:8], IDS[60:70]]), IDS[:20])
     for ids, count in zip(prompts, (10, 10, 12), strict=True):
-        assert followed(model, ids, 5) == (fresh.generate(ids, 5).tolist(), count)
+        assert followed(model, ids, 5) == (anew(work, ids, 5), count)
 
 
-def test_context_grows_with_the_prompt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_grows_with_the_prompt(work, monkeypatch):
     monkeypatch.setattr(llama_cpp, "ROOM_STEP", 1)
-    model, whole = open_model(work / "source.gguf"), open_model(work / "source.gguf").generate(IDS[:20], 80).tolist()
+    model, whole = open_model(work / "source.gguf"), anew(work, IDS[:20], 80)
     assert followed(model, IDS[:20], 30) == (whole[:30], 20)
     longer = np.array([*IDS[:20], *whole[:30]])
     assert followed(model, longer, 50) == (whole[30:], 50)  # anew, as there is no room
     assert followed(model, longer[:-1], 30) == (whole[29:59], 1)
 
 
-def test_tokens_are_chosen_by_llama_cpp(work: Path) -> None:
+def test_tokens_are_chosen_by_llama_cpp(work):
     model = open_model(work / "source.gguf")
     samples = [followed(model, IDS[:20], 20, temperature=2.0, seed=seed)[0] for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2]
     likeliest = followed(model, IDS[:20], 20, temperature=2.0, top_p=1e-6, seed=1)[0]
-    assert likeliest == model.generate(IDS[:20], 20).tolist()
+    assert likeliest == anew(work, IDS[:20], 20)
 
 
-def test_broken_off_reply_is_not_kept(work: Path) -> None:
+def test_broken_off_reply_is_not_kept(work):
     model = open_model(work / "source.gguf")
 
     def interrupt(_: int) -> None:
@@ -164,7 +139,7 @@ def test_broken_off_reply_is_not_kept(work: Path) -> None:
 # Tokens.
 
 
-def test_tokens_are_those_of_transformers(work: Path) -> None:
+def test_tokens_are_those_of_transformers(work):
     ours, theirs = (load_tokenizer(work / name) for name in ("source.gguf", "source"))
     for special in (False, True):
         assert ours(HARD, add_special_tokens=special) == {
@@ -177,12 +152,12 @@ def test_tokens_are_those_of_transformers(work: Path) -> None:
     assert ours.eos_token_id == END and ours.ends == {END} and len(ours) == 384
 
 
-def test_text_is_cut_as_for_transformers(work: Path) -> None:
+def test_text_is_cut_as_for_transformers(work):
     for most in (None, 7):
         assert tokenize(work / "source.gguf", WORDS, most).tolist() == tokenize(work / "source", WORDS, most).tolist()
 
 
-def test_file_without_a_tokenizer_is_refused(work: Path, tmp_path: Path) -> None:
+def test_file_without_a_tokenizer_is_refused(work, tmp_path):
     path = llama_gguf(work / "source", tmp_path / "a.gguf", tokenizer=False)
     with pytest.raises(SourceError, match="expected a tokenizer, found none; `tokenizer` names"):
         load_tokenizer(path)
@@ -192,7 +167,7 @@ def test_file_without_a_tokenizer_is_refused(work: Path, tmp_path: Path) -> None
 # eval
 
 
-def test_eval_of_the_same_weights_finds_no_difference(work: Path) -> None:
+def test_eval_of_the_same_weights_finds_no_difference(work):
     found = answer("eval", "--quiet", work / "source.gguf", "--reference", work / "source", "--text", work / "text.txt",
                    "--window", 64)  # fmt: skip
     (row,) = found["models"]
@@ -203,7 +178,7 @@ def test_eval_of_the_same_weights_finds_no_difference(work: Path) -> None:
     assert 0 <= row["kl"]["mean"]["value"] < 1e-8 and row["top1_agreement"]["value"] == 1
 
 
-def test_eval_needs_no_reference_and_takes_several_files(work: Path, tmp_path: Path) -> None:
+def test_eval_needs_no_reference_and_takes_several_files(work, tmp_path):
     quantized = llama_gguf(work / "source", tmp_path / "q8.gguf", kind="Q8_0")
     result = done("eval", quantized, work / "split", "--text", work / "text.txt", "--window", 64)
     assert "computed by llama.cpp" in result.stdout and "q8.gguf" in result.stdout
@@ -212,7 +187,7 @@ def test_eval_needs_no_reference_and_takes_several_files(work: Path, tmp_path: P
     assert 0 < found["models"][0]["kl"]["mean"]["value"] < 0.01
 
 
-def test_eval_refuses_what_llama_cpp_does_not_have(work: Path) -> None:
+def test_eval_refuses_what_llama_cpp_does_not_have(work):
     file = work / "source.gguf"
     for options, message in (
         (["--dtype", "bfloat16"], "--dtype bfloat16: llama.cpp computes in types of its own; leave it out"),
@@ -225,7 +200,7 @@ def test_eval_refuses_what_llama_cpp_does_not_have(work: Path) -> None:
     done("eval", file, "--text", work / "text.txt", "--device", "auto", "--max-tokens", 128)
 
 
-def test_eval_refuses_models_with_other_vocabularies_and_tokens(work: Path, tmp_path: Path) -> None:
+def test_eval_refuses_models_with_other_vocabularies_and_tokens(work, tmp_path):
     shutil.copytree(work / "source", tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 380}))
@@ -242,16 +217,10 @@ def test_eval_refuses_models_with_other_vocabularies_and_tokens(work: Path, tmp_
     done("eval", work / "source.gguf", "--reference", tmp_path / "other", *text, "--tokenizer", work / "source")
 
 
-def test_figures_of_an_export_are_recorded_beside_it(work: Path) -> None:
-    assert not list(work.glob("*.json"))
-    done("eval", work / "source.gguf", "--text", work / "text.txt")
-    assert not list(work.glob("*.json"))  # a file of somebody else's
-
-
 # generate
 
 
-def test_generate_continues_and_chats(tmp_path: Path) -> None:
+def test_generate_continues_and_chats(tmp_path):
     source = speaker(tmp_path / "source", template=TEMPLATE)
     file = llama_gguf(source, tmp_path / "a.gguf")
     for options in ((), ("--no-chat",)):
@@ -262,7 +231,7 @@ def test_generate_continues_and_chats(tmp_path: Path) -> None:
     assert answer("generate", "--quiet", file, "--prompt", "x", "--system", "y")["text"] == SPEECH
 
 
-def test_generate_names_what_the_template_refuses(tmp_path: Path) -> None:
+def test_generate_names_what_the_template_refuses(tmp_path):
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
     file = llama_gguf(speaker(tmp_path / "source", template=refusing), tmp_path / "a.gguf")
     line = refused("generate", file, "--prompt", "x", "--system", "y")
@@ -274,7 +243,7 @@ def test_generate_names_what_the_template_refuses(tmp_path: Path) -> None:
 # What llama.cpp refuses.
 
 
-def test_files_that_llama_cpp_refuses_give_one_line(work: Path, tmp_path: Path) -> None:
+def test_files_that_llama_cpp_refuses_give_one_line(work, tmp_path):
     data = (work / "source.gguf").read_bytes()
     broken = tmp_path / "a.gguf"
     broken.write_bytes(data.replace(b"llama.embedding_length", b"llama.embedding_lengtx"))
@@ -286,12 +255,12 @@ def test_files_that_llama_cpp_refuses_give_one_line(work: Path, tmp_path: Path) 
     assert "data is truncated" in refused("eval", broken, "--text", work / "text.txt")
 
 
-def test_nothing_but_errors_is_printed(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_but_errors_is_printed(work, capfd):
     open_model(work / "source.gguf").logits(IDS, 1)
     assert capfd.readouterr() == ("", "")
 
 
-def test_neither_torch_nor_transformers_is_needed(work: Path) -> None:
+def test_neither_torch_nor_transformers_is_needed(work):
     code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'gguf'))); "
     code += "from pqweights_cli.main import app; app()"
     for command in (("eval", "source.gguf", "--text", "text.txt"), ("generate", "source.gguf", "-p", "hello")):

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from calls import quantize
 from commands import answer, done, refused
-from language_models import TEMPLATE, babbler
+from language_models import TEMPLATE, babbler, continued
 
 import pqweights
 from pqweights.errors import OptionError
-from pqweights.inference.generation.generator import Generator
-from pqweights.inference.generation.report import Generation
+from pqweights.inference.generator import Generator
+from pqweights.inference.report import Generation
 from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
-from pqweights.inference.runtimes.steps import Continuation
 from pqweights.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 
@@ -93,16 +92,10 @@ def test_a_cache_that_is_cropped_is_that_of_a_shorter_text(spec: str, work: Path
     ids = np.frombuffer(PROMPT.encode() * 2, dtype=np.uint8).astype(np.int64)
     other = np.concatenate([ids[:60], ids[5:25]])
     used, fresh = CachedRun(model.net, spec).stepper(), CachedRun(model.net, spec).stepper()
-    generated(used, ids, 1)
-    assert generated(used, other, 3) == generated(fresh, other, 3)
+    continued(used, ids, 1)
+    assert continued(used, other, 3) == continued(fresh, other, 3)
     assert (used.read_tokens, fresh.read_tokens) == (20, 80)
     assert used.cache.get_seq_length() == len(other) + 2
-
-
-def generated(stepper: Any, prompt: Any, count: int) -> list[int]:
-    tokens: list[int] = []
-    stepper.run(prompt, Continuation(most=count), tokens.append)
-    return tokens
 
 
 def test_a_reply_that_is_broken_off_leaves_no_cache(work: Path) -> None:
@@ -118,11 +111,11 @@ def test_a_reply_that_is_broken_off_leaves_no_cache(work: Path) -> None:
 def test_hybrid_models_generate_through_transformers(tmp_path: Path) -> None:
     model = open_model(families.build(families.FAMILIES["qwen3_5"], tmp_path / "model"))
     prompt = np.resize(np.array(families.IDS[0], dtype=np.int64), 60)
-    expected = model.generate(prompt, 8).tolist()
+    expected = continued(model.stepper, prompt, 8)
     for spec in ("none", "hadamard:8"):
         run = CachedRun(model.net, spec)
         stepper = run.stepper()
-        assert generated(stepper, prompt, 8) == generated(stepper, prompt, 8) == expected
+        assert continued(stepper, prompt, 8) == continued(stepper, prompt, 8) == expected
         figures = run.figures(stepper.cache)
         assert (figures.spec, figures.tokens) == (spec, 60 + 8 - 1)
         assert (figures.bits_per_coordinate == 16) == (spec == "none")
@@ -148,14 +141,9 @@ def test_the_last_line_names_the_cache(work: Path) -> None:
     assert "float32 on cpu, KV cache hadamard:4,residual=8 at " in result.stderr.splitlines()[-1]
 
 
-def test_the_function_takes_a_spec(work: Path) -> None:
-    found = pqweights.generate(work / "plain", PROMPT, max_tokens=5, kv_cache="hadamard:3")
-    assert found.kv_cache is not None and found.kv_cache.spec == "hadamard:3"
+def test_a_bad_spec_is_one_line(work: Path) -> None:
     with pytest.raises(OptionError, match="no method is called"):
         pqweights.generate(work / "nowhere", PROMPT, kv_cache="hadamrd:3")
-
-
-def test_a_bad_spec_is_one_line(work: Path) -> None:
     told = refused("generate", work / "plain", "-p", "A", "--kv-cache", "hadamard:4,keep=3", code=2)
     assert "hadamard has no option 'keep'" in told
     assert "the nearest is 'klt'" in refused("generate", work / "nowhere", "-p", "A", "--kv-cache", "kl", code=2)

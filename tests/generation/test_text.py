@@ -10,7 +10,7 @@ from blocks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.inference.generation.prompts import TextStream
+from pqweights.inference.prompts import TextStream
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

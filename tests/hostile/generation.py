@@ -100,7 +100,7 @@ CASES = [
     caching("misspelled", "hadamrd:3", "no method is called 'hadamrd'", "the nearest is 'hadamard'"),
     caching("empty", "=", "no method is called '='", "expected klt"),
     caching("option-unknown", "hadamard:4,keep=3", "no option 'keep'", "bits=N, keys=N"),
-    caching("option-without-a-number", "hadamard:residual", "expected residual=N"),
+    caching("option-without-a-number", "hadamard:residual", "residual: expected a whole number", "found ''"),
     caching("option-twice", "hadamard:3,bits=4", "bits is given twice"),
     caching("bits-too-many", "hadamard:bits=9", "a whole number from 2 to 8", "found '9'"),
     caching("bits-nan", "klt:bits=nan", "a multiple of 0.25 from 1 to 6", "found 'nan'"),

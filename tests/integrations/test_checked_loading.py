@@ -49,7 +49,7 @@ def master(base: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize("name", [WEIGHT + "_codes", WEIGHT + "_norms", NORM])
-def test_no_damaged_tensor_reaches_a_model(name: str, load: Callable[[Path], Any], master: Path) -> None:
+def test_no_damaged_tensor_reaches_a_model(name, load, master):
     place = flip(master, name, at=-1 if name == NORM else 0)
     with pytest.raises(MasterError, match=re.escape(place) + r": blake3_of_pieces: expected [0-9a-f]{64}, found"):
         load(master)
@@ -57,9 +57,7 @@ def test_no_damaged_tensor_reaches_a_model(name: str, load: Callable[[Path], Any
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_tensor_of_the_model_is_checked(
-    packed: bool, family: str, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tensor_of_the_model_is_checked(packed, family, base, monkeypatch):
     """Stacks of experts, transposed ones included."""
     from pqweights.integrations import conversion
 
@@ -72,14 +70,14 @@ def test_every_tensor_of_the_model_is_checked(
     assert checks._checked == dict.fromkeys(stored_in(folder), "") and not checks._begun
 
 
-def test_tensors_that_a_model_does_not_use_are_not_read(master: Path) -> None:
+def test_tensors_that_a_model_does_not_use_are_not_read(master):
     place = flip(master, HEAD + "_codes")
     transformers.LlamaModel.from_pretrained(master)
     with pytest.raises(MasterError, match=re.escape(place)):
         transformers.LlamaForCausalLM.from_pretrained(master)
 
 
-def test_a_master_of_manifest_version_1_is_checked(tmp_path: Path) -> None:
+def test_a_master_of_manifest_version_1_is_checked(tmp_path):
     from pqweights.checkpoint.source import stored_tensors
     from pqweights.checkpoint.storage import LocalStorage
     from pqweights.rewrite.listed_files import checked_reads
@@ -98,7 +96,7 @@ def test_a_master_of_manifest_version_1_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("generate", "--prompt", "w1"), ("generate", "--prompt", "w1", "--packed")])
-def test_commands_name_the_damaged_tensor(command: tuple[str, ...], base: Path, tmp_path: Path) -> None:
+def test_commands_name_the_damaged_tensor(command, base, tmp_path):
     source = language_models.with_tokenizer(families.build(families.FAMILIES["llama"], tmp_path / "source"))
     run_command({"quantize": str(source)}, tmp_path / "master")
     place = flip(tmp_path / "master", WEIGHT + "_codes")
@@ -115,28 +113,28 @@ def shard(folder: Path) -> Path:
 
 @pytest.mark.parametrize("load", [LOADS["load_model"], LOADS["from_pretrained"]])
 @pytest.mark.parametrize("change", [-8, 8])
-def test_weight_file_of_another_size_is_refused(change: int, load: Callable[[Path], Any], master: Path) -> None:
+def test_weight_file_of_another_size_is_refused(change, load, master):
     size = shard(master).stat().st_size
     os.truncate(shard(master), size + change)
     with pytest.raises(MasterError, match=rf"{shard(master).name}: expected {size} bytes, .*found {size + change}"):
         load(master)
 
 
-def test_missing_weight_file_is_refused(master: Path) -> None:
+def test_missing_weight_file_is_refused(master):
     name = shard(master).name
     shard(master).unlink()
     with pytest.raises(MasterError, match=rf"{name} is missing \(pqweights.json lists it with \d+ bytes\); fetch"):
         pqweights.load_model(master)
 
 
-def test_missing_index_is_refused(master: Path) -> None:
+def test_missing_index_is_refused(master):
     (master / "model.safetensors.index.json").unlink()
     with pytest.raises(MasterError, match=r"model\.safetensors\.index\.json is missing"):
         pqweights.load_model(master)
 
 
 @pytest.mark.parametrize("content", [None, "damaged"])
-def test_master_without_a_readable_manifest_is_loaded(content: str | None, master: Path) -> None:
+def test_master_without_a_readable_manifest_is_loaded(content, master):
     (master / "pqweights.json").unlink()
     if content is not None:
         (master / "pqweights.json").write_text(content)
@@ -144,14 +142,14 @@ def test_master_without_a_readable_manifest_is_loaded(content: str | None, maste
         assert pqweights.load_model(master).num_parameters() > 0
 
 
-def test_small_files_may_be_missing_or_edited(master: Path) -> None:
+def test_small_files_may_be_missing_or_edited(master):
     (master / "generation_config.json").unlink(missing_ok=True)
     config = master / "config.json"
     config.write_text(config.read_text() + "\n")
     assert pqweights.load_model(master).num_parameters() > 0
 
 
-def test_interrupted_run_is_named(tmp_path: Path) -> None:
+def test_interrupted_run_is_named(tmp_path):
     (tmp_path / ".pqweights").mkdir()
     (tmp_path / ".pqweights/journal.jsonl").write_text('{"kind": "master"}\n')
     with pytest.raises(MasterError, match="unfinished run of pqweights quantize: run the same command again"):
@@ -201,7 +199,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], str |
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_transformers_loads_is_loaded_with_its_warning(case: str, base: Path, tmp_path: Path) -> None:
+def test_what_transformers_loads_is_loaded_with_its_warning(case, base, tmp_path):
     change, config, expected = CASES[case]
     source, master = changed(base, tmp_path, change, **config)
     own = getattr(transformers, config.get("architectures", ["LlamaForCausalLM"])[0])
@@ -221,7 +219,7 @@ def test_what_transformers_loads_is_loaded_with_its_warning(case: str, base: Pat
             assert all(torch.equal(ours.state_dict()[name], theirs.state_dict()[name]) for name in given)
 
 
-def test_shapes_that_differ_are_the_callers_choice(base: Path, tmp_path: Path) -> None:
+def test_shapes_that_differ_are_the_callers_choice(base, tmp_path):
     _, master = changed(base, tmp_path, lambda t: t.update({HEAD: bf16(gaussian(512, 128))}))
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         pqweights.load_model(master)
@@ -229,7 +227,7 @@ def test_shapes_that_differ_are_the_callers_choice(base: Path, tmp_path: Path) -
         pqweights.load_model(master, ignore_mismatched_sizes=True)
 
 
-def test_commands_compute_without_what_has_no_place_and_not_with_random_weights(base: Path, tmp_path: Path) -> None:
+def test_commands_compute_without_what_has_no_place_and_not_with_random_weights(base, tmp_path):
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 " * 40)
     source, master = changed(base, tmp_path / "more", lambda t: t.update({MORE: f32(gaussian(4))}))
     _, headless = changed(base, tmp_path / "less", lambda t: t.pop(HEAD))

@@ -41,9 +41,7 @@ def small_chunks_and_the_threads_of_before(monkeypatch: pytest.MonkeyPatch) -> I
 def opened(folder: Path) -> PackedTensor:
     (weight,) = open_local(folder).tensors
     assert isinstance(weight, EncodedTensor)
-    made = pack(weight, torch.bfloat16)
-    assert made is not None
-    return made
+    return pack(weight, torch.bfloat16)
 
 
 def threads_used(weight: PackedTensor) -> set[int]:
@@ -61,7 +59,7 @@ def threads_used(weight: PackedTensor) -> set[int]:
 
 
 @pytest.mark.parametrize("counts", [(4, 1), (1, 4), (2, 3, 1, 2)])
-def test_work_is_shared_by_as_many_threads_as_torch_has_now(counts: tuple[int, ...], folder: Path) -> None:
+def test_work_is_shared_by_as_many_threads_as_torch_has_now(counts, folder):
     weight = opened(folder)
     for count in counts:
         torch.set_num_threads(count)
@@ -71,7 +69,7 @@ def test_work_is_shared_by_as_many_threads_as_torch_has_now(counts: tuple[int, .
             assert used == {threading.get_ident()}
 
 
-def test_bytes_are_the_same_for_any_number_of_threads(folder: Path) -> None:
+def test_bytes_are_the_same_for_any_number_of_threads(folder):
     weight, found = opened(folder), []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
@@ -79,7 +77,7 @@ def test_bytes_are_the_same_for_any_number_of_threads(folder: Path) -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-def test_error_of_the_first_chunk_is_raised(folder: Path) -> None:
+def test_error_of_the_first_chunk_is_raised(folder):
     weight = opened(folder)
     torch.set_num_threads(3)
 
@@ -115,7 +113,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_forked_process_decodes_and_multiplies(folder: Path) -> None:
+def test_forked_process_decodes_and_multiplies(folder):
     here = Path(__file__)
     script = f"import sys; sys.path.append({str(here.parents[1] / 'support')!r})\n{FORKED}"
     run = [sys.executable, "-W", "ignore", "-c", script, str(folder)]

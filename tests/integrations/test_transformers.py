@@ -65,7 +65,7 @@ AUTO = {"qwen3_vl": "AutoModelForImageTextToText", "gpt2": "AutoModel"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_match_the_bf16_export(name: str, base: Path) -> None:
+def test_weights_match_the_bf16_export(name, base):
     auto = AUTO.get(name, "AutoModelForCausalLM")
     loaded = load(families.master(base, name), auto)
     assert_same(loaded, load(families.exported(base, name, "bf16"), auto))
@@ -77,12 +77,12 @@ def test_weights_match_the_bf16_export(name: str, base: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_image_text_model_matches_the_bf16_export(name: str, base: Path) -> None:
+def test_image_text_model_matches_the_bf16_export(name, base):
     auto = "AutoModelForImageTextToText"
     assert_same(load(families.master(base, name), auto), load(families.exported(base, name, "bf16"), auto))
 
 
-def test_fused_experts_in_several_shards_are_loaded(tmp_path: Path) -> None:
+def test_fused_experts_in_several_shards_are_loaded(tmp_path):
     family = FAMILIES["qwen3_moe"]
     config = getattr(transformers, family.config)(**family.settings)
     model = getattr(transformers, family.model)(config).to(torch.bfloat16)
@@ -104,7 +104,7 @@ BERT = {
 RECIPE = {"bits": 3, "rules": [{"name": "*query.weight", "bits": 8}, {"name": "*key.weight", "keep": True}]}
 
 
-def test_float32_is_decoded_without_rounding(tmp_path: Path) -> None:
+def test_float32_is_decoded_without_rounding(tmp_path):
     """The BERT has rows that blocks do not divide, mixed bit widths, a rescued weight and norms beyond float16."""
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_float32_is_decoded_without_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights_are_rounded_once_to_the_requested_dtype(dtype: str, base: Path) -> None:
+def test_weights_are_rounded_once_to_the_requested_dtype(dtype, base):
     folder = families.master(base, "llama")
     loaded = load(folder, dtype=getattr(torch, dtype)).state_dict()
     for tensor in open_local(folder).tensors:
@@ -136,7 +136,7 @@ def test_weights_are_rounded_once_to_the_requested_dtype(dtype: str, base: Path)
         assert torch.equal(loaded[tensor.name], expected), tensor.name
 
 
-def test_device_map_is_supported_but_not_offloading_to_disk(base: Path) -> None:
+def test_device_map_is_supported_but_not_offloading_to_disk(base):
     pytest.importorskip("accelerate")
     folder = families.master(base, "qwen3_moe")
     for device_map in ("cpu", "auto", {"": "cpu"}):
@@ -146,7 +146,7 @@ def test_device_map_is_supported_but_not_offloading_to_disk(base: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3_moe", "gpt_oss", "qwen3_5_moe"])
-def test_save_pretrained_writes_an_ordinary_checkpoint(name: str, base: Path, tmp_path: Path) -> None:
+def test_save_pretrained_writes_an_ordinary_checkpoint(name, base, tmp_path):
     loaded = load(families.master(base, name))
     loaded.save_pretrained(tmp_path / "saved")
     text = (tmp_path / "saved" / "config.json").read_text()
@@ -176,13 +176,13 @@ assert importlib.reload(auto) is auto""",
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_order_of_imports_does_not_matter(order: str) -> None:
+def test_order_of_imports_does_not_matter(order):
     ask = "from transformers.quantizers import auto; print(sorted({'pqweights'} & set(auto.AUTO_QUANTIZER_MAPPING)))"
     done = run_python(f"{ORDERS[order]}\n{ask}")
     assert (done.returncode, done.stdout) == (0, "['pqweights']\n"), done.stderr
 
 
-def test_loading_without_pqweights_fails_with_instructions(base: Path, tmp_path: Path) -> None:
+def test_loading_without_pqweights_fails_with_instructions(base, tmp_path):
     """Every function that loads weights raises an error that says what to do; configuration and tokenizer load."""
     code = """
 import sys
@@ -212,7 +212,7 @@ transformers.AutoModelForCausalLM.from_pretrained(text)
     assert log.read_text().strip().splitlines()[-1].endswith(GUARD)
 
 
-def test_guard_of_a_source_is_replaced_in_masters_and_removed_in_exports(tmp_path: Path) -> None:
+def test_guard_of_a_source_is_replaced_in_masters_and_removed_in_exports(tmp_path):
     """The key names the weight file of an adapter in the source, which the output does not have."""
     config = {"architectures": ["Some"], GUARD_KEY: "adapter.safetensors", "text_config": {GUARD_KEY: "x.safetensors"}}
     source = write_checkpoint(
@@ -226,7 +226,7 @@ def test_guard_of_a_source_is_replaced_in_masters_and_removed_in_exports(tmp_pat
         assert GUARD_KEY not in (tmp_path / target / "config.json").read_text()
 
 
-def test_master_without_norms_is_refused(copied: Path) -> None:
+def test_master_without_norms_is_refused(copied):
     (file,) = copied.glob("*.safetensors")
     tensors = read_all(copied)
     name = "model.layers.0.mlp.up_proj.weight_norms"
@@ -237,7 +237,7 @@ def test_master_without_norms_is_refused(copied: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pqweights.errors.PqweightsWarning")
-def test_master_that_lacks_a_weight_of_its_index_is_refused(copied: Path) -> None:
+def test_master_that_lacks_a_weight_of_its_index_is_refused(copied):
     """It is damaged, although transformers would only warn."""
     (file,) = copied.glob("*.safetensors")
     kept = {name: tensor for name, tensor in read_all(copied).items() if "layers.1.mlp.up_proj" not in name}
@@ -260,7 +260,7 @@ def test_master_that_lacks_a_weight_of_its_index_is_refused(copied: Path) -> Non
         (lambda q: q["overrides"].update({"lm_head.weight": {"rotation": "x"}}), "rotation 'x'"),
     ],
 )
-def test_damaged_configuration_is_refused(change: Callable[[dict[str, Any]], None], message: str, copied: Path) -> None:
+def test_damaged_configuration_is_refused(change, message, copied):
     edit_config(copied, lambda config: change(config["quantization_config"]))
     with pytest.raises(MasterError, match=message):
         load(copied)
@@ -283,7 +283,7 @@ def scaled_master(master: Path, folder: Path) -> Path:
     return folder
 
 
-def test_load_model_finds_the_class_and_refuses_other_folders(base: Path, tmp_path: Path) -> None:
+def test_load_model_finds_the_class_and_refuses_other_folders(base, tmp_path):
     for name in ("llama", "qwen3_5", "gpt2"):
         loaded = pqweights.load_model(families.master(base, name))
         assert type(loaded).__name__ == FAMILIES[name].model
@@ -296,7 +296,7 @@ def test_load_model_finds_the_class_and_refuses_other_folders(base: Path, tmp_pa
         pqweights.load_model(families.model(base, "llama"), packed=True)
 
 
-def test_load_model_without_transformers_names_the_package(base: Path) -> None:
+def test_load_model_without_transformers_names_the_package(base):
     code = """
 import sys
 sys.modules["transformers"] = None
@@ -317,9 +317,7 @@ pqweights.load_model(sys.argv[1])
         ("vllm", "needs compressed_tensors: pip install 'compressed-tensors>=0.20' 'torch>=2.6'"),
     ],
 )
-def test_load_model_of_an_export_names_the_missing_package(
-    target: str, needs: str, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_model_of_an_export_names_the_missing_package(target, needs, base, monkeypatch):
     pytest.importorskip("torchao" if target == "torchao-int4" else "compressed_tensors")
     folder = families.exported(base, "llama", target)
     assert pqweights.load_model(folder).config.architectures == ["LlamaForCausalLM"]
@@ -329,7 +327,7 @@ def test_load_model_of_an_export_names_the_missing_package(
     assert needs in str(raised.value)
 
 
-def test_load_model_of_an_export_that_cannot_run_is_refused(base: Path, tmp_path: Path) -> None:
+def test_load_model_of_an_export_that_cannot_run_is_refused(base, tmp_path):
     folder = Path(shutil.copytree(families.exported(base, "llama", "bf16"), tmp_path / "export"))
     for settings, expected in (
         ({"quantization": {"bits": 4, "group_size": 64}}, "for MLX; load it with mlx_lm.load"),
@@ -345,7 +343,7 @@ def test_load_model_of_an_export_that_cannot_run_is_refused(base: Path, tmp_path
     pqweights.load_model(folder)
 
 
-def test_guard_is_removed_from_unknown_nested_configurations(copied: Path, tmp_path: Path) -> None:
+def test_guard_is_removed_from_unknown_nested_configurations(copied, tmp_path):
     """transformers saves a nested dict that it does not know as it is."""
     config = json.loads((copied / "config.json").read_text())
     config["foo_config"] = {"a": 1, GUARD_KEY: GUARD}
@@ -356,7 +354,7 @@ def test_guard_is_removed_from_unknown_nested_configurations(copied: Path, tmp_p
     assert GUARD_KEY not in json.dumps(saved)
 
 
-def test_plain_weights_with_the_configuration_of_a_master_are_refused(copied: Path, base: Path) -> None:
+def test_plain_weights_with_the_configuration_of_a_master_are_refused(copied, base):
     """AutoConfig.from_pretrained(master), from_config and save_pretrained together make such a folder."""
     plain = families.exported(base, "llama", "bf16")
     for path in copied.glob("model*"):

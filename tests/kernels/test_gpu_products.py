@@ -24,7 +24,7 @@ from torch import Tensor
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
-from pqweights.integrations import packed_products_gpu
+from pqweights.integrations import packed_products
 from pqweights.integrations.packed_rows import Factor, PackedRows, decode_rows
 from pqweights.kernels import BlockCoding
 from pqweights.kernels.reference import decode_blocks
@@ -217,8 +217,8 @@ def test_stacked_rows_are_multiplied_like_the_decoded_matrix(
     decode_rows(matrix, 0, 39, out=decoded)
     x = random_inputs(rows, 384, dtype, device)
     bias = random_inputs(1, 39, dtype, device)[0]
-    assert packed_products_gpu.multiplies(matrix, x)
-    y = packed_products_gpu.multiply(matrix, x, bias)
+    assert packed_products.multiplies_on_gpu(matrix, x)
+    y = packed_products.multiply_on_gpu(matrix, x, bias)
     assert (y.shape, y.dtype, y.device) == ((rows, 39), dtype, x.device)
     expected = x.double() @ decoded.double().T + bias.double()
     assert ((y.double() - expected).abs() <= 2 * torch.finfo(dtype).eps * (expected.abs() + 2)).all()
@@ -227,18 +227,18 @@ def test_stacked_rows_are_multiplied_like_the_decoded_matrix(
 def test_other_rows_and_many_inputs_are_decoded(device: torch.device) -> None:
     rows = packed_rows(20, 384, bits=4, rotation=HADAMARD, device=device, scaled=False)
     few = random_inputs(3, 384, torch.float32, device)
-    assert packed_products_gpu.multiplies((rows,), few)
-    assert not packed_products_gpu.multiplies((rows,), few.double())
-    assert not packed_products_gpu.multiplies((rows,), few.repeat(30, 1))
-    assert not packed_products_gpu.multiplies((rows,), few.to("meta"))
-    assert not packed_products_gpu.multiplies((rows, replace(rows, offset=64)), few)
-    assert not packed_products_gpu.multiplies((replace(rows, columns=64),), few)
+    assert packed_products.multiplies_on_gpu((rows,), few)
+    assert not packed_products.multiplies_on_gpu((rows,), few.double())
+    assert not packed_products.multiplies_on_gpu((rows,), few.repeat(30, 1))
+    assert not packed_products.multiplies_on_gpu((rows,), few.to("meta"))
+    assert not packed_products.multiplies_on_gpu((rows, replace(rows, offset=64)), few)
+    assert not packed_products.multiplies_on_gpu((replace(rows, columns=64),), few)
 
 
 def test_without_triton_rows_are_decoded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = packed_rows(20, 384, bits=4, rotation=HADAMARD, device=device, scaled=False)
-    monkeypatch.setattr(packed_products_gpu, "_runs_triton", lambda device: False)
-    assert not packed_products_gpu.multiplies((rows,), random_inputs(3, 384, torch.float32, device))
+    monkeypatch.setattr(packed_products, "_runs_triton", lambda device: False)
+    assert not packed_products.multiplies_on_gpu((rows,), random_inputs(3, 384, torch.float32, device))
 
 
 @on_gpu
@@ -246,14 +246,14 @@ def test_a_cuda_graph_prepares_its_inputs_itself() -> None:
     matrix = (packed_rows(64, 512, bits=5, rotation=HADAMARD, device=torch.device("cuda"), scaled=False),)
     x = random_inputs(1, 512, torch.bfloat16, torch.device("cuda"))
     with torch.no_grad():
-        packed_products_gpu.multiply(matrix, x, None)
+        packed_products.multiply_on_gpu(matrix, x, None)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = packed_products_gpu.multiply(matrix, x, None)
+            y = packed_products.multiply_on_gpu(matrix, x, None)
         x.copy_(random_inputs(1, 512, torch.bfloat16, torch.device("cuda")) * 3)
         graph.replay()
-        assert torch.equal(y, packed_products_gpu.multiply(matrix, x, None))
+        assert torch.equal(y, packed_products.multiply_on_gpu(matrix, x, None))
 
 
 # --- machine code ---

@@ -26,7 +26,7 @@ def reference(codes: Array, bits: int) -> bytes:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_layout_is_the_documented_one(bits: int) -> None:
+def test_layout_is_the_documented_one(bits):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 2, 64), dtype=np.uint8)
     packed = pack(torch.from_numpy(codes), bits)
     assert packed.shape == (3, 2, 8 * bits) and packed.dtype == torch.uint8
@@ -36,7 +36,7 @@ def test_layout_is_the_documented_one(bits: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 8, 12, 33, 96])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_unpacking_undoes_packing(bits: int, count: int) -> None:
+def test_unpacking_undoes_packing(bits, count):
     codes = torch.randint(0, 1 << bits, (2, count), dtype=torch.uint8)
     packed = pack(codes, bits)
     assert packed.shape[-1] == packed_bytes(count, bits)
@@ -45,7 +45,7 @@ def test_unpacking_undoes_packing(bits: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_are_padded_to_whole_bytes_and_no_further(bits: int) -> None:
+def test_codes_are_padded_to_whole_bytes_and_no_further(bits):
     assert fields(bits) == FIELDS[bits]
     unit = 8 // FIELDS[bits][-1]
     for count in range(1, 40):
@@ -55,6 +55,6 @@ def test_codes_are_padded_to_whole_bytes_and_no_further(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_no_larger_tensor_stays_behind_packed_codes(bits: int) -> None:
+def test_no_larger_tensor_stays_behind_packed_codes(bits):
     packed = pack(torch.zeros(5, 64, dtype=torch.uint8), bits)
     assert packed.is_contiguous() and packed.untyped_storage().nbytes() == packed.numel()

@@ -16,9 +16,8 @@ from pqweights.inference.kv import bases as module
 from pqweights.inference.kv.bases import LEAST_SHARE, model_bases
 from pqweights.inference.kv.cache import kv_cache
 from pqweights.inference.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
-from pqweights.inference.kv.model import cached_model
 from pqweights.inference.kv.rotated import RotatedScalar
-from pqweights.inference.kv.schemes import parse_spec
+from pqweights.inference.kv.schemes import cached_model, parse_spec
 from pqweights.inference.kv.states import PackedStates
 
 KLT = parse_spec("klt")
@@ -35,7 +34,7 @@ def parts(found: dict[int, LayerBases]) -> list[StateBasis]:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "glm", "cohere", "gpt_oss", "gptj", "cohere2", "gemma2", "qwen3_vl"])
-def test_synthesis_undoes_analysis(name: str) -> None:
+def test_synthesis_undoes_analysis(name):
     for basis in parts(bases(model(name))):
         product = basis.analysis.double() @ basis.synthesis.double()
         assert torch.allclose(product, torch.eye(32, dtype=torch.float64).expand_as(product), atol=1e-3)
@@ -64,7 +63,6 @@ def states_before_rope(net: Any, number: int) -> dict[str, Tensor]:
     before = net.config._attn_implementation
     net.config._attn_implementation = "pqweights_seen"
     rotated = cached_model(net.config, KLT).pairs
-    assert rotated is not None
     cos = torch.ones(1, inputs.shape[1], rotated.rotated)
     with torch.no_grad(), pytest.raises(Stop):
         attention(inputs, position_embeddings=(cos, torch.zeros_like(cos)), attention_mask=None)
@@ -79,7 +77,7 @@ def covariance(states: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bases_follow_from_the_queries_keys_and_values_that_the_model_computes(name: str) -> None:
+def test_bases_follow_from_the_queries_keys_and_values_that_the_model_computes(name):
     """Errors of keys are measured by the covariance of the queries, not of their gates."""
     net = made(name)
     number = len(net.config.layer_types) - 1 if getattr(net.config, "layer_types", None) else 1
@@ -122,7 +120,7 @@ def off_diagonal(matrix: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "glm", "cohere", "gemma3", "phi3", "qwen3_vl", "cohere2"])
-def test_keys_are_turned_back_to_what_they_were_before_rope(name: str) -> None:
+def test_keys_are_turned_back_to_what_they_were_before_rope(name):
     """The same token everywhere has the same key then; layers without RoPE are left alone."""
     net = model(name)
     cache = kv_cache(net, "none")
@@ -141,7 +139,7 @@ def test_keys_are_turned_back_to_what_they_were_before_rope(name: str) -> None:
 # --- bits ---
 
 
-def test_bits_are_allocated_as_reverse_water_filling_has_it() -> None:
+def test_bits_are_allocated_as_reverse_water_filling_has_it():
     variances = torch.logspace(3, -3, 64)
     for bits in (1, 2.25, 4):
         widths = allocated(variances, bits)
@@ -162,7 +160,7 @@ def test_bits_are_allocated_as_reverse_water_filling_has_it() -> None:
     assert allocated(torch.ones(8), 1) == [1]
 
 
-def test_transform_coding_beats_rotation_where_weights_have_structure() -> None:
+def test_transform_coding_beats_rotation_where_weights_have_structure():
     """Keys of a strongly uneven covariance, measured by queries of another one."""
     size = 64
     mixed = torch.linalg.qr(gaussian(2, size, size))[0]
@@ -175,12 +173,11 @@ def test_transform_coding_beats_rotation_where_weights_have_structure() -> None:
         held = PackedStates(quantizer, 0)
         held.append(keys)
         found = held.decoded()
-        assert found is not None
         errors.append(relative_error(found @ queries.mT, keys @ queries.mT))
     assert errors[0] < 0.35 * errors[1]
 
 
-def test_weights_of_zero_leave_everything_finite() -> None:
+def test_weights_of_zero_leave_everything_finite():
     net = made("llama")
     with torch.no_grad():
         for attention, _ in module._attentions(net):
@@ -196,7 +193,7 @@ def test_weights_of_zero_leave_everything_finite() -> None:
 
 
 @pytest.mark.parametrize("size", [256, 512])
-def test_large_heads_have_an_order_of_their_own(size: int) -> None:
+def test_large_heads_have_an_order_of_their_own(size):
     even = StateBasis(torch.eye(size)[None], torch.eye(size)[None], torch.ones(1, size))
     states = gaussian(1, 1, 300, size) * torch.logspace(0, 2, size)[torch.randperm(size)]
     held = PackedStates(KarhunenLoeve(even, 4, None), 0)
@@ -205,7 +202,7 @@ def test_large_heads_have_an_order_of_their_own(size: int) -> None:
     assert found is not None and relative_error(found, states) < 0.01
 
 
-def test_packed_model_gives_nearly_the_bases_of_the_plain_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_packed_model_gives_nearly_the_bases_of_the_plain_one(tmp_path_factory):
     folder: Path = families.master(tmp_path_factory.getbasetemp(), "llama")
     packed, plain = (pqweights.load_model(folder, packed=each, dtype="float32") for each in (True, False))
     for one, other in zip(parts(bases(packed)), parts(bases(plain)), strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.cache import KVCache, kv_cache
-from pqweights.inference.kv.on_codes import NAME, PAST, attends_on_codes
+from pqweights.inference.kv.on_codes import NAME, PAST
 
 PROMPT, NEXT = 180, 4
 # Entries of the look-up tables of polar-rope are integers; the other products are in float32.
@@ -71,12 +71,12 @@ def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_products_on_codes_are_those_with_restored_states(spec: str, llama: Any) -> None:
+def test_products_on_codes_are_those_with_restored_states(spec, llama):
     check_alike(llama, spec, *caches(llama, spec, ids(PROMPT)))
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_batches_have_masks(spec: str, llama: Any) -> None:
+def test_batches_have_masks(spec, llama):
     mask = torch.ones(3, PROMPT, dtype=torch.int64)
     mask[0, :50] = mask[2, :7] = 0
     before, after = caches(llama, spec, ids(PROMPT, 3), mask)
@@ -84,7 +84,7 @@ def test_batches_have_masks(spec: str, llama: Any) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_cropped_and_chosen_caches_stay_on_codes(spec: str, llama: Any) -> None:
+def test_cropped_and_chosen_caches_stay_on_codes(spec, llama):
     pair = caches(llama, spec, ids(PROMPT, 3))
     check_alike(llama, spec, *pair, batch=3)
     for cache in pair:
@@ -103,13 +103,13 @@ def test_cropped_and_chosen_caches_stay_on_codes(spec: str, llama: Any) -> None:
 
 @pytest.mark.parametrize("spec", ["hadamard:3", "polar-rope:residual=0"])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
-def test_query_heads_share_keys(heads: int, spec: str) -> None:
+def test_query_heads_share_keys(heads, spec):
     net = causal(num_attention_heads=heads, num_key_value_heads=1)
     check_alike(net, spec, *caches(net, spec, ids(100, 2)), batch=2)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Cohere", "Glm", "Phi", "Mistral", "OPT"])
-def test_families_attend_on_codes(name: str) -> None:
+def test_families_attend_on_codes(name):
     """Their RoPE has halves or neighbours, all coordinates or some; OPT has none."""
     sizes = {"ffn_dim": 64, "word_embed_proj_dim": 64} if name == "OPT" else {}
     hidden = 128 if name in ("Phi", "OPT") else 64
@@ -118,7 +118,7 @@ def test_families_attend_on_codes(name: str) -> None:
     check_alike(net, spec, *caches(net, spec, ids(PROMPT)))
 
 
-def test_a_model_in_bfloat16_attends_on_codes() -> None:
+def test_a_model_in_bfloat16_attends_on_codes():
     net = causal().to(torch.bfloat16)
     before, after = caches(net, "hadamard:4", ids(PROMPT))
     found, expected = (one_by_one(net, cache, ids(NEXT)) for cache in (after, before))
@@ -126,7 +126,7 @@ def test_a_model_in_bfloat16_attends_on_codes() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generate_of_transformers_gives_the_same_tokens(beams: int, llama: Any) -> None:
+def test_generate_of_transformers_gives_the_same_tokens(beams, llama):
     def generated(**options: Any) -> list[list[int]]:
         cache = kv_cache(llama, "hadamard:8", **options)
         asked = {"max_new_tokens": 24, "num_beams": beams, "do_sample": False, "eos_token_id": -1}
@@ -136,14 +136,14 @@ def test_generate_of_transformers_gives_the_same_tokens(beams: int, llama: Any) 
     assert generated(on_codes=True) == generated()
 
 
-def test_sliding_layers_beside_packed_ones_attend_as_before() -> None:
+def test_sliding_layers_beside_packed_ones_attend_as_before():
     net = causal("Qwen3", num_hidden_layers=4, sliding_window=32, use_sliding_window=True, max_window_layers=2)
     before, after = caches(net, "hadamard:4", ids(PROMPT))
     assert len(after.packed_layers) == 2 < len(after.layers)
     check_alike(net, "hadamard:4", before, after)
 
 
-def test_other_caches_compute_what_they_did() -> None:
+def test_other_caches_compute_what_they_did():
     net = causal()
     prompt, mask = ids(PROMPT, 2), torch.ones(2, PROMPT + NEXT, dtype=torch.int64)
     mask[1, :20] = 0
@@ -165,23 +165,23 @@ def test_other_caches_compute_what_they_did() -> None:
 
 
 @pytest.mark.parametrize("spec", WITHOUT_KERNELS)
-def test_methods_without_kernels_restore(spec: str, llama: Any) -> None:
+def test_methods_without_kernels_restore(spec, llama):
     check_falls_back(llama, spec)
 
 
 @pytest.mark.parametrize("size", [16, 40, 80, 512])
 @pytest.mark.parametrize("spec", ["hadamard:4", "polar-rope"])
-def test_sizes_of_heads_without_kernels_restore(spec: str, size: int) -> None:
+def test_sizes_of_heads_without_kernels_restore(spec, size):
     check_falls_back(causal(head_dim=size), spec)
 
 
-def test_sizes_of_keys_have_kernels_where_values_stay() -> None:
+def test_sizes_of_keys_have_kernels_where_values_stay():
     net = causal(head_dim=40)
     check_alike(net, "polar-rope:values=16", *caches(net, "polar-rope:values=16", ids(PROMPT)))
     check_falls_back(causal(head_dim=512), "polar-rope:values=16")
 
 
-def test_more_query_heads_than_kernels_take_restore() -> None:
+def test_more_query_heads_than_kernels_take_restore():
     check_falls_back(causal(num_attention_heads=32, num_key_value_heads=1), "hadamard:4")
 
 
@@ -195,17 +195,17 @@ def test_more_query_heads_than_kernels_take_restore() -> None:
         ("Falcon", {"alibi": True, "multi_query": False, "num_kv_heads": 4, "head_dim": None}),
     ],
 )
-def test_models_that_attend_in_their_own_way_restore(name: str, changed: Any) -> None:
+def test_models_that_attend_in_their_own_way_restore(name, changed):
     net = causal(name, **changed)
     check_falls_back(net, "hadamard:4")
     assert net.config._attn_implementation != NAME
 
 
-def test_a_model_of_which_transformers_replaces_no_attention_restores() -> None:
+def test_a_model_of_which_transformers_replaces_no_attention_restores():
     check_falls_back(model("qwen3_5"), "hadamard:4")
 
 
-def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_and_masks_of_heads_restore(llama, monkeypatch):
     """What a model says to the attention beyond keys, values and a plain mask."""
     from pqweights.inference.kv import on_codes
 
@@ -225,20 +225,19 @@ def test_sinks_and_masks_of_heads_restore(llama: Any, monkeypatch: pytest.Monkey
         mask = told.pop("attention_mask", None)
         found, _ = on_codes.attention(module, query, taken, given, mask, **told)
         keys, values = (states.decoded() for states in layer.states)
-        assert keys is not None and values is not None
         last = [torch.cat([old[:, :, :100], new], dim=2) for old, new in ((keys, key), (values, value))]
         expected = torch.nn.functional.scaled_dot_product_attention(query, *last, enable_gqa=True).transpose(1, 2)
         assert torch.allclose(found, expected, atol=1e-5)
     assert not calls
 
 
-def test_an_attention_that_is_set_later_restores() -> None:
+def test_an_attention_that_is_set_later_restores():
     """Also if it is set in the middle of a text."""
     net = causal()
     before, after = caches(net, "hadamard:4", ids(PROMPT))
     one_by_one(net, after, ids(2, 1, seed=7))
     net.set_attn_implementation("eager")
-    assert not attends_on_codes(net.config)
+    assert net.config._attn_implementation != NAME
     one_by_one(net, before, ids(2, 1, seed=7))
     following = ids(NEXT)
     assert difference(one_by_one(net, after, following), one_by_one(net, before, following)) < NEAR
@@ -247,7 +246,7 @@ def test_an_attention_that_is_set_later_restores() -> None:
 # --- the agreement between cache and attention ---
 
 
-def test_an_attention_that_ignores_packed_keys_is_noticed(llama: Any) -> None:
+def test_an_attention_that_ignores_packed_keys_is_noticed(llama):
     layer = kv_cache(llama, "hadamard:4", on_codes=True).packed_layers[0]
     states = torch.randn(2, 1, 2, 40, 32)
     layer.update(*states)
@@ -262,7 +261,7 @@ def test_an_attention_that_ignores_packed_keys_is_noticed(llama: Any) -> None:
     layer.update(*one)
 
 
-def test_a_step_allocates_less_than_the_restored_states() -> None:
+def test_a_step_allocates_less_than_the_restored_states():
     count = 4000
     net = causal(num_hidden_layers=1, max_position_embeddings=8192)
     pair = caches(net, "hadamard:4", ids(count))

@@ -18,7 +18,7 @@ LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("size", [64, 128, 80])
-def test_hadamard_has_the_error_of_lloyd_and_max(bits: int, size: int) -> None:
+def test_hadamard_has_the_error_of_lloyd_and_max(bits, size):
     """The factor of each vector lowers it a little, by up to 1 / size of the energy of the noise's complement."""
     states = gaussian(1, 2, 500, size) * torch.logspace(-1, 1, 500)[:, None]
     found = relative_error(decoded(f"hadamard:{bits},centred=0", states), states)
@@ -29,7 +29,7 @@ def test_hadamard_has_the_error_of_lloyd_and_max(bits: int, size: int) -> None:
     assert 0.93 * expected < found < 1.03 * expected + rounding
 
 
-def test_centring_takes_the_mean_of_keys_off() -> None:
+def test_centring_takes_the_mean_of_keys_off():
     states = gaussian(1, 2, 500, 64) + 20 * gaussian(1, 2, 1, 64, seed=2)
     bare = relative_error(decoded("hadamard:4,centred=0", states), states)
     centred = relative_error(decoded("hadamard:4", states), states)
@@ -38,7 +38,7 @@ def test_centring_takes_the_mean_of_keys_off() -> None:
     assert relative_error(decoded("hadamard:4", states, "values"), states) == pytest.approx(bare, rel=0.05)
 
 
-def test_keys_and_values_may_have_bits_of_their_own() -> None:
+def test_keys_and_values_may_have_bits_of_their_own():
     states = gaussian(1, 2, 500, 64)
     for kind, bits in (("keys", 5), ("values", 2)):
         found = relative_error(decoded("hadamard:4,keys=5,values=2,centred=0", states, kind), states)
@@ -47,7 +47,7 @@ def test_keys_and_values_may_have_bits_of_their_own() -> None:
 
 @pytest.mark.parametrize("spec", sorted(set(SCHEMES) - {"none"}))
 @pytest.mark.parametrize("kind", ["keys", "values"])
-def test_zeros_stay_zeros(spec: str, kind: str) -> None:
+def test_zeros_stay_zeros(spec, kind):
     states = torch.zeros(2, 2, 200, 32)
     assert torch.equal(decoded(f"{spec}:residual=0", states, kind), states)
 
@@ -55,7 +55,7 @@ def test_zeros_stay_zeros(spec: str, kind: str) -> None:
 @pytest.mark.parametrize("spec", sorted(set(SCHEMES) - {"none"}))
 @pytest.mark.parametrize("kind", ["keys", "values"])
 @pytest.mark.parametrize("size", [32, 48, 128])
-def test_decoded_states_are_near_the_given_ones(spec: str, kind: str, size: int) -> None:
+def test_decoded_states_are_near_the_given_ones(spec, kind, size):
     states = gaussian(2, 2, 200, size)
     found = decoded(f"{spec}:residual=0", states, kind)
     assert found.shape == states.shape and found.dtype == states.dtype
@@ -84,7 +84,7 @@ def same(found: Tensor, expected: Array) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_values_of_polar_rope_have_one_scale_for_each_token(bits: int) -> None:
+def test_values_of_polar_rope_have_one_scale_for_each_token(bits):
     states = gaussian(2, 3, 40, 48) + 1
     same(decoded(f"polar-rope:values={bits},residual=0", states, "values"), affine(states.numpy(), bits))
 
@@ -104,7 +104,7 @@ def test_values_of_polar_rope_have_one_scale_for_each_token(bits: int) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [64, 128])
-def test_bits_are_those_of_a_count_by_hand(spec, keys, values, size) -> None:
+def test_bits_are_those_of_a_count_by_hand(spec, keys, values, size):
     for kind, expected in (("keys", keys(size)), ("values", values(size))):
         held = store(spec, size, kind)
         held.append(gaussian(1, 2, 256, size))
@@ -112,7 +112,7 @@ def test_bits_are_those_of_a_count_by_hand(spec, keys, values, size) -> None:
         assert held.packed_bytes() * 8 / (2 * 256 * size) == pytest.approx(expected, abs=1e-12)
 
 
-def test_klt_takes_its_bits_and_a_factor_and_its_tables() -> None:
+def test_klt_takes_its_bits_and_a_factor_and_its_tables():
     size, tokens, heads = 64, 512, 2
     for bits in (2, 2.5, 3.75):
         held = store(f"klt:{bits}", size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -17,25 +16,21 @@ from pqweights.inference.kv.schemes import SCHEMES, parse_spec
 WRONG = {
     "polr": "no method is called 'polr'; the nearest is 'polar'; expected klt, hadamard, polar-rope, polar, none",
     "": "no method is called ''; expected klt",
-    "Polar": "the nearest is 'polar'",
     "polar rope": "the nearest is 'polar-rope'",
     "hadamard:9": "hadamard has no option '9'; expected 2 to 8, bits=N, keys=N, values=N, centred=N, residual=N",
     "hadamard:bit=4": "hadamard has no option 'bit'; the nearest is 'bits'",
     "hadamard:": "hadamard has no option ''",
-    "hadamard:3,": "hadamard has no option ''",
-    "hadamard:bits": "bits: expected bits=N, with N a whole number from 2 to 8",
+    "hadamard:bits": "bits: expected a whole number from 2 to 8, found ''",
     "hadamard:bits=9": "bits: expected a whole number from 2 to 8, found '9'",
     "hadamard:bits=x": "bits: expected a whole number from 2 to 8, found 'x'",
     "hadamard:bits=": "bits: expected a whole number from 2 to 8, found ''",
     "hadamard:bits=nan": "bits: expected a whole number from 2 to 8, found 'nan'",
-    "hadamard:bits=inf": "bits: expected a whole number from 2 to 8, found 'inf'",
     "hadamard:bits=3.5": "bits: expected a whole number from 2 to 8, found '3.5'",
     "hadamard:centred=2": "centred: expected 0 or 1, found '2'",
     "hadamard:3,4": "bits is given twice",
     "hadamard:3,bits=4": "bits is given twice",
     "polar:residual=-1": "residual: expected a whole number from 0 to 1048575, found '-1'",
     "polar:residual=1048576": "residual: expected a whole number from 0 to 1048575",
-    "polar:residual=1.5": "residual: expected a whole number",
     "polar:4": "polar has no option '4'; expected residual=N",
     "polar-rope:m4n7": "polar-rope has no option 'm4n7'; the nearest is 'm4n",
     "polar-rope:m4n2,angle=3": "angle is given twice",
@@ -48,7 +43,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("spec", WRONG)
-def test_wrong_specs_are_refused_by_name(spec: str) -> None:
+def test_wrong_specs_are_refused_by_name(spec):
     with pytest.raises(OptionError, match=re.escape(WRONG[spec])) as found:
         parse_spec(spec)
     assert "\n" not in str(found.value) and str(found.value).startswith("KV cache")
@@ -56,33 +51,26 @@ def test_wrong_specs_are_refused_by_name(spec: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_written_specs_mean_the_same_again(name: str) -> None:
-    """Each value of each option alone, and all pairs of options with their first and last values."""
+def test_written_specs_mean_the_same_again(name):
+    """Each value of each option alone, and all options with their first or last values."""
     choices = {key: list(values)[:: max(1, len(values) // 40)] for key, values in SCHEMES[name].choices.items()}
-    given: list[dict[str, Any]] = [{}]
-    given += [{key: value} for key, values in choices.items() for value in values]
-    for first, second in itertools.combinations(choices, 2):
-        ends = itertools.product(*([values[0], values[-1]] for values in (choices[first], choices[second])))
-        given += [{first: one, second: other} for one, other in ends]
+    given: list[dict[str, Any]] = [{key: value} for key, values in choices.items() for value in values]
+    given += [{key: values[end] for key, values in choices.items()} for end in (0, -1)]
     for options in given:
-        try:
-            scheme = SCHEMES[name](**options)
-        except OptionError:
-            continue
-        assert parse_spec(str(scheme)) == scheme
+        scheme = SCHEMES[name](**options)
         written = name + ":" * bool(options) + ",".join(f"{key}={value}" for key, value in options.items())
-        assert parse_spec(written) == scheme
+        assert parse_spec(str(scheme)) == parse_spec(written) == scheme
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_words_are_shorthands(name: str) -> None:
+def test_words_are_shorthands(name):
     for word, options in SCHEMES[name].words.items():
         scheme = parse_spec(f"{name}:{word}")
         assert scheme == SCHEMES[name](**options) == parse_spec(str(scheme))  # type: ignore[arg-type]
     assert parse_spec(name) == SCHEMES[name]()
 
 
-def test_spaces_after_commas_and_equal_repetitions_are_taken() -> None:
+def test_spaces_after_commas_and_equal_repetitions_are_taken():
     assert parse_spec("hadamard:3, keys=4") == parse_spec("hadamard:bits=3,keys=4,3")
 
 
@@ -96,25 +84,25 @@ def refused(spec: str, config: Any) -> str:
     return str(found.value)
 
 
-def test_models_with_latent_attention_are_refused() -> None:
+def test_models_with_latent_attention_are_refused():
     for config in (transformers.DeepseekV2Config(num_hidden_layers=2), transformers.DeepseekV3Config()):
         assert "multi-head latent attention, whose cache is compressed already" in refused("polar", config)
 
 
 @pytest.mark.parametrize("spec", ["none", "polar", "klt"])
-def test_models_without_a_cache_of_keys_are_refused(spec: str) -> None:
+def test_models_without_a_cache_of_keys_are_refused(spec):
     for config in (transformers.MambaConfig(num_hidden_layers=1), transformers.T5Config(), transformers.BartConfig()):
         assert "expected a decoder with attention" in refused(spec, config)
 
 
-def test_models_without_layers_of_full_attention_alone_are_refused() -> None:
+def test_models_without_layers_of_full_attention_alone_are_refused():
     config = transformers.MistralConfig(sliding_window=16, num_hidden_layers=2)
     assert refused("polar", config).endswith("expected layers with full attention, found sliding_attention")
     config = transformers.FalconH1Config(num_hidden_layers=2)
     assert refused("polar", config).endswith("expected layers with full attention, found hybrid")
 
 
-def test_heads_must_fit_the_method() -> None:
+def test_heads_must_fit_the_method():
     config = transformers.LlamaConfig(**{**TEXT, "head_dim": 24})
     assert "polar: expected heads of a multiple of 16 coordinates, found 24" in refused("polar", config)
     kv_cache(config, "hadamard:3")
@@ -124,22 +112,22 @@ def test_heads_must_fit_the_method() -> None:
     kv_cache(config, "none")
 
 
-def test_models_without_rope_are_refused_where_it_is_needed() -> None:
+def test_models_without_rope_are_refused_where_it_is_needed():
     assert "no rotary position embedding, on which the method rests; take hadamard" in refused(
         "polar-rope", model("gpt2").config
     )
 
 
-def test_klt_takes_the_model_itself() -> None:
+def test_klt_takes_the_model_itself():
     assert "expected the model itself, as its weights give the transform" in refused("klt", model("llama").config)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_klt_takes_models_with_four_projections(name: str) -> None:
+def test_klt_takes_models_with_four_projections(name):
     assert "layer 0: expected q_proj, k_proj, v_proj and o_proj" in refused("klt", model(name))
 
 
-def test_sizes_are_checked_layer_by_layer_as_well() -> None:
+def test_sizes_are_checked_layer_by_layer_as_well():
     import torch
 
     cache = kv_cache(made("llama").config, "polar")

@@ -48,7 +48,7 @@ def found(held: PackedStates) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [(), (1, 30, 50), (90,)])
 @pytest.mark.parametrize("spec", TOKEN_WISE)
-def test_tokens_in_any_pieces_have_the_same_codes(spec: str, lengths: tuple[int, ...]) -> None:
+def test_tokens_in_any_pieces_have_the_same_codes(spec, lengths):
     states = gaussian(2, 2, 100, SIZE)
     whole, pieces = filled(spec, states, 100), filled(spec, states, *lengths)
     assert same_codes(whole, pieces)
@@ -56,7 +56,7 @@ def test_tokens_in_any_pieces_have_the_same_codes(spec: str, lengths: tuple[int,
 
 
 @pytest.mark.parametrize("spec", MEASURED)
-def test_what_is_measured_is_that_of_the_first_tokens(spec: str) -> None:
+def test_what_is_measured_is_that_of_the_first_tokens(spec):
     states = gaussian(2, 2, 200, SIZE)
     first = filled(spec, states[:, :, :80], 80)
     whole = filled(spec, states, 80, 50)
@@ -66,7 +66,7 @@ def test_what_is_measured_is_that_of_the_first_tokens(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ALL)
-def test_new_tokens_are_seen_as_they_came(spec: str) -> None:
+def test_new_tokens_are_seen_as_they_came(spec):
     held, states = store(spec, SIZE), gaussian(2, 2, 150, SIZE)
     for start, end in ((0, 70), (70, 71), (71, 120), (120, 150)):
         before = held.decoded()
@@ -85,12 +85,11 @@ def test_new_tokens_are_seen_as_they_came(spec: str) -> None:
         ("polar-rope", 128, 32),
     ],
 )
-def test_window_of_recent_tokens_is_exact_and_of_the_promised_length(spec: str, residual: int, step: int) -> None:
+def test_window_of_recent_tokens_is_exact_and_of_the_promised_length(spec, residual, step):
     states = gaussian(1, 2, 260, SIZE)
     held = store(spec, SIZE)
     for token in range(260):
         held.append(states[:, :, token : token + 1])
-        assert held.window is not None
         kept = held.window.shape[2]
         assert torch.equal(held.window, states[:, :, token + 1 - kept : token + 1])
         assert kept >= min(residual, token + 1)
@@ -101,7 +100,7 @@ def test_window_of_recent_tokens_is_exact_and_of_the_promised_length(spec: str, 
 
 @pytest.mark.parametrize("spec", ALL)
 @pytest.mark.parametrize("kept", [0, 1, 31, 32, 50, 64, 95, 139, 140, 141])
-def test_cropped_stores_go_on(spec: str, kept: int) -> None:
+def test_cropped_stores_go_on(spec, kept):
     """In the window, in the first chunk, in a row of 32 tokens, at its ends, and from the start."""
     states, later = gaussian(2, 2, 140, SIZE), gaussian(2, 2, 170, SIZE, seed=2)
     held = filled(spec, states, 70, 40)
@@ -121,7 +120,7 @@ def test_cropped_stores_go_on(spec: str, kept: int) -> None:
 
 
 @pytest.mark.parametrize("spec", ALL)
-def test_sequences_of_a_batch_do_not_change_each_other(spec: str) -> None:
+def test_sequences_of_a_batch_do_not_change_each_other(spec):
     """But for the bits of klt and the scales of polar-rope, which are chosen for all, decoded states are the same."""
     if spec.startswith(("klt", "polar-rope")):
         return
@@ -136,7 +135,7 @@ def test_sequences_of_a_batch_do_not_change_each_other(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["polar", "polar-rope:residual=0", "hadamard:3"])
-def test_room_for_growth_is_bounded(spec: str) -> None:
+def test_room_for_growth_is_bounded(spec):
     """By a share, and by what 32 tokens take."""
     states = gaussian(1, 1, 600, SIZE)
     whole = filled(spec, states, 600)
@@ -147,7 +146,7 @@ def test_room_for_growth_is_bounded(spec: str) -> None:
         assert held.packed_bytes() <= whole.packed_bytes() / 600 * most + 2 * SIZE
 
 
-def test_growing_copies_codes_a_bounded_number_of_times() -> None:
+def test_growing_copies_codes_a_bounded_number_of_times():
     held, states = store("polar", SIZE), gaussian(1, 1, 2000, SIZE)
     places = set()
     copied = 0
@@ -160,7 +159,7 @@ def test_growing_copies_codes_a_bounded_number_of_times() -> None:
     assert copied < (GROWTH + 1) * 2000
 
 
-def test_codes_keep_no_gradients() -> None:
+def test_codes_keep_no_gradients():
     states = gaussian(1, 2, 140, SIZE).requires_grad_()
     for spec in ALL:
         held = filled(spec, states, 100, 30)
@@ -168,13 +167,13 @@ def test_codes_keep_no_gradients() -> None:
         assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.shared.values(),))
 
 
-def test_cropping_an_empty_store_does_nothing() -> None:
+def test_cropping_an_empty_store_does_nothing():
     held = store("polar", SIZE)
     held.crop(3)
     assert held.decoded() is None and held.tokens == 0
 
 
-def test_quantizers_without_kernels_say_so() -> None:
+def test_quantizers_without_kernels_say_so():
     quantizer = store("polar", SIZE).quantizer
     assert quantizer is not None and not quantizer.can_score() and not quantizer.can_weigh()
     for call in (quantizer.scores, quantizer.weighted):

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import as_float32, gaussian, read_all
-from recorded_rows import RecordedRows
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -18,8 +17,8 @@ pytest.importorskip("transformers")
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.measure.activations import TextWindow, WeightLocation, locate, watch
-from pqweights.quality.measure.collecting import Collector, Sample, VectorInputs
+from pqweights.quality.activations import MatrixId, TextWindow, WeightLocation, locate, watch
+from pqweights.quality.collecting import Collector, Sample, VectorInputs
 from pqweights.quantizing import Quantize
 
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
@@ -27,6 +26,23 @@ WINDOWS = [TextWindow(ids, held_back) for ids, held_back in zip(IDS, (False, Tru
 TOKENS, TOKENS_HELD_BACK = 48, 24
 # Weights that checkpoint and model hold as [in, out].
 TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_oss": ("gate_up_proj", "down_proj")}
+
+
+class RecordedRows:
+    """along_rows: by matrix, whether the model stores the matrix as [N, K]."""
+
+    def __init__(self) -> None:
+        self.along_rows: dict[MatrixId, bool] = {}
+        self._rows: dict[tuple[MatrixId, bool], list[npt.NDArray[np.float32]]] = {}
+
+    def add(self, matrix_id: MatrixId, values: Any, *, along_rows: bool, window: int, held_back: bool) -> None:
+        self.along_rows[matrix_id] = along_rows
+        rows = values.detach().reshape(-1, values.shape[-1]).float().numpy().copy()
+        self._rows.setdefault((matrix_id, held_back), []).append(rows)
+
+    def rows(self, matrix_id: MatrixId, *, held_back: bool) -> npt.NDArray[np.float32]:
+        """All rows of a matrix, [rows, K]."""
+        return np.concatenate(self._rows[matrix_id, held_back])
 
 
 def watched(model: Any) -> RecordedRows:
@@ -48,7 +64,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_inputs_of_every_multiplied_weight_are_seen(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inputs_of_every_multiplied_weight_are_seen(name, tmp_path_factory):
     model, weights, where, seen = run(tmp_path_factory.getbasetemp(), name)
     unseen = set()
     for weight, values in weights.items():
@@ -72,7 +88,7 @@ def test_inputs_of_every_multiplied_weight_are_seen(name: str, tmp_path_factory:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3_5", "gpt2"])
-def test_collected_rows_are_the_inputs_of_the_layer(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_collected_rows_are_the_inputs_of_the_layer(name, tmp_path_factory):
     import torch
 
     model, weights, where, seen = run(tmp_path_factory.getbasetemp(), name)
@@ -99,7 +115,7 @@ def test_collected_rows_are_the_inputs_of_the_layer(name: str, tmp_path_factory:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_inputs_of_single_experts_are_attributed_correctly(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_inputs_of_single_experts_are_attributed_correctly(name, tmp_path_factory):
     """The input of an expert's down projection is computed from those of its gate and up projections."""
     _, weights, where, seen = run(tmp_path_factory.getbasetemp(), name)
     gate_name, up_name, down_name = ("gate_proj", "up_proj", "down_proj") if name == "qwen3_moe" else ("w1", "w3", "w2")
@@ -119,7 +135,7 @@ def test_inputs_of_single_experts_are_attributed_correctly(name: str, tmp_path_f
     assert checked >= 4
 
 
-def test_every_row_is_sampled_with_the_same_probability() -> None:
+def test_every_row_is_sampled_with_the_same_probability():
     kept = np.zeros(1000)
     for seed in range(200):
         sample = Sample(np.empty((50, 3), np.float32), seed)
@@ -134,7 +150,7 @@ def test_every_row_is_sampled_with_the_same_probability() -> None:
         assert 0.85 < part.mean() / 10 < 1.15
 
 
-def test_everything_is_collected_in_one_pass() -> None:
+def test_everything_is_collected_in_one_pass():
     """Moments, mean squares and rows, for searching and held back, of the vector of one matrix."""
     import torch
 
@@ -152,7 +168,7 @@ def test_everything_is_collected_in_one_pass() -> None:
     assert np.allclose(vector.moments()[0], searched.T @ searched / 60, atol=1e-5)
 
 
-def test_every_kind_of_product_is_recognised() -> None:
+def test_every_kind_of_product_is_recognised():
     """Positional and keyword arguments, matrices and stacks, plain and transposed."""
     import torch
 

@@ -19,15 +19,11 @@ from typer.testing import Result
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from export_decoders import master_weight
-from recorded_rows import RecordedRows
 from safetensors.numpy import load_file
 
-from pqweights import load_model
 from pqweights.inference.runtimes.models import open_model
-from pqweights.planning.statistics_file import open_awq
-from pqweights.quality.evaluate.protocol import Windows, compare
-from pqweights.quality.measure import activations, collecting
+from pqweights.quality import collecting
+from pqweights.quality.protocol import Windows, compare
 
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
 
@@ -79,7 +75,7 @@ def calibrated(
     return out, done("calibrate", source, out, *asked, "--bits", 3)
 
 
-def test_command_prints_the_gain_of_each_layer(calibrated: tuple[Path, Result]) -> None:
+def test_command_prints_the_gain_of_each_layer(calibrated):
     _, result = calibrated
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.startswith(("model.", "lm_head"))}
     assert len(lines) == 2 + 7
@@ -100,7 +96,7 @@ def masters(source: Path, calibrated: tuple[Path, Result], tmp_path_factory: pyt
     return folder
 
 
-def test_scales_halve_the_divergence_on_unseen_text(source: Path, masters: Path) -> None:
+def test_scales_halve_the_divergence_on_unseen_text(source, masters):
     unseen = np.random.default_rng(12).integers(0, 500, 600)
     reference = open_model(source)
     found = {
@@ -109,33 +105,10 @@ def test_scales_halve_the_divergence_on_unseen_text(source: Path, masters: Path)
         ).divergence
         for name in ("plain", "scaled")
     }
-    assert found["plain"] is not None
-    assert found["scaled"] is not None
     assert found["scaled"].mean.value < 0.5 * found["plain"].mean.value
 
 
-def test_scales_lower_the_output_error_of_every_layer_on_unseen_text(
-    source: Path, calibrated: tuple[Path, Result], masters: Path
-) -> None:
-    """The errors are those of whole masters, decoded by the library."""
-    scales, _ = calibrated
-    scaled = set(open_awq(scales).file.searched)
-    assert len(scaled) > 5
-    model = load_model(source, dtype="float32")
-    where = activations.locate(model, sorted(scaled))
-    windows = [activations.TextWindow(ids, False) for ids in np.random.default_rng(13).integers(0, 500, (20, 128))]
-    seen = RecordedRows()
-    activations.watch(model, windows, seen, source=source)
-    original, plain, changed = (master_weight(folder) for folder in (source, masters / "plain", masters / "scaled"))
-    for name in scaled:
-        rows = seen.rows(where[name].matrix_id, held_back=False)
-        before, after = (np.square((decoded(name) - original(name)) @ rows.T).sum() for decoded in (plain, changed))
-        assert after < before, name
-
-
-def test_output_is_deterministic_and_matches_the_json_report(
-    source: Path, asked: tuple[object, ...], calibrated: tuple[Path, Result], tmp_path: Path
-) -> None:
+def test_output_is_deterministic_and_matches_the_json_report(source, asked, calibrated, tmp_path):
     out = tmp_path / "again.safetensors"
     report = reported("calibrate", source, out, *asked, "--bits", 3, "--threads", 1)
     assert out.read_bytes() == calibrated[0].read_bytes()
@@ -155,9 +128,7 @@ def reported(*arguments: object) -> Any:
     return json.loads(done(*arguments, "--json").stdout)
 
 
-def test_experts_with_few_tokens_are_named(
-    asked: tuple[object, ...], source: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_experts_with_few_tokens_are_named(asked, source, tmp_path, tmp_path_factory):
     moe = families.model(tmp_path_factory.getbasetemp(), "qwen3_moe")
     options = (
         "--tokenizer",
@@ -179,7 +150,7 @@ def test_experts_with_few_tokens_are_named(
     assert all("256 tokens" in m["reason"] for m in few)
 
 
-def test_encoder_is_calibrated(asked: tuple[object, ...], tmp_path: Path) -> None:
+def test_encoder_is_calibrated(asked, tmp_path):
     """The demo calibrates such a model."""
     import torch
     import transformers
@@ -200,9 +171,7 @@ def test_encoder_is_calibrated(asked: tuple[object, ...], tmp_path: Path) -> Non
     assert {name for name in report["weights"] if "encoder.layer" in name} <= seen
 
 
-def test_full_disk_is_reported(
-    source: Path, asked: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_reported(source, asked, tmp_path, monkeypatch):
     """Samples of activations are written to a temporary file; the error must not blame transformers."""
 
     def full(*_: object) -> int:

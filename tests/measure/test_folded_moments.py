@@ -7,14 +7,11 @@ from pathlib import Path
 import families
 import numpy as np
 import pytest
-from export_decoders import export_weight
 from folding_models import columns_of, folded_values, kept, rewritten, uneven
 from helpers import f32, run_command
-from integer_exports import integer_names
 from test_moments import SMALL, matrix, run
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import ExportError
 from pqweights.exports.compensation import Compensation
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding import fold as folds
@@ -47,7 +44,7 @@ def folded_with(model: Path, moments: Statistics, work: Path) -> Fold:
     return fold
 
 
-def test_folded_moments_are_those_of_the_folded_model(model: Path, moments: Statistics, tmp_path: Path) -> None:
+def test_folded_moments_are_those_of_the_folded_model(model, moments, tmp_path):
     fold = folded_with(model, moments, tmp_path / "work")
     compensation = Compensation(moments, {}, fold)
     folded = rewritten(model, tmp_path / "folded", {name: f32(each) for name, each in folded_values(fold).items()})
@@ -71,11 +68,10 @@ def test_folded_moments_are_those_of_the_folded_model(model: Path, moments: Stat
     assert changed
 
 
-def test_sizes_of_channels_are_those_of_the_inputs(model: Path, moments: Statistics, tmp_path: Path) -> None:
+def test_sizes_of_channels_are_those_of_the_inputs(model, moments, tmp_path):
     fold = folded_with(model, moments, tmp_path / "work")
     for link in fold.structure.links:
         found = mean_squares(link, moments)
-        assert found is not None
         by_matrix: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(link.matrices)]
         seen = set()
         for side in link.readers:
@@ -98,9 +94,7 @@ def test_sizes_of_channels_are_those_of_the_inputs(model: Path, moments: Statist
     assert columns_of(fold)
 
 
-def test_masters_folded_with_data_are_exported_with_the_original(
-    model: Path, moments: Statistics, tmp_path: Path
-) -> None:
+def test_masters_folded_with_data_are_exported_with_the_original(model, moments, tmp_path):
     file = str(moments.path)
     run_command({"quantize": str(model), "fold": "equalize", "calibration": file}, tmp_path / "master")
     manifest = read_manifest(tmp_path / "master")
@@ -110,45 +104,3 @@ def test_masters_folded_with_data_are_exported_with_the_original(
         out = tmp_path / f"out-{len(rounding)}"
         run_command({**work, "calibration": moments.path, **rounding}, out)
         assert verify(out, threads=1).ok
-
-
-@pytest.mark.parametrize("target", ["vllm", "mlx"])
-def test_compensation_of_folded_weights_helps_on_the_inputs_of_the_folded_model(
-    target: str, model: Path, moments: Statistics, tmp_path: Path
-) -> None:
-    """Experts that the runtime stacks have the factors of their own matrices."""
-    if target == "mlx":
-        pytest.importorskip("mlx_lm")
-    run_command({"quantize": str(model)}, tmp_path / "master")
-    work = {"export": str(tmp_path / "master"), "target": target, "group_size": 32, "original": str(model)}
-    work |= {"fold": "equalize", "calibration": moments.path}
-    if target == "mlx" and "gpt_oss" in (model / "config.json").read_text():
-        with pytest.raises(ExportError, match="mlx-lm does not support this model"):  # one layer is too few for it
-            run_command(work, tmp_path / "plain")
-        return
-    for rounding in ("plain", "gptq"):
-        run_command({**work, "rounding": rounding}, tmp_path / rounding)
-    checkpoint = open_local(model)
-    fold = Fold(checkpoint, plain=kept(checkpoint), moments=moments)
-    (tmp_path / "work").mkdir()
-    fold.measure(tmp_path / "work", fetched=tmp_path, threads=1, progress=lambda *_: None)
-    values, errors = folded_values(fold), {"plain": 0.0, "gptq": 0.0}
-    compensation = Compensation(moments, {}, fold)
-    for rounding in errors:
-        decode = export_weight(tmp_path / rounding)
-        for name in integer_names(tmp_path / "plain"):
-            found, parts = decode(name), [name]
-            if name not in values:  # a stack of experts
-                module = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[name.split(".")[-2]]
-                stem = name.partition("switch_mlp")[0]
-                parts = [f"{stem}experts.{number}.{module}.weight" for number in range(len(found))]
-            for number, part in enumerate(parts):
-                (vector,) = moments.weights[part].vectors if part in moments.weights else (None,)
-                if vector is None or not any(reader in part for reader in ("down_proj", "w2", "o_proj")):
-                    continue
-                tensor = next(tensor for tensor in fold.original.tensors if tensor.name == part)
-                columns = compensation.columns(tensor, 0)
-                squares = np.concatenate([strip for _, strip in moments.strips(vector, columns=columns)])
-                difference = values[part] - (found[number] if len(parts) > 1 else found)
-                errors[rounding] += float(np.einsum("ij,jk,ik->", difference, squares, difference))
-    assert 0 < errors["gptq"] < errors["plain"] / 2

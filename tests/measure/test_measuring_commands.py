@@ -18,9 +18,9 @@ from pqweights.errors import MissingDependencyError, SourceChangedError
 from pqweights.inference.runtimes import packages
 from pqweights.integrations import transformers as integration
 from pqweights.planning.recipe import parse_recipe
-from pqweights.quality.measure.calibrate import calibrate
-from pqweights.quality.measure.sensitivity import measure_sensitivity
+from pqweights.quality.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions, SensitivityOptions
+from pqweights.quality.sensitivity import measure_sensitivity
 
 COMMANDS = {"calibrate": "s.safetensors", "sensitivity": "s.json"}
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
@@ -73,18 +73,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--text {texts}/long.txt --window 64 --device-map bogus", "transformers cannot run this model"),
     ],
 )
-def test_bad_input_is_one_line(
-    command: str, arguments: str, expected: str, source: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line(command, arguments, expected, source, texts, tmp_path):
     message = refused(command, source, tmp_path / COMMANDS[command], *arguments.format(texts=texts).split())
     assert expected in message
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_output_is_checked_before_the_model_is_loaded(
-    command: str, source: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_checked_before_the_model_is_loaded(command, source, texts, tmp_path, monkeypatch):
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
@@ -101,9 +97,7 @@ def test_output_is_checked_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_measuring_a_master_is_refused(
-    command: str, texts: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_measuring_a_master_is_refused(command, texts, tmp_path, tmp_path_factory):
     master = families.master(tmp_path_factory.getbasetemp(), "llama")
     message = refused(command, master, tmp_path / COMMANDS[command], "--text", texts / "long.txt")
     assert "give the checkpoint that it was made from" in message
@@ -111,9 +105,7 @@ def test_measuring_a_master_is_refused(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(
-    file: str, command: str, source: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(file, command, source, tmp_path):
     """The model was read before or after: its file would name a checkpoint that it may not be of."""
     model = Path(shutil.copytree(source, tmp_path / "model"))
 
@@ -127,7 +119,7 @@ def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_is_left_of_an_interrupted_run(command: str, source: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_of_an_interrupted_run(command, source, tmp_path):
     """What is collected has no name on the disk, so a run that is killed leaves nothing either."""
 
     def interrupt(done: int, *_: object) -> None:
@@ -143,9 +135,7 @@ def test_nothing_is_left_of_an_interrupted_run(command: str, source: Path, tmp_p
 @pytest.mark.parametrize(
     ("command", "what"), [("calibrate", "calibrating"), ("sensitivity", "measuring sensitivities")]
 )
-def test_missing_transformers_is_named_with_what_needs_it(
-    command: str, what: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_transformers_is_named_with_what_needs_it(command, what, source, tmp_path, monkeypatch):
     def missing(name: str) -> None:
         raise ImportError(name)
 

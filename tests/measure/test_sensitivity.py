@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -25,9 +26,9 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, RecipeError
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import TIED_EMBEDDINGS, Sensitivity, fitted_alpha, read_sensitivity
-from pqweights.quality.measure import sensitivity as perturb
-from pqweights.quality.measure.sensitivity import LEVELS
+from pqweights.quality import sensitivity as perturb
 from pqweights.quality.options import SensitivityOptions
+from pqweights.quality.sensitivity import LEVELS
 
 TOKENS = 64
 # A recipe with few groups, for tests that do not depend on the figures.
@@ -57,7 +58,7 @@ def measured(source: Path, recipe: str = "q5", **options: Any) -> Sensitivity:
     return measure_sensitivity(source, load_recipe(recipe), **{"tokens": 32, "window": 16, **options})
 
 
-def test_divergence_grows_with_the_noise(source: Path, written: tuple[Path, Result]) -> None:
+def test_divergence_grows_with_the_noise(source, written):
     path, done = written
     assert done.exit_code == 0, done.stderr
     found = read_sensitivity(path)
@@ -84,7 +85,7 @@ def test_divergence_grows_with_the_noise(source: Path, written: tuple[Path, Resu
         assert max(slopes) < 2 * min(slopes)
 
 
-def test_command_prints_the_measured_divergences(source: Path, written: tuple[Path, Result]) -> None:
+def test_command_prints_the_measured_divergences(source, written):
     path, done = written
     lines = {
         line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("model.", "lm_head"))
@@ -100,9 +101,7 @@ def test_command_prints_the_measured_divergences(source: Path, written: tuple[Pa
     assert "Loading" not in done.stderr
 
 
-def test_output_is_deterministic_and_the_source_unchanged(
-    source: Path, written: tuple[Path, Result], tmp_path: Path
-) -> None:
+def test_output_is_deterministic_and_the_source_unchanged(source, written, tmp_path):
     before = folder_bytes(source)
     done = invoke("sensitivity", source, tmp_path / "s.json", "--tokens", TOKENS, "--window", 32, "--json")
     assert done.exit_code == 0, done.stderr
@@ -111,9 +110,7 @@ def test_output_is_deterministic_and_the_source_unchanged(
     assert folder_bytes(source) == before
 
 
-def test_one_file_serves_all_targets_of_its_checkpoint_only(
-    base: Path, source: Path, written: tuple[Path, Result], tmp_path: Path
-) -> None:
+def test_one_file_serves_all_targets_of_its_checkpoint_only(base, source, written, tmp_path):
     plans = [
         json.loads(invoke("plan", source, "--target-bpw", bits, "--sensitivity", written[0], "--json").stdout)["fit"]
         for bits in (3.5, 5)
@@ -127,7 +124,7 @@ def test_one_file_serves_all_targets_of_its_checkpoint_only(
     assert other.stderr.count("\n") == 1
 
 
-def test_measured_divergence_matches_torch(source: Path, tmp_path: Path) -> None:
+def test_measured_divergence_matches_torch(source, tmp_path):
     """The divergence of one group at one level is computed again by torch, with the same noise."""
     found = measured(source, tokens=32, window=16)
     model = load_model(source, dtype="float32").eval()
@@ -149,7 +146,7 @@ def test_measured_divergence_matches_torch(source: Path, tmp_path: Path) -> None
     assert kl == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_each_group_is_perturbed_alone_and_restored(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_is_perturbed_alone_and_restored(source, monkeypatch):
     """While a group is measured, only its weights differ from the checkpoint; at the end none do."""
     seen: list[set[str]] = []
     models: list[Any] = []
@@ -177,7 +174,7 @@ def noisy(values: Any, t: float, seed: int, *, transposed: bool = False) -> Any:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("t2", [0.0025, 0.0345])
-def test_noise_of_each_block_is_proportional_to_its_norm(transposed: bool, t2: float) -> None:
+def test_noise_of_each_block_is_proportional_to_its_norm(transposed, t2):
     """Blocks differ in scale by up to ten thousand; the last of the 130 * 190 weights are a block of 124."""
     rows = torch.tensor(gaussian(130, 190, seed=1)) * torch.exp(3 * torch.randn(130, 1, generator=torch.manual_seed(0)))
     given = rows.T.contiguous() if transposed else rows
@@ -195,7 +192,7 @@ def test_noise_of_each_block_is_proportional_to_its_norm(transposed: bool, t2: f
     assert total[-1] == pytest.approx(t2 * 124 / 128, rel=0.12)
 
 
-def test_noise_keeps_dtype_and_zeros() -> None:
+def test_noise_keeps_dtype_and_zeros():
     values = torch.zeros(3, 128, dtype=torch.bfloat16)
     values[1] = 1
     found = noisy(values, 0.1, 0)
@@ -207,23 +204,18 @@ def words(tokens: int) -> str:
     return " ".join(f"w{number}" for number in np.random.default_rng(3).integers(0, 500, tokens))
 
 
-def test_sensitivities_are_measured_on_a_text(source: Path, written: tuple[Path, Result], tmp_path: Path) -> None:
-    import hashlib
-
+def test_sensitivities_are_measured_on_a_text(source, written, tmp_path):
     (tmp_path / "t.txt").write_text(words(200))
-    done = invoke(
-        "sensitivity", source, tmp_path / "s.json", "--text", tmp_path / "t.txt", "--tokens", 70, "--window", 32
-    )
+    options = ("--text", tmp_path / "t.txt", "--tokens", 70, "--window", 32)
+    done = invoke("sensitivity", source, tmp_path / "s.json", *options)
     assert done.exit_code == 0, done.stderr
-    found, random = read_sensitivity(tmp_path / "s.json"), read_sensitivity(written[0])
-    assert found.method["kind"] == "text"
-    assert found.method["text_sha256"] == hashlib.sha256(words(200).encode()).hexdigest()
-    assert found.method["tokens"] == 64
+    of_text, random = read_sensitivity(tmp_path / "s.json"), read_sensitivity(written[0])
+    assert (of_text.method["kind"], of_text.method["tokens"]) == ("text", 64)
+    assert of_text.method["text_sha256"] == hashlib.sha256(words(200).encode()).hexdigest()
     assert "on 64 tokens (text)" in done.stdout
-    assert [g.name for g in found.groups] == [g.name for g in random.groups]
-    for of_text, of_random in zip(found.groups, random.groups, strict=True):
-        assert of_text.alpha != of_random.alpha
-        assert 0.2 < of_text.alpha / of_random.alpha < 5
+    for one, other in zip(of_text.groups, random.groups, strict=True):
+        assert one.name == other.name
+        assert one.alpha != other.alpha and 0.2 < one.alpha / other.alpha < 5
 
 
 @pytest.mark.parametrize(
@@ -235,7 +227,7 @@ def test_sensitivities_are_measured_on_a_text(source: Path, written: tuple[Path,
         ("gpt_oss", {"model.layers.0.mlp.experts": 2, "model.layers.1.mlp.experts": 2}),
     ],
 )
-def test_groups_of_tied_and_expert_models_are_measured(base: Path, family: str, expected: dict[str, int]) -> None:
+def test_groups_of_tied_and_expert_models_are_measured(base, family, expected):
     folder = families.model(base, family)
     keep = ["attention", "mlp"] if family == "llama-tied" else ["attention", "embedding", "lm_head"]
     recipe = parse_recipe(json.dumps({"rules": [{"role": keep, "keep": True}]}), "r")
@@ -249,7 +241,7 @@ def test_groups_of_tied_and_expert_models_are_measured(base: Path, family: str, 
     assert all(group.points[0][1] < group.points[-1][1] for group in found.groups)
 
 
-def test_only_what_the_recipe_quantizes_is_measured(source: Path) -> None:
+def test_only_what_the_recipe_quantizes_is_measured(source):
     recipe = parse_recipe("rules: [{name: '*.mlp.*', keep: true}, {role: [embedding, lm_head], keep: true}]", "r")
     found = measure_sensitivity(source, recipe, tokens=16, window=16)
     assert {group.name.split(".", 3)[-1] for group in found.groups} == {"self_attn.qkv", "self_attn.o_proj"}
@@ -257,39 +249,26 @@ def test_only_what_the_recipe_quantizes_is_measured(source: Path) -> None:
         measure_sensitivity(source, parse_recipe("rules: [{name: '*', keep: true}]", "r"), tokens=16, window=16)
 
 
-def test_windows_are_at_most_as_long_as_the_context(base: Path, source: Path) -> None:
-    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=2048)).ids] == [256] * 8
-    assert [len(ids) for ids in perturb._windows(source, SensitivityOptions(tokens=100, window=32)).ids] == [32] * 3
-    assert [len(ids) for ids in perturb._windows(families.model(base, "gpt2"), SensitivityOptions(tokens=300)).ids] == [
-        128
-    ] * 2
-    ids = np.concatenate(perturb._windows(source, SensitivityOptions(tokens=2048)).ids)
-    assert ids.min() >= 0
-    assert 500 < ids.max() < families.VOCABULARY
+def test_windows_are_at_most_as_long_as_the_context(base, source):
+    def windows(folder: Path, **options: Any) -> list[Any]:
+        return perturb._windows(folder, SensitivityOptions(**options)).ids
+
+    assert [len(ids) for ids in windows(source, tokens=2048)] == [256] * 8
+    assert [len(ids) for ids in windows(source, tokens=100, window=32)] == [32] * 3
+    assert [len(ids) for ids in windows(families.model(base, "gpt2"), tokens=300)] == [128] * 2
+    ids = np.concatenate(windows(source, tokens=2048))
+    assert ids.min() >= 0 and 500 < ids.max() < families.VOCABULARY
     assert len(set(ids.tolist())) > 400
 
 
-def test_model_without_a_language_model_head_is_refused(base: Path, tmp_path: Path) -> None:
+def test_model_without_a_language_model_head_is_refused(base, tmp_path):
     """GPT2Model predicts no tokens, so there is nothing to compare."""
     message = refused("sensitivity", families.model(base, "gpt2"), tmp_path / "s", "--tokens", 16, "--window", 16)
     assert "GPT2Model: it is not a causal language model" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_transposed_weights_of_gpt2_are_measured(tmp_path: Path) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=200, n_embd=128, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1
-    )
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    found = measured(tmp_path / "gpt2")
-    assert {"transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc"} <= {group.name for group in found.groups}
-    assert all(group.alpha > 0 for group in found.groups)
-
-
-def test_nan_or_infinite_logits_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_or_infinite_logits_are_refused(source, monkeypatch):
     monkeypatch.setattr(perturb, "_divergence", lambda *_, **__: math.nan)
     with pytest.raises(EvaluationError, match="with noise, logits are NaN or infinite; pass `dtype` float32"):
         measured(source)

@@ -40,8 +40,8 @@ from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
 from pqweights.integrations.packed import pack
 from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, open_awq, write_statistics
-from pqweights.quality.measure import collecting, scale_search
-from pqweights.quality.measure.scale_search import Inputs, Matrix, output_errors, search
+from pqweights.quality import collecting, scale_search
+from pqweights.quality.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.results.verify import verify

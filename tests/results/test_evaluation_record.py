@@ -23,7 +23,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.evaluate.report import make_record
+from pqweights.quality.report import make_record
 from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 from pqweights.rewrite.results.verify import verify
 

@@ -163,6 +163,4 @@ def decoded(spec: str, states: Tensor, kind: str = "keys") -> Tensor:
     """What states [batch, heads, tokens, size] become, all at once."""
     held = store(spec, states.shape[-1], kind)
     held.append(states)
-    found = held.decoded()
-    assert found is not None
-    return found
+    return held.decoded()

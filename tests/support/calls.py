@@ -16,10 +16,10 @@ from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Sensitivity
 from pqweights.publish import card
 from pqweights.publish.options import CardOptions
-from pqweights.quality.evaluate import evaluation
-from pqweights.quality.evaluate.report import EvaluationReport
-from pqweights.quality.measure import sensitivity as measuring
+from pqweights.quality import evaluation
+from pqweights.quality import sensitivity as measuring
 from pqweights.quality.options import EvaluationOptions, SensitivityOptions
+from pqweights.quality.report import EvaluationReport
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 

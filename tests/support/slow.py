@@ -48,7 +48,6 @@ SLOW = {
     "kernels/test_kernels.py::test_a_special_block_does_not_change_the_others_of_its_group": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_finite_norm_decodes_alike": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_threshold_is_exact_to_within_an_ulp": EXHAUSTIVE,
-    "measure/test_ablation.py": MODELS,
     "measure/test_activations.py": MODELS,
     "measure/test_calibrate.py": MODELS,
     "measure/test_folded_moments.py": MODELS,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
-from pqweights.inference.kv.model import FULL, CachedModel
 from pqweights.inference.kv.polar_rope import RopePairs
+from pqweights.inference.kv.schemes import FULL, CachedModel
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
 LEAST_SHARE = 1e-4
@@ -26,9 +26,8 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
 
     Raises OptionError for a model whose attention is not made of four projections.
     """
-    modules = list(_attentions(net))
     numbers = [number for number, layer_type in enumerate(model.layers) if layer_type == FULL]
-    attentions = {getattr(module, "layer_idx", None): (module, parent) for module, parent in modules}
+    attentions = {getattr(module, "layer_idx", None): (module, parent) for module, parent in _attentions(net)}
     result = {}
     for number in numbers:
         if number not in attentions:
@@ -37,7 +36,8 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
                 "from which the transform is made; take hadamard"
             )
         turning = _turning(net, model, number, attentions[number][0])
-        result[number] = _layer_bases(*attentions[number], _key_heads(model.config), turning)
+        heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+        result[number] = _layer_bases(*attentions[number], heads, turning)
     return result
 
 
@@ -94,10 +94,6 @@ def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
     return StateBasis((root @ turned).float(), synthesis.float(), variances.float())
 
 
-def _key_heads(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
 def _projections(attention: Any, heads: int) -> Iterator[Tensor]:
     """Yield the weights of queries, keys and values, [outputs, inputs] f32.
 
@@ -126,7 +122,8 @@ def _norm_gain(parent: Any, attention: Any) -> Tensor | float:
     """Return the gain of the norm before the attention, [inputs] f32; 1 if there is none that is known."""
     norm = getattr(parent, "input_layernorm", None)
     weight = getattr(norm, "weight", None)
-    if norm is None or weight is None or weight.numel() != _inputs(attention):
+    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.k_proj
+    if norm is None or weight is None or weight.numel() != projection.in_features:
         return 1.0
     return _gain(norm, weight)
 
@@ -140,11 +137,6 @@ def _gain(norm: Any, weight: Any) -> Tensor:
     signs[1::2] = -1
     gain: Tensor = (norm(signs[None]) - norm(-signs[None]))[0].float().abs() / 2
     return gain
-
-
-def _inputs(attention: Any) -> int:
-    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.k_proj
-    return int(projection.in_features)
 
 
 def _head_gain(attention: Any, name: str, size: int) -> Tensor:

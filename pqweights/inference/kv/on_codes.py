@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from pqweights.inference.kv.model import CachedModel
+from pqweights.inference.kv.schemes import CachedModel
 from pqweights.inference.kv.states import Chunk, PackedStates
 from pqweights.kernels.attention import MOST_ROWS, MOST_SIZE
 
@@ -70,11 +70,6 @@ def has_kernels(keys: PackedStates, values: PackedStates) -> bool:
     return takes_keys and takes_values
 
 
-def attends_on_codes(config: Any) -> bool:
-    """Whether a model takes packed keys now: its attention may have been set to another one since. config: of it"""
-    return bool(config._attn_implementation == NAME)
-
-
 def may_attend_on_codes(net: Any, model: CachedModel) -> bool:
     """Whether a model attends through transformers' interface, with the usual attention or with that of this module.
 
@@ -96,7 +91,8 @@ def attention(
     past_keys, past_values = past.take()
     groups = query.shape[1] // key.shape[1]
     others = any(options.get(name) is not None for name in OTHERS)
-    if groups > MOST_ROWS or others or _of_heads(attention_mask) or query.requires_grad:  # kernels have no gradients
+    others |= attention_mask is not None and attention_mask.shape[1] != 1  # biases for each head, as those of ALiBi
+    if groups > MOST_ROWS or others or query.requires_grad:  # kernels have no gradients
         keys = torch.cat([past_keys.restored(), key], dim=2)
         values = torch.cat([past_values.restored(), value], dim=2)
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)  # type: ignore[no-any-return]
@@ -109,11 +105,6 @@ def attention(
         scores = scores + bias  # [batch, 1, 1, tokens]
     sums = _sums(torch.softmax(scores, dim=-1), past_values, value)
     return sums.to(query.dtype).reshape(query.shape[0], 1, query.shape[1], -1), None
-
-
-def _of_heads(mask: Tensor | None) -> bool:
-    """Whether a mask has biases for each head, as those of ALiBi."""
-    return mask is not None and mask.shape[1] != 1
 
 
 def _scores(queries: Tensor, past: Past, key: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ data, and nothing but the radius has to be stored with the codes:
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -170,20 +169,3 @@ def _unit_vectors(level: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # later calls may need gradients
         cosines, sines = (torch.from_numpy(table) for table in unit_vectors(level))
         return torch.complex(cosines, sines).to(device)
-
-
-def polar(vectors: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Transform groups of 16 coordinates to angles and radii, level after level (arXiv:2502.02617, Definition 1).
-
-    vectors: [..., size] f32
-
-    Returns the angles of each level, [..., size / 2**level] in radians, those of the first level in [0, 2 pi), all
-    others in [0, pi / 2]; and the radii [..., size / 16].
-    """
-    return transform(vectors, angles_of)
-
-
-def angles_of(level: int, x: Tensor, y: Tensor) -> Tensor:
-    """Return the angles of pairs, which at the first level go around the circle."""
-    angles = torch.atan2(y.contiguous(), x.contiguous())  # torch computes angles of others one by one
-    return torch.where(angles < 0, angles + 2 * math.pi, angles) if level == 1 else angles

@@ -6,16 +6,19 @@ A method has options that are numbers, and a quantizer each for keys and for val
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from pqweights.codecs.polar_transform import GROUP
 from pqweights.common.advice import instead, nearest
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import KarhunenLoeve, LayerBases
-from pqweights.inference.kv.polar_rope import PolarPairs, RopePairs, TokenWise
+from pqweights.inference.kv.polar_rope import PolarPairs, RopePairs, TokenWise, rope_pairs
 from pqweights.inference.kv.rotated import RecursivePolar, RotatedScalar
 from pqweights.inference.kv.states import StateQuantizer
 
@@ -248,40 +251,29 @@ def parse_spec(spec: str) -> Scheme:
     return scheme(**options)  # type: ignore[arg-type]
 
 
-def _meant(scheme: type[Scheme], spec: str, word: str) -> dict[str, float]:
+def _meant(scheme: type[Scheme], spec: str, word: str) -> Mapping[str, float]:
     """Return the options that a word sets."""
     if word in scheme.words:
-        return dict(scheme.words[word])
-    key, equals, value = word.partition("=")
-    if not equals and word in scheme.choices:
-        raise OptionError(f"KV cache {spec!r}: {word}: expected {word}=N, with N {_listed(scheme.choices[word])}")
-    if not equals:
-        raise OptionError(f"KV cache {spec!r}: {scheme.name} has no option {word!r}; {_known(scheme, word)}")
+        return scheme.words[word]
+    key, _, value = word.partition("=")
     if key not in scheme.choices:
-        raise OptionError(f"KV cache {spec!r}: {scheme.name} has no option {key!r}; {_known(scheme, key)}")
+        expected = [*scheme.words] if len(scheme.words) <= 4 else [f"{min(scheme.words)} to {max(scheme.words)}"]
+        expected += [f"{name}=N" for name in scheme.choices]
+        near = nearest(key, [*scheme.words, *scheme.choices])
+        raise OptionError(
+            f"KV cache {spec!r}: {scheme.name} has no option {key!r}; "
+            f"{'' if near is None else f'the nearest is {near!r}; '}expected {', '.join(expected) or 'none'}"
+        )
     choices = scheme.choices[key]
-    number = _number(value)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if number.is_integer():
+        number = int(number)
     if number not in choices:
         raise OptionError(f"KV cache {spec!r}: {key}: expected {_listed(choices)}, found {value!r}")
     return {key: number}
-
-
-def _number(text: str) -> float:
-    """Return a number, an int if it is whole; -1, which no option may be, for anything else."""
-    try:
-        value = float(text)
-    except ValueError:
-        return -1
-    return int(value) if value.is_integer() else value
-
-
-def _known(scheme: type[Scheme], word: str) -> str:
-    """Return what was expected in place of a word; of many words only the first and the last are named."""
-    words = list(scheme.words)
-    named = words if len(words) <= 4 else [f"{words[0]} to {words[-1]}"]
-    known = [*named, *(f"{key}=N" for key in scheme.choices)]
-    near = nearest(word, [*words, *scheme.choices])
-    return f"{'' if near is None else f'the nearest is {near!r}; '}expected {', '.join(known) or 'none'}"
 
 
 def _listed(choices: Collection[float]) -> str:
@@ -291,3 +283,58 @@ def _listed(choices: Collection[float]) -> str:
     if len(numbers) > 8:
         return f"a multiple of {numbers[1] - numbers[0]:g} from {numbers[0]:g} to {numbers[-1]:g}"
     return " or ".join(f"{number:g}" for number in numbers)
+
+
+FULL = "full_attention"  # layers with keys and values of all tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedModel:
+    """A model, as its cache sees it.
+
+    config: of the decoder, a PreTrainedConfig
+    layers: the type of each layer, in the words of transformers
+    options: what the cache of each layer is made with
+    size: the coordinates of a key
+    """
+
+    config: Any
+    layers: tuple[str, ...]
+    options: tuple[dict[str, Any], ...]
+    size: int
+
+    @property
+    def pairs(self) -> RopePairs | None:
+        """The pairs of coordinates that RoPE rotates; None without RoPE."""
+        return self.pairs_of(self.size)
+
+    def pairs_of(self, size: int) -> RopePairs | None:
+        """Return the pairs of keys of another size, which single layers may have."""
+        return rope_pairs(self.config, size)
+
+
+def cached_model(config: Any, scheme: Scheme) -> CachedModel:
+    """Return what a cache has to know of a model.
+
+    config: the configuration of the model, a PreTrainedConfig
+
+    Raises OptionError for a model whose cache the method cannot quantize.
+    """
+    decoder = config.get_text_config(decoder=True)
+    subject = f"KV cache {scheme.name}: {decoder.model_type}"
+    if getattr(decoder, "kv_lora_rank", None) is not None:
+        raise OptionError(f"{subject} has multi-head latent attention, whose cache is compressed already; leave the KV "
+                          "cache as it is")  # fmt: skip
+    if getattr(config, "is_encoder_decoder", False) or not getattr(decoder, "num_attention_heads", None):
+        raise OptionError(
+            f"{subject}: expected a decoder with attention, found a model without keys and values to keep"
+        )
+    layers, options = get_layer_types_and_kwargs(decoder)
+    if FULL not in layers:
+        raise OptionError(f"{subject}: expected layers with full attention, found {', '.join(sorted(set(layers)))}")
+    size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+    scheme.check_size(size)
+    model = CachedModel(config=decoder, layers=tuple(layers), options=tuple(options), size=size)
+    if scheme.needs_rope and model.pairs is None:
+        raise OptionError(f"{subject} has no rotary position embedding, on which the method rests; take hadamard")
+    return model

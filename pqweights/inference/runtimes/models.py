@@ -22,14 +22,14 @@ from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.units import counted
 from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
+from pqweights.exports.formats import unpack_nibbles, unpack_tiles
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.gguf.file import open_gguf
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
-from pqweights.inference.runtimes.steps import Continuation, MlxStepper, Stepper, TorchStepper
+from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.inference.runtimes.texts import Ids
-from pqweights.inference.runtimes.torchao import decode_on_cpu
 
 Floats = npt.NDArray[np.float32]
 
@@ -59,13 +59,6 @@ class Model:
     stepper: Stepper
     logits_of: Callable[[Sequence[Ids], int], Iterator[Floats]] | None = None
     net: Any = None
-
-    def generate(self, ids: Ids, count: int) -> Ids:
-        """Return the likeliest next tokens, [count], which do not stop at an end of text. ids: [tokens], all read"""
-        tokens: list[int] = []
-        self.stepper.forget()
-        self.stepper.run(ids, Continuation(most=count), tokens.append)
-        return np.array(tokens, dtype=np.int64)
 
 
 def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
@@ -349,3 +342,28 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
 def _open_llama_cpp(folder: Folder, dtype: str) -> Model:
     run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO)
     return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, stepper=run)
+
+
+def decode_on_cpu(weight: Any) -> Any:
+    """Decode a weight with aten's CPU kernel for (code - 8) * scale + zero: [N, K] f32.
+
+    The kernel multiplies the identity by the weight. It is slow in float32 (0.6 G multiply-adds a second), so it runs
+    once for each weight; in BF16 it would round.
+    """
+    torch = package("torch", "torchao")
+    rows, columns = weight.shape
+    group_size = weight.block_size[-1]
+    if type(weight).__name__ == "Int4Tensor":
+        codes = unpack_nibbles(weight.qdata.numpy().view(np.uint8) ^ np.uint8(0x88))
+        scales = torch.stack([weight.scale, weight.zero_point], dim=-1)
+    else:
+        codes = unpack_tiles(weight.qdata.numpy())
+        scales = weight.scale_and_zero
+    padded = -(-rows // 16) * 16  # the kernel takes a multiple of 16 rows
+    whole = np.zeros((padded, columns), dtype=np.int32)
+    whole[:rows] = codes[:rows, :columns]
+    pairs = torch.zeros(columns // group_size, padded, 2)
+    pairs[:, :rows] = scales[: columns // group_size, :rows].float()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(whole), 1)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(columns), packed, group_size, pairs)
+    return product.T[:rows].contiguous()

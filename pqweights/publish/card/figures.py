@@ -11,7 +11,7 @@ from pqweights.common.markdown import code, listed, number, table, words
 from pqweights.common.units import counted
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
-from pqweights.quality.evaluate.report import beginning, masked_tokens
+from pqweights.quality.report import beginning, masked_tokens
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.records import TensorRecord, is_rescued, mean_error
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Figure

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pqweights.errors import GenerationError
-from pqweights.inference.generation.choosing import choose_tokens, read_settings
-from pqweights.inference.generation.packing import check_fits, choose_packed, read_needs
-from pqweights.inference.generation.prompts import (
+from pqweights.checkpoint.storage import LocalStorage, read_file
+from pqweights.common.strict_json import is_number, parse_json
+from pqweights.errors import GenerationError, SourceError
+from pqweights.inference.packing import check_fits, choose_packed, peak_bytes, read_needs
+from pqweights.inference.prompts import (
     ASSISTANT,
     CONTEXT_TOKENS,
     SYSTEM,
@@ -26,19 +29,17 @@ from pqweights.inference.generation.prompts import (
     has_chat_template,
     text_ids,
 )
-from pqweights.inference.generation.report import (
+from pqweights.inference.report import (
     CONTEXT,
     END,
     INTERRUPTED,
     LENGTH,
     Generation,
     GenerationSettings,
-    Timings,
 )
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
-from pqweights.inference.runtimes.folders import read_model
+from pqweights.inference.runtimes.folders import LLAMA_CPP, Folder, read_model
 from pqweights.inference.runtimes.llama_library import GgufTokenizer
-from pqweights.inference.runtimes.memory import peak_bytes
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.steps import Continuation, TokenChoice, TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
@@ -197,7 +198,9 @@ class Generator:
             prompt_tokens=len(ids),
             read_tokens=self._model.stepper.read_tokens,
             stop=CONTEXT if is_full else reply.stop,
-            timings=reply.timings(self._load_seconds),
+            load_seconds=self._load_seconds,
+            first_token_seconds=reply.first_token_seconds,
+            generation_seconds=reply.generation_seconds,
             peak_bytes=peak_bytes(self._device),
             kv_cache=self._cache_figures(),
             settings=settings,
@@ -245,12 +248,82 @@ class _Reply:
             self.stop = INTERRUPTED
         self._give(self._stream.end())
 
-    def timings(self, load: float) -> Timings:
-        """Return how long it took. load: the seconds of loading"""
-        first = self._first - self._start if self.tokens else None
-        return Timings(load=load, first_token=first, generation=self._last - self._first)
+    @property
+    def first_token_seconds(self) -> float | None:
+        """How long the first token took; None if there was none."""
+        return self._first - self._start if self.tokens else None
+
+    @property
+    def generation_seconds(self) -> float:
+        """How long the tokens after the first took."""
+        return self._last - self._first
 
     def _give(self, piece: str) -> None:
         if piece:
             self.text += piece
             self._on_text(piece)
+
+
+# --- settings ---
+
+GENERATION_CONFIG = "generation_config.json"
+# The numbers that are read of it, and which of them transformers takes.
+NUMBERS: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: value >= 0,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value >= 0 and value == int(value),
+    "repetition_penalty": lambda value: 1e-6 <= value <= 1e6,
+}
+
+
+def choose_tokens(options: GenerationOptions, own: TokenChoice) -> TokenChoice:
+    """Return how tokens are chosen: as asked, else as the model's files say. own: what they say"""
+    temperature = own.temperature if options.temperature is None else options.temperature
+    if not temperature:
+        return TokenChoice(repetition_penalty=own.repetition_penalty)
+    return TokenChoice(
+        temperature=temperature,
+        top_p=own.top_p if options.top_p is None else options.top_p,
+        top_k=own.top_k,
+        repetition_penalty=own.repetition_penalty,
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+    )
+
+
+def read_settings(folder: Folder) -> tuple[frozenset[int], TokenChoice]:
+    """Read which tokens end a text by the files of a model, and how tokens are chosen, greedily if they do not say.
+
+    Raises SourceError for a file that cannot be read, or for a value that means nothing.
+    """
+    stated = {} if folder.runtime == LLAMA_CPP else _read(folder)
+    text = folder.config.get("text_config")
+    places = (stated, text if isinstance(text, dict) else {}, folder.config)
+    ends = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
+    ids = ends if isinstance(ends, list) else [ends]
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    if stated.get("do_sample") is not True:
+        stated, sampling = {"repetition_penalty": stated.get("repetition_penalty")}, {}
+    for name, holds in NUMBERS.items():
+        value = stated.get(name)
+        if value is None:
+            continue
+        if not is_number(value) or not holds(value):
+            raise SourceError(
+                f"{folder.path / GENERATION_CONFIG}: {name}: expected a number that transformers takes, found {value!r}"
+            )
+        sampling[name] = int(value) if name == "top_k" else float(value)
+    return frozenset(token for token in ids if isinstance(token, int)), TokenChoice(**sampling)
+
+
+def _read(folder: Folder) -> dict[str, Any]:
+    """Return the content of generation_config.json; an empty one if there is none."""
+    storage = LocalStorage(folder.path)
+    if GENERATION_CONFIG not in storage.files():
+        return {}
+    try:
+        value = parse_json(read_file(storage, GENERATION_CONFIG))
+    except ValueError as error:
+        raise SourceError(f"{folder.path / GENERATION_CONFIG}: {error}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{folder.path / GENERATION_CONFIG}: expected a JSON object, found {type(value).__name__}")
+    return value

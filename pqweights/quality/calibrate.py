@@ -35,7 +35,8 @@ from pqweights.planning.statistics_file import (
     open_statistics,
     write_statistics,
 )
-from pqweights.quality.measure.preparation import (
+from pqweights.quality.options import CalibrationOptions
+from pqweights.quality.preparation import (
     TextWindows,
     load_model,
     locate_weights,
@@ -44,12 +45,11 @@ from pqweights.quality.measure.preparation import (
     text_windows,
     window_size,
 )
-from pqweights.quality.measure.scale_search import FEWEST_WINDOWS, Inputs, LayerReport, search_layer
-from pqweights.quality.options import CalibrationOptions
+from pqweights.quality.scale_search import FEWEST_WINDOWS, Inputs, LayerReport, search_layer
 from pqweights.rewrite.task import usable_cores
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.collecting import VectorInputs
+    from pqweights.quality.collecting import VectorInputs
 
 Floats = npt.NDArray[np.float32]
 Searched = dict[str, tuple[LayerReport, Floats | None]]  # the result of each weight and its scales [..., K], by name
@@ -266,8 +266,8 @@ def _collect(job: _CalibrationJob, stream: IO[bytes]) -> tuple[list[InputVector]
 
     stream: where moments are written
     """
-    from pqweights.quality.measure.activations import TextWindow
-    from pqweights.quality.measure.collecting import Collection, find_layout
+    from pqweights.quality.activations import TextWindow
+    from pqweights.quality.collecting import Collection, find_layout
 
     model = load_model(job.source, dtype=job.options.dtype, device_map=job.options.device_map)
     windows = [TextWindow(ids, job.is_held_back(number)) for number, ids in enumerate(job.text.ids)]

@@ -40,20 +40,6 @@ class GenerationSettings:
         return settings | vars(self.choice)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timings:
-    """How long the parts of a generation took, in seconds.
-
-    load: opening the tokenizer and the model, with the import of their libraries
-    first_token: from the start, with the model loaded, until the first token was chosen; None if none was
-    generation: from the first token until the last
-    """
-
-    load: float
-    first_token: float | None
-    generation: float
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Generation:
     """One text that a model generated.
@@ -64,7 +50,9 @@ class Generation:
     prompt_tokens: how many tokens came before them
     read_tokens: how many of those the model had to read, because the last call had not left them
     stop: END, LENGTH, CONTEXT or INTERRUPTED
-    timings: how long it took
+    load_seconds: for opening the tokenizer and the model, with the import of their libraries
+    first_token_seconds: from the start, with the model loaded, until the first token was chosen; None if none was
+    generation_seconds: from the first token until the last
     peak_bytes: the peak memory of the process so far; on cuda, what torch allocated on the GPU
     kv_cache: what the quantized cache of keys and values takes; None without one
     settings: what generated it
@@ -76,7 +64,9 @@ class Generation:
     prompt_tokens: int
     read_tokens: int
     stop: str
-    timings: Timings
+    load_seconds: float
+    first_token_seconds: float | None
+    generation_seconds: float
     peak_bytes: int
     kv_cache: CacheFigures | None
     settings: GenerationSettings
@@ -84,13 +74,12 @@ class Generation:
     @property
     def prompt_rate(self) -> float | None:
         """Tokens of the prompt that were read per second; None if the first token never came."""
-        seconds = self.timings.first_token
-        return self.read_tokens / seconds if seconds else None
+        return self.read_tokens / self.first_token_seconds if self.first_token_seconds else None
 
     @property
     def rate(self) -> float | None:
         """Tokens generated per second, after the first, which comes with the prompt; None if it was the only one."""
-        count, seconds = len(self.token_ids) - 1, self.timings.generation
+        count, seconds = len(self.token_ids) - 1, self.generation_seconds
         return count / seconds if count > 0 and seconds > 0 else None
 
     def __repr__(self) -> str:
@@ -108,9 +97,9 @@ class Generation:
             "generated_tokens": len(self.token_ids),
             "prompt_tokens_per_second": self.prompt_rate,
             "generated_tokens_per_second": self.rate,
-            "first_token_seconds": self.timings.first_token,
-            "generation_seconds": self.timings.generation,
-            "load_seconds": self.timings.load,
+            "first_token_seconds": self.first_token_seconds,
+            "generation_seconds": self.generation_seconds,
+            "load_seconds": self.load_seconds,
             "peak_bytes": self.peak_bytes,
             "kv_cache": None if self.kv_cache is None else self.kv_cache.to_json(),
             "settings": self.settings.to_json(),

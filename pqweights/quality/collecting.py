@@ -24,9 +24,9 @@ import torch
 
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.planning.statistics_file import InputVector, WeightInputs, moments_bytes
-from pqweights.quality.measure.activations import MatrixId, TextWindow, WeightLocation, matrix_ids, watch
-from pqweights.quality.measure.preparation import temporary_file
-from pqweights.quality.measure.scale_search import FEWEST_ROWS, Inputs
+from pqweights.quality.activations import MatrixId, TextWindow, WeightLocation, matrix_ids, watch
+from pqweights.quality.preparation import temporary_file
+from pqweights.quality.scale_search import FEWEST_ROWS, Inputs
 
 Floats = npt.NDArray[np.float32]
 

@@ -36,7 +36,8 @@ from pqweights.planning.sensitivity_file import (
     read_sensitivity,
     write_sensitivity,
 )
-from pqweights.quality.measure.preparation import (
+from pqweights.quality.options import SensitivityOptions
+from pqweights.quality.preparation import (
     TextWindows,
     load_model,
     locate_weights,
@@ -44,7 +45,6 @@ from pqweights.quality.measure.preparation import (
     text_windows,
     window_size,
 )
-from pqweights.quality.options import SensitivityOptions
 
 # Relative squared errors: about those of 5, 4 and 3 bits, and one in between.
 LEVELS = (0.0025, 0.0095, 0.02, 0.0345)

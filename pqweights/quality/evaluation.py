@@ -21,9 +21,9 @@ from pqweights.inference.runtimes.models import (
 )
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
 from pqweights.options import path_of
-from pqweights.quality.evaluate.protocol import Scores, Windows, compare
-from pqweights.quality.evaluate.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.quality.options import EvaluationOptions, TextOptions
+from pqweights.quality.protocol import Scores, Windows, compare
+from pqweights.quality.report import EvaluationReport, EvaluationSettings, ModelScores
 
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 

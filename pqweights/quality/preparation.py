@@ -21,7 +21,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.quantizing import Quantize
 
 if TYPE_CHECKING:
-    from pqweights.quality.measure.activations import WeightLocation
+    from pqweights.quality.activations import WeightLocation
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -120,7 +120,7 @@ def load_model(source: Path, *, dtype: str, device_map: str | None) -> Any:
 
 def locate_weights(source: Path, model: Any, names: Sequence[str]) -> dict[str, WeightLocation]:
     """Return where tensors of a checkpoint are in the model that was loaded from it."""
-    from pqweights.quality.measure.activations import locate
+    from pqweights.quality.activations import locate
 
     with Refused(f"{source}: transformers cannot run this model"), quiet():
         return locate(model, names)

@@ -20,7 +20,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, SourceError
 from pqweights.inference.runtimes.cached import CacheFigures
 from pqweights.inference.runtimes.folders import Size
-from pqweights.quality.evaluate.protocol import Divergence, Estimate, Scores
+from pqweights.quality.protocol import Divergence, Estimate, Scores
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord
 
 # How the name of mlx-lm's runtime begins; it chooses its device itself.

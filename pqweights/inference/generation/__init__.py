@@ -1,1 +1,0 @@
-"""Text from a model, token by token: a continuation of a prompt, or the model's turn in a conversation."""

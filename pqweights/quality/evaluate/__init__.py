@@ -1,1 +1,0 @@
-"""Evaluation of models on a text: perplexity, and distance from a reference."""
