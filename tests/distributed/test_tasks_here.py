@@ -144,7 +144,7 @@ def test_a_strict_run_refuses_in_tasks_as_in_a_plain_run(
     made, out = use_tasks_here(monkeypatch).made, tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr("pqweights.quantizing.exceeds", lambda planned, record: planned.codec is not None)
-        with pytest.raises(StrictError, match=r"^tensor '.*': --strict: relative error"):
+        with pytest.raises(StrictError, match=r"^tensor '.*': `strict`: relative error"):
             quantize(base, out, ray, strict=True)
         assert not out.exists()
         killed_after(monkeypatch, 3, lambda: quantize(base, out, "here"))

@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from hub_cases import CASES, NOT_NEEDED, SOURCE, Case, Client, files_of, stalled, write_source
-from loopback_hub import Fault, LoopbackHub, Request, Stall
+from loopback_faults import Fault, Request, Stall
+from loopback_hub import LoopbackHub
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.quantizing import EncodeJob

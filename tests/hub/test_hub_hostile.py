@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from helpers import bf16, folder_bytes, gaussian, run_command, safetensors_bytes, small_checkpoint
 from hub_cases import Client, files_of, the_line
-from loopback_hub import Content, Corrupt, Drop, Fault, LoopbackHub, Status
+from loopback_faults import Corrupt, Drop, Fault, Status
+from loopback_hub import Content, LoopbackHub
 
 pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from helpers import folder_bytes, run_command
 from hub_cases import SOURCE, TARGET, Client, files_of, write_source
-from loopback_hub import Cut, Drop, Fault, LoopbackHub, Status
+from loopback_faults import Cut, Drop, Fault, Status
+from loopback_hub import LoopbackHub
 
 from pqweights.rewrite.results.verify import Verification, verify
 

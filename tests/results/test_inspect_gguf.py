@@ -63,9 +63,9 @@ def test_json_has_the_same(model: Path) -> None:
 
 def test_split_model_is_shown_as_one(tmp_path: Path) -> None:
     small_gguf(tmp_path / "m.gguf", split_max_tensors=2)
-    found = answer("inspect", tmp_path)
-    assert len(found["files"]) == 3 and found["totals"]["tensors"] == 5
-    assert " in 3 files" in done("inspect", tmp_path / found["files"][1]).stdout
+    shown = answer("inspect", tmp_path)
+    assert len(shown["files"]) == 3 and shown["totals"]["tensors"] == 5
+    assert " in 3 files" in done("inspect", tmp_path / shown["files"][1]).stdout
 
 
 def test_text_of_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:

@@ -29,8 +29,7 @@ class Disk:
     """
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, Path]] = []
-        self.unflushed: list[Path] = []
+        self.events, self.unflushed = list[tuple[str, Path]](), list[Path]()
         self._flushed: set[tuple[int, int, int]] = set()
         self._lock = threading.Lock()
 

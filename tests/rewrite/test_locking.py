@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,31 +20,26 @@ from pqweights.errors import OutputError
 def holder(source: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run in another process that has finished two shards into tmp_path/out and waits."""
     code = """
-        import sys
-        sys.path.insert(0, sys.argv[1])
-        from helpers import run_command, small_chunks
-        from pathlib import Path
-        from pqweights.rewrite.finished_shards import FinishedShards
-        small_chunks()
-        add, seen = FinishedShards.add, []
-        def stand_still(self, shard, *given):
-            if len(seen) == 2:
-                print("holding", flush=True)
-                sys.stdin.read()
-            seen.append(shard)
-            add(self, shard, *given)
-        FinishedShards.add = stand_still
-        run_command({"quantize": sys.argv[2], "max_shard_bytes": int(sys.argv[3])}, Path(sys.argv[4]))
-    """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from helpers import run_command, small_chunks
+from pqweights.rewrite.finished_shards import FinishedShards
+small_chunks()
+add, seen = FinishedShards.add, []
+def stand_still(self, shard, *given):
+    if len(seen) == 2:
+        print("holding", flush=True)
+        sys.stdin.read()
+    seen.append(shard)
+    add(self, shard, *given)
+FinishedShards.add = stand_still
+run_command({"quantize": sys.argv[2], "max_shard_bytes": int(sys.argv[3])}, Path(sys.argv[4]))
+"""
     arguments = [str(Path(helpers.__file__).parent), str(source), str(SHARD_BYTES), str(tmp_path / "out")]
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "holding\n"
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "holding\n"
         yield process
         process.kill()
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import helpers
-from loopback_hub import Corrupt, Cut, Drop, Fault, LoopbackHub, Run, Short, Stall, Status
+from loopback_faults import Corrupt, Cut, Drop, Fault, Run, Short, Stall, Status
+from loopback_hub import LoopbackHub
 
 if TYPE_CHECKING:
     import pytest

@@ -97,18 +97,13 @@ class Fault:
 
 @dataclass(kw_only=True)
 class Request:
-    """A request that was served.
+    """A request that was served: its path, decoded and without the query, and whether it had the token and met a fault.
 
-    path: its path, decoded, without the query
-    range: its header Range
-    authorized: whether it had the token
     bytes_sent: how many bytes of the body were sent
-    fault: whether a fault hit it
     """
 
     method: str
     path: str
-    range: str | None
     authorized: bool
     bytes_sent: int = 0
     fault: bool = False
@@ -132,7 +127,6 @@ class FaultyApplication:
         record = Request(
             method=method,
             path=path,
-            range=environ.get("HTTP_RANGE"),
             authorized=environ.get("HTTP_AUTHORIZATION") == f"Bearer {self.token}",
         )
         action = self._record(record)

@@ -25,23 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import loopback_endpoints
-from loopback_faults import Corrupt, Cut, Drop, Fault, FaultyApplication, Request, Run, Short, Stall, Status
+from loopback_faults import Fault, FaultyApplication
 from werkzeug.serving import make_server
-
-__all__ = [
-    "Blob",
-    "Content",
-    "Corrupt",
-    "Cut",
-    "Drop",
-    "Fault",
-    "LoopbackHub",
-    "Request",
-    "Run",
-    "Short",
-    "Stall",
-    "Status",
-]
 
 Content = bytes | Path
 # Some of the suffixes in .gitattributes of a new repository; files above MAX_REGULAR_BYTES are stored with LFS too.
@@ -138,10 +123,11 @@ class LoopbackHub:
     folder: where uploads go; by default a temporary folder
     cdn: whether downloads of LFS files are redirected, as the Hub does it, to a signed address on another host (here
         "localhost"), which takes no token
+    requests: what was asked so far, in order
     """
 
-    def __init__(self, folder: Path | None = None, cdn: bool = False) -> None:
-        self.cdn = cdn
+    def __init__(self, folder: Path | None = None) -> None:
+        self.cdn = False
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, Blob] = {}  # LFS files by their SHA-256
         self.lock = threading.RLock()
@@ -149,6 +135,7 @@ class LoopbackHub:
         self._served = FaultyApplication(
             loopback_endpoints.application(self), "hf_" + "LoopbackHubToken".ljust(34, "x")
         )
+        self.requests = self._served.requests
 
     def __enter__(self) -> LoopbackHub:
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # it reports what faults leave behind
@@ -159,6 +146,8 @@ class LoopbackHub:
         # With the default interval of polling, each stop would take half a second.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
+        self.port = int(self._server.server_port)
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -177,24 +166,6 @@ class LoopbackHub:
     def token(self, token: str) -> None:
         self._served.token = token
 
-    @property
-    def port(self) -> int:
-        return int(self._server.server_port)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def requests(self) -> list[Request]:
-        """What was asked so far, in order."""
-        return self._served.requests
-
-    @property
-    def faults(self) -> list[Fault]:
-        """The faults that are not used up."""
-        return [fault for fault, _ in self._served.faults]
-
     def inject(self, *faults: Fault) -> None:
         """Add faults. If several match a request, only the first one that is due acts."""
         self._served.faults += [(fault, []) for fault in faults]
@@ -204,13 +175,9 @@ class LoopbackHub:
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return os.environ for a subprocess that uses this Hub as the user "me", with its caches in `home`."""
-        ours = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE")
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(ours) and not name.lower().endswith("_proxy")
-        }
-        return environment | {
+        others = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE")
+        kept = (name for name in os.environ if not name.startswith(others) and not name.lower().endswith("_proxy"))
+        return {name: os.environ[name] for name in kept} | {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
             "HF_TOKEN": self.token,
@@ -235,7 +202,6 @@ class LoopbackHub:
         *,
         branch: str = "main",
         sha256: Mapping[str, str] | None = None,
-        title: str = "commit",
     ) -> str:
         """Commit files, and return the commit.
 
@@ -243,12 +209,13 @@ class LoopbackHub:
         branch: created from main if it is missing, as is the repository
         sha256: the hashes of LFS files, as far as they are known
         """
+        hashes = sha256 or {}
         blobs = {
-            name: None if content is None else Blob.of(name, content, (sha256 or {}).get(name))
+            name: None if content is None else Blob.of(name, content, hashes.get(name))
             for name, content in files.items()
         }
         with self.lock:
             repository = self.repositories.get(id) or self.create(id)
             repository.branches.setdefault(branch, repository.branches["main"])
             self.objects.update((blob.sha256, blob) for blob in blobs.values() if blob and blob.sha256)
-            return repository.advance(branch, blobs, title=title)
+            return repository.advance(branch, blobs)

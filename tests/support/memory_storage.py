@@ -58,16 +58,15 @@ class Place:
 
     def change(self, changes: dict[str, bytes | None]) -> None:
         """Write files, or remove them where there is None."""
+        files = self.files() | changes
         if isinstance(self.out, str):
-            files = objects(self.out) | changes
             put(self.out, {name: data for name, data in files.items() if data is not None})
             return
         for name, data in changes.items():
             (self.out / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.out / name).write_bytes(data or b"")
             if data is None:
                 (self.out / name).unlink()
-            else:
-                (self.out / name).write_bytes(data)
 
 
 def run_into(
@@ -113,27 +112,23 @@ class Kill:
     """
 
     def __init__(self, number: int = 0, *, after: bool = False) -> None:
-        self.number, self.after = number, after
-        self.seen: list[Operation] = []
-        self._dead = False
+        self.number, self.after, self.seen = number, after, list[Operation]()
 
     def __call__(self, operation: Operation, do: Callable[[], Any]) -> Any:
         """See `each_operation`."""
-        if self._dead:
+        if 0 < self.number <= len(self.seen):
             raise Killed
         if operation[0] not in CHANGES:
             return do()
         self.seen.append(operation)
-        if len(self.seen) != self.number:
-            return do()
-        self._dead = True
-        if self.after:
-            do()
-        raise Killed
+        if len(self.seen) == self.number:
+            if self.after:
+                do()
+            raise Killed
+        return do()
 
 
 def staged_tensors(address: str) -> set[str]:
     """The tensors of the shards that are marked as complete."""
-    contents = (data for name, data in objects(address).items() if name.startswith(".pqweights/") and "/" in name[11:])
-    marks = [ShardMark.parse(data) for data in contents if data.startswith(b'{"')]
-    return {record.name for mark in marks if mark is not None for record in mark.records}
+    marks = (data for name, data in objects(address).items() if name.endswith(".safetensors.json"))
+    return {record.name for mark in map(ShardMark.parse, marks) if mark is not None for record in mark.records}
