@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.names import awq_name
-from pqweights.checkpoint.scales import SMALLEST_SCALE, scale_shape
+from pqweights.checkpoint.readers import SMALLEST_SCALE, scale_shape
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs.protocol import exact_rate
 from pqweights.common.dtypes import to_float32
