@@ -14,8 +14,7 @@ from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
-from pqweights.checkpoint.scales import scale_shape
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor, scale_shape
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
 from pqweights.codecs.protocol import Codec, Coder, State, exact_rate

@@ -8,14 +8,13 @@ end: which files are needed when tensors are read in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint import scales
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
@@ -24,6 +23,8 @@ from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import scratch
+
+Floats = npt.NDArray[np.float32]
 
 
 class LogicalTensor(Protocol):
@@ -161,7 +162,7 @@ class EncodedTensor:
             rows, columns = self.shape[-2:]
             first, last = start // columns // rows, -(-(start + count) // (columns * rows))
             offset = start - first * rows * columns
-            scales.divide(values, self.awq_scales(first, last), start=offset, shape=self.shape)
+            divide_scales(values, self.awq_scales(first, last), start=offset, shape=self.shape)
             np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
         if dtype != "F32":
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
@@ -177,9 +178,9 @@ class EncodedTensor:
         raw = np.empty(count, dtype=np.uint8)
         self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
         values = to_float32(raw, "F16")
-        if len(values) and not scales.SMALLEST_SCALE <= values.min() <= values.max() < np.inf:
+        if len(values) and not SMALLEST_SCALE <= values.min() <= values.max() < np.inf:
             raise damaged_master(
-                f"{self.awq.file}: tensor {self.awq.name!r}: expected finite scales from {scales.SMALLEST_SCALE} on"
+                f"{self.awq.file}: tensor {self.awq.name!r}: expected finite scales from {SMALLEST_SCALE} on"
             )
         return values
 
@@ -257,6 +258,66 @@ class OriginalTensor:
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the original."""
         self.original.read(start, count, dtype, out)
+
+
+# --- activation-aware scales (AWQ: Lin et al., arXiv:2306.00978) ---
+
+# A weight [..., N, K] multiplies inputs of K channels and has scales [..., K]. The encoder multiplies by the stored
+# float16 scale, and the decoder divides by it, both in float32. (In a weight that is stored as [..., K, N], a block
+# lies within one channel, and its norm absorbs any factor of the channel: no scale could change its codes.)
+
+# Scales are normal numbers of float16.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**15
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a weight's scales: [..., K]."""
+    return (*shape[:-2], shape[-1])
+
+
+def multiply_scales(values: Floats, scales: Floats, *, start: int, shape: tuple[int, ...]) -> None:
+    """Multiply elements of a row-major weight by their scales, in place.
+
+    values: the elements from `start` on
+    scales: those of all its matrices, in order
+    start: the index of the first element
+    shape: that of the weight
+    """
+    for part, of_part in _scaled_parts(values, scales, start=start, shape=shape):
+        part *= of_part
+
+
+def divide_scales(values: Floats, scales: Floats, *, start: int, shape: tuple[int, ...]) -> None:
+    """Divide elements of a row-major weight by their scales, in place: the inverse of `multiply_scales`."""
+    for part, of_part in _scaled_parts(values, scales, start=start, shape=shape):
+        part /= of_part
+
+
+def _scaled_parts(
+    values: Floats, scales: Floats, *, start: int, shape: tuple[int, ...]
+) -> Iterator[tuple[Floats, Floats]]:
+    """Yield views of the values with the scales that broadcast over each.
+
+    The views are the rest of a row, whole rows of one matrix, or the beginning of a row.
+    """
+    rows, columns = shape[-2], shape[-1]
+    by_matrix = scales.reshape(-1, columns)
+    done = 0
+    while done < len(values):
+        row, column = divmod(start + done, columns)
+        matrix, row = divmod(row, rows)
+        left = len(values) - done
+        if column or left < columns:
+            count = min(columns - column, left)
+            yield values[done : done + count], by_matrix[matrix, column : column + count]
+        else:
+            whole = min(rows - row, left // columns)
+            count = whole * columns
+            yield values[done : done + count].reshape(whole, columns), by_matrix[matrix]
+        done += count
+
+
+# --- which files are needed ---
 
 
 @dataclass(frozen=True)

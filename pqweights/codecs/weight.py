@@ -1,6 +1,6 @@
 """One weight: the passes over its blocks, and a whole weight in memory.
 
-`encode_weight` and the streaming driver (rewrite/stream.py) make the same passes with the same functions. The errors of
+`encode_weight` and the streaming jobs (rewrite/jobs.py) make the same passes with the same functions. The errors of
 blocks are added in the order of the blocks, so the sum does not depend on the size of chunks or the number of threads.
 """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pqweights.checkpoint import scales
+from pqweights.checkpoint.readers import divide_scales
 from pqweights.codecs.lloyd_max import ScalarCoder
 from pqweights.codecs.protocol import Coder, DamagedBlock, State
 from pqweights.codecs.weight import block_count, damaged_error
@@ -96,7 +96,7 @@ class PackedRows:
         decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]
         if self.awq is not None:
             shape = (self.rows, self.columns)
-            scales.divide(decoded.numpy(), self.awq.numpy(), start=row * self.columns, shape=shape)
+            divide_scales(decoded.numpy(), self.awq.numpy(), start=row * self.columns, shape=shape)
         out.copy_(_saturated(decoded, out.dtype))
 
     def _decode_torch(self, blocks: range, *, here: slice, out: Tensor) -> None:

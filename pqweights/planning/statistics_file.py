@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, encode_header
 from pqweights.checkpoint.names import awq_name
-from pqweights.checkpoint.scales import SMALLEST_SCALE, scale_shape
+from pqweights.checkpoint.readers import SMALLEST_SCALE, scale_shape
 from pqweights.checkpoint.source import Checkpoint, open_local, read_header
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.codecs.protocol import exact_rate

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.scales import LARGEST_SCALE, SMALLEST_SCALE, scale_shape
+from pqweights.checkpoint.readers import LARGEST_SCALE, SMALLEST_SCALE, LogicalTensor, scale_shape
 from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import Coder
 from pqweights.codecs.weight import encode_weight

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pqweights.checkpoint import scales
 from pqweights.checkpoint.names import awq_name
-from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
+from pqweights.checkpoint.readers import LogicalTensor, element_count, multiply_scales, whole_blocks
 from pqweights.checkpoint.source import find_non_finite
 from pqweights.codecs.protocol import VALUE_DTYPES, Bytes, Measures, Part, PassResult, State
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
@@ -170,7 +169,7 @@ class EncodeJob:
         if self._factors is not None:
             with np.errstate(over="ignore"):  # the encoder reports infinities
                 numbers = values.view(np.float32)[:count]
-                scales.multiply(numbers, self._factors, start=start, shape=self._planned.shape)
+                multiply_scales(numbers, self._factors, start=start, shape=self._planned.shape)
         return values
 
     def _memory(self, part: Part, sink: Sink, first_block: int, blocks: int) -> Bytes:

@@ -32,8 +32,7 @@ from independent_reader import read_master
 from pqweights_cli.main import app
 from typer.testing import CliRunner
 
-from pqweights.checkpoint import scales
-from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.readers import EncodedTensor, divide_scales, multiply_scales, scale_shape
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
@@ -360,12 +359,12 @@ def test_range_of_a_weight_is_scaled_like_the_whole(
     random = np.random.default_rng(0)
     weight = random.standard_normal(shape).astype(np.float32)
     factors = np.exp(random.standard_normal((matrices, columns))).astype(np.float32)
-    assert scales.scale_shape(shape) == factors.shape
+    assert scale_shape(shape) == factors.shape
     start, stop = sorted(round(share * weight.size) for share in (begin, end))
     part = weight.reshape(-1)[start:stop].copy()
-    scales.multiply(part, factors, start=start, shape=shape)
+    multiply_scales(part, factors, start=start, shape=shape)
     assert np.array_equal(part, (weight * factors[:, None, :]).reshape(-1)[start:stop])
-    scales.divide(part, factors, start=start, shape=shape)
+    divide_scales(part, factors, start=start, shape=shape)
     again = (weight * factors[:, None, :]) / factors[:, None, :]
     assert np.array_equal(part, again.reshape(-1)[start:stop])
 
