@@ -39,12 +39,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         # What multiplies matrices has all threads, and other commands start none.
         ("eval", None, CORES, "None"),
         ("quantize", None, 1, "1"),
-        ("", None, 1, "1"),
         # One thread of numpy in each of its own, and all of torch, which reads the environment.
         ("calibrate", None, 1, "None"),
-        ("calibrate", 1, 1, "1"),
         # A number in the environment stands.
-        ("eval", 1, 1, "1"),
         ("plan", CORES, CORES, str(CORES)),
     ],
 )
