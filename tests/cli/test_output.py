@@ -46,13 +46,6 @@ def test_progress_is_one_line_at_any_width(width: int, unit: str) -> None:
         assert text.rstrip().endswith(NAME) and "━" in text and ("B/s" in text) == (unit == BYTES)
 
 
-def test_progress_does_not_read_markup_in_names() -> None:
-    display = bar.Bar("quantizing", BYTES, terminal(80))
-    display(1, 2, "[bold]w[/bold]")
-    assert "[bold]w[/bold]" in drawn(display)
-    display.close()
-
-
 def test_progress_is_plain_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

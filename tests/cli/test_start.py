@@ -41,12 +41,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         ("generate", None, CORES, "None"),
         ("inspect", None, 1, "1"),
         ("quantize", None, 1, "1"),
-        ("", None, 1, "1"),
         # One thread of numpy in each of its own, and all of torch, which reads the environment.
         ("calibrate", None, 1, "None"),
-        ("calibrate", 1, 1, "1"),
         # A number in the environment stands.
-        ("eval", 1, 1, "1"),
         ("plan", CORES, CORES, str(CORES)),
     ],
 )

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -242,22 +241,30 @@ def small_chunks() -> None:
     shard.PROGRESS_SECONDS = 0.0
 
 
-def _intercept(name: str, act: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+Call = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _intercept(name: str, act: Call) -> Iterator[int]:
+    """Have `act` called in place of a function, and return the counter of the calls."""
     module: Any = builtins if name == "open" else os
     original, calls = getattr(module, name), itertools.count(1)
     setattr(module, name, lambda *args, **keywords: act(next(calls), original, args, keywords))
+    return calls
+
+
+def _pass_on(number: int, original: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return original(*args, **keywords)
 
 
 def _die_at(point: dict[str, Any]) -> None:
     def act(number: int, original: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if number != point["number"]:
             return original(*args, **keywords)
-        if point["when"] == "half":
-            data = memoryview(args[1]).cast("B")
-            with contextlib.suppress(OSError):  # direct access writes whole pages or nothing
+        with contextlib.suppress(OSError):  # direct access writes whole pages or nothing
+            if point["when"] == "half":
+                data = memoryview(args[1]).cast("B")
                 original(args[0], data[: len(data) // 2], *args[2:])
-        elif point["when"] == "after":
-            with contextlib.suppress(OSError):
+            elif point["when"] == "after":
                 original(*args, **keywords)
         os.kill(os.getpid(), signal.SIGKILL)
         return signal.pause()
@@ -265,32 +272,14 @@ def _die_at(point: dict[str, Any]) -> None:
     _intercept(point["function"], act)
 
 
-def _count_calls() -> dict[str, int]:
-    counts = dict.fromkeys(KILL_FUNCTIONS, 0)
-    lock = threading.Lock()
-
-    def counting(name: str) -> Callable[..., Any]:
-        def act(number: int, original: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            with lock:
-                counts[name] += 1
-            return original(*args, **keywords)
-
-        return act
-
-    for name in KILL_FUNCTIONS:
-        _intercept(name, counting(name))
-    return counts
-
-
 def _child(command: dict[str, Any], point: dict[str, Any], answer: int) -> None:
-    counts = {}
+    counters: dict[str, Iterator[int]] = {}
     if "function" in point:
         _die_at(point)
     else:
-        counts = _count_calls()
+        counters = {name: _intercept(name, _pass_on) for name in KILL_FUNCTIONS}
     run_command(command, Path(point["out"]))
-    counts = dict(counts)
-    os.write(answer, json.dumps(counts).encode())
+    os.write(answer, json.dumps({name: next(calls) - 1 for name, calls in counters.items()}).encode())
     os._exit(0)
 
 
