@@ -148,19 +148,16 @@ def watch(
     after = torch.nn.modules.module.register_module_forward_hook(mode.leave, always_call=True)
     try:
         device = embeddings.weight.device
+        has_cache = hasattr(model.config, "use_cache") and model.can_generate()  # encoders have none
+        without_cache = {"use_cache": False} if has_cache else {}
         for number, window in enumerate(windows):
             mode.window, mode.held_back = number, window.held_back
             with Refused(f"{source}: transformers cannot run this model"), torch.inference_mode(), mode:
-                model(torch.from_numpy(window.ids)[None].to(device), **_without_cache(model))
+                model(torch.from_numpy(window.ids)[None].to(device), **without_cache)
             progress(number + 1, len(windows))
     finally:
         before.remove()
         after.remove()
-
-
-def _without_cache(model: Any) -> dict[str, bool]:
-    """Return the argument that switches off the key-value cache; encoders do not take it."""
-    return {"use_cache": False} if hasattr(model.config, "use_cache") and model.can_generate() else {}
 
 
 class WeightLocation(NamedTuple):

@@ -7,9 +7,10 @@ or both. collecting.py collects, scale_search.py searches. docs/moments.md and d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -169,11 +170,13 @@ def calibrate(
             "window": len(job.text.ids[0]),
             **job.text.about,
         }
+        stream.seek(0)
+        pieces = iter(partial(stream.read, COPY_BYTES), b"")
         write_statistics(
             out,
             checkpoint=job.checkpoint.fingerprint(),
             about=about,
-            moments=MomentsToWrite(vectors=vectors, weights=weights, data=_pieces(stream)) if moments else None,
+            moments=MomentsToWrite(vectors=vectors, weights=weights, data=pieces) if moments else None,
             scales=None if layers is None else _scales(layers),
         )
     return result
@@ -184,13 +187,6 @@ def _scales(layers: Sequence[tuple[LayerReport, Floats | None]]) -> ScalesToWrit
         weights={layer.name: layer.to_json() for layer, _ in layers},
         scales={layer.name: values for layer, values in layers if values is not None},
     )
-
-
-def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield what was written to a temporary file."""
-    stream.seek(0)
-    while data := stream.read(COPY_BYTES):
-        yield data
 
 
 def _result(

@@ -8,12 +8,11 @@ much room, the model runs several times, each time for a part of the vectors.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,19 +202,12 @@ def _room(beside: Path, count: int) -> np.memmap[Any, np.dtype[np.float32]]:
         stream.truncate(4 * max(1, count))
         if hasattr(os, "posix_fallocate"):  # macOS has none
             # Room that is missing when a mapped page is written would end the process.
-            with _ignored(errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some file systems cannot
+            try:
                 os.posix_fallocate(stream.fileno(), 0, 4 * max(1, count))
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some file systems cannot
+                    raise
         return np.memmap(stream, dtype=np.float32, mode="r+", shape=(max(1, count),))
-
-
-@contextlib.contextmanager
-def _ignored(*numbers: int) -> Iterator[None]:
-    """Ignore OSErrors with these numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in numbers:
-            raise
 
 
 class Sample:

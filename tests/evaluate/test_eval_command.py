@@ -18,7 +18,6 @@ from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
 from language_models import continued
-from pqweights_cli import tables
 from pqweights_cli.eval import _runtime_lines
 
 from pqweights.common.threads import listening
@@ -373,17 +372,6 @@ def test_table_shows_scores_and_settings(work, monkeypatch):
     assert "of each but the first masked: 287 tokens scored" in alone
     single = invoke("eval", "q3", "--text", "text.txt", "--max-tokens", 128).stdout.splitlines()[3]
     assert "+-" not in single
-
-
-def test_report_breaks_no_word_on_a_terminal_of_80_columns(work, monkeypatch):
-    monkeypatch.chdir(work)
-    arguments = ("eval", "q3", "bf16", "--text", "text.txt", "--reference", "source", "--no-record")
-    wide = invoke(*arguments).stdout
-    monkeypatch.setattr(tables, "terminal_width", lambda: 80)
-    narrow = invoke(*arguments).stdout
-    assert max(map(len, wide.splitlines())) > 80
-    assert max(map(len, narrow.splitlines())) <= 80
-    assert set(wide.split()) == set(narrow.split())
 
 
 def test_steps_without_progress_are_announced(work):

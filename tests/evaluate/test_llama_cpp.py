@@ -200,21 +200,13 @@ def test_eval_refuses_what_llama_cpp_does_not_have(work):
     done("eval", file, "--text", work / "text.txt", "--device", "auto", "--max-tokens", 128)
 
 
-def test_eval_refuses_models_with_other_vocabularies_and_tokens(work, tmp_path):
+def test_eval_refuses_models_with_other_vocabularies(work, tmp_path):
     shutil.copytree(work / "source", tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 380}))
     text = ("--text", work / "text.txt")
     line = refused("eval", work / "source.gguf", "--reference", tmp_path / "other", *text)
     assert "source.gguf: its metadata has 384 tokens, that of the reference 380" in line
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["w"], vocabulary["x"] = vocabulary["x"], vocabulary["w"]
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    line = refused("eval", work / "source.gguf", "--reference", tmp_path / "other", *text)
-    assert "source.gguf: its tokenizer splits the text into other tokens than that of" in line
-    done("eval", work / "source.gguf", "--reference", tmp_path / "other", *text, "--tokenizer", work / "source")
 
 
 # generate

@@ -178,14 +178,6 @@ def generated(net: Any, cache: Any, prompt: Tensor, **settings: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_unquantized_generation_is_that_of_transformers(name, settings):
-    net, prompt = model(name), ids(20)
-    expected = generated(net, plain(net), prompt, **settings)
-    assert torch.equal(generated(net, kv_cache(net, "none"), prompt, **settings), expected)
-
-
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_generate_takes_every_method(spec, settings):
