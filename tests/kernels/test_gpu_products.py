@@ -235,12 +235,6 @@ def test_other_rows_and_many_inputs_are_decoded(device: torch.device) -> None:
     assert not packed_products_gpu.multiplies((replace(rows, columns=64),), few)
 
 
-def test_without_triton_rows_are_decoded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = packed_rows(20, 384, bits=4, rotation=HADAMARD, device=device, scaled=False)
-    monkeypatch.setattr(packed_products_gpu, "_runs_triton", lambda device: False)
-    assert not packed_products_gpu.multiplies((rows,), random_inputs(3, 384, torch.float32, device))
-
-
 def test_inputs_are_prepared_once_for_the_weights_that_read_them(
     device: torch.device, products: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
