@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -38,9 +38,7 @@ def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions =
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
     recipe = recipe.with_target(target, None if options.sensitivity is None else str(options.sensitivity))
-    widths = options.set_bits.items() if isinstance(options.set_bits, Mapping) else options.set_bits or ()
-    added = (*map(_keeping, options.keep), *_setting_bits(recipe.codec, widths))
-    return replace(recipe, overrides=(*added, *recipe.overrides))
+    return replace(recipe, overrides=(*_overrides(recipe.codec, options), *recipe.overrides))
 
 
 def _known_codec(name: str) -> str:
@@ -50,23 +48,18 @@ def _known_codec(name: str) -> str:
         raise OptionError(f"`codec`: {str(error).removeprefix('codec: ')}") from None
 
 
-# The reasons of these rules are parts of manifests, which say what was asked of the command.
+def _overrides(codec: str, options: RecipeOptions) -> Iterator[Rule]:
+    """Yield the rules that options give, in the order in which they are tried.
 
-
-def _keeping(pattern: str) -> Rule:
-    return Rule(names=(pattern,), keep=True, reason=f"--keep {pattern}")
-
-
-def _setting_bits(codec: str, widths: Iterable[tuple[str, float]]) -> list[Rule]:
-    """Return a rule for each pattern, which is tried in this order.
+    Their reasons are parts of manifests, which say what was asked of the command.
 
     Raises OptionError for a bit width that the codec does not have.
     """
-    rules = []
-    for pattern, asked in widths:
+    for pattern in options.keep:
+        yield Rule(names=(pattern,), keep=True, reason=f"--keep {pattern}")
+    for pattern, asked in options.set_bits.items() if isinstance(options.set_bits, Mapping) else options.set_bits or ():
         try:
             bits = checked_rate(codec, asked)
         except RecipeError as error:
             raise OptionError(f"`set_bits` {pattern}={asked:g}: {error}") from None
-        rules.append(Rule(names=(pattern,), bits=bits, reason=f"--set {pattern}={asked:g}"))
-    return rules
+        yield Rule(names=(pattern,), bits=bits, reason=f"--set {pattern}={asked:g}")

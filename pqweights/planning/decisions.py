@@ -187,20 +187,15 @@ class RatePlanner:
     _made: dict[tuple[int, Chosen], TensorPlan] = field(default_factory=dict)
 
     @cached_property
-    def kinds(self) -> list[int]:
-        """The number of each tensor's kind: all that its plan depends on but name and bit width."""
-        numbers: dict[tuple[object, ...], int] = {}
-        return [
-            numbers.setdefault(
-                (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, tensor.name in self.scaled), len(numbers)
+    def first_of(self) -> dict[str, int]:
+        """For each tensor, by name: the place of the first whose plan differs from its own in the name alone."""
+        places: dict[tuple[object, ...], int] = {}
+        return {
+            tensor.name: places.setdefault(
+                (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, tensor.name in self.scaled), place
             )
-            for tensor, decision in zip(self.tensors, self.decisions, strict=True)
-        ]
-
-    @cached_property
-    def kind_of(self) -> dict[str, int]:
-        """The number of the kind by the name of the tensor."""
-        return {tensor.name: kind for tensor, kind in zip(self.tensors, self.kinds, strict=True)}
+            for place, (tensor, decision) in enumerate(zip(self.tensors, self.decisions, strict=True))
+        }
 
     @cached_property
     def free(self) -> frozenset[str]:
@@ -208,34 +203,17 @@ class RatePlanner:
         pairs = zip(self.tensors, self.decisions, strict=True)
         return frozenset(tensor.name for tensor, decision in pairs if decision.free and decision.codec is not None)
 
-    def is_free(self, kind: int) -> bool:
-        """Whether the bit width of a kind is free."""
-        decision = self.decisions[self._first[kind]]
-        return decision.free and decision.codec is not None
-
-    @cached_property
-    def _first(self) -> dict[int, int]:
-        """The place of the first tensor of each kind."""
-        places: dict[int, int] = {}
-        for place, kind in enumerate(self.kinds):
-            places.setdefault(kind, place)
-        return places
-
-    def of_kind(self, kind: int, chosen: Chosen) -> TensorPlan:
-        """Return the plan of a kind of tensors, with an empty name; a chosen rate counts only if it is free."""
-        place = self._first[kind]
-        decision = self.decisions[place]
+    def nameless_plan(self, place: int, chosen: Chosen) -> TensorPlan:
+        """Return the plan of a tensor in first_of, with an empty name; a chosen rate counts only if it is free."""
+        tensor, decision = self.tensors[place], self.decisions[place]
         chosen = chosen if decision.free else ()
-        made = self._made.get((kind, chosen))
-        if made is None:
-            tensor = self.tensors[place]
-            made = self.nameless(tensor, decision, chosen, tensor.name in self.scaled)
-            self._made[kind, chosen] = made
-        return made
+        if (place, chosen) not in self._made:
+            self._made[place, chosen] = self.nameless(tensor, decision, chosen, tensor.name in self.scaled)
+        return self._made[place, chosen]
 
     def planned(self, rates: Rates) -> list[TensorPlan]:
         """Plan all tensors by the recipe's decisions, with the given bit widths for those that it leaves free."""
         return [
-            self.of_kind(kind, (rates[tensor.name],) if tensor.name in rates else ()).named(tensor.name)
-            for tensor, kind in zip(self.tensors, self.kinds, strict=True)
+            self.nameless_plan(place, (rates[name],) if name in rates else ()).named(name)
+            for name, place in self.first_of.items()
         ]

@@ -291,12 +291,12 @@ class RateOption(NamedTuple):
 class _Alike(NamedTuple):
     """Weights of a group whose plans differ in their names alone.
 
-    kind: the number that RatePlanner has for them
+    place: the place of the first of them in RatePlanner.tensors
     tensors: how many there are
     name_bytes: the length of all their names in a header
     """
 
-    kind: int
+    place: int
     tensors: int
     name_bytes: int
 
@@ -368,12 +368,12 @@ def free_groups(
 
 
 def _alike(names: Sequence[str], planner: RatePlanner) -> tuple[_Alike, ...]:
-    by_kind: dict[int, list[str]] = {}
+    by_place: dict[int, list[str]] = {}
     for name in names:
-        by_kind.setdefault(planner.kind_of[name], []).append(name)
+        by_place.setdefault(planner.first_of[name], []).append(name)
     return tuple(
-        _Alike(kind, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
-        for kind, alike in by_kind.items()
+        _Alike(place, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
+        for place, alike in by_place.items()
     )
 
 
@@ -381,9 +381,9 @@ def _rate_option(asked: float | None, members: Sequence[_Alike], planner: RatePl
     """Return what the weights of a group come to when the free ones are planned with this rate, or kept if None."""
     byte_count = header_bytes = weights = 0
     errors, free_bits, fixed_bits = [], set[float | None](), set[float | None]()
-    for kind, tensors, name_bytes in members:
-        plan = planner.of_kind(kind, (asked,))
-        (free_bits if planner.is_free(kind) else fixed_bits).add(plan.bits)
+    for place, tensors, name_bytes in members:
+        plan = planner.nameless_plan(place, (asked,))
+        (free_bits if planner.tensors[place].name in planner.free else fixed_bits).add(plan.bits)
         byte_count += tensors * plan.bytes
         # A file's header has an entry for every stored tensor.
         header_bytes += tensors * sum(entry_bytes(spec.dtype, spec.shape) + len(spec.name) for spec in plan.stored)

@@ -173,28 +173,6 @@ def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
     assert before.sum() < 0.8 * np.einsum("ij,jk,ik->", plain, wanted, plain)
 
 
-@pytest.mark.parametrize("kind", RULES)
-def test_scales_look_at_the_importance_of_columns(kind: str) -> None:
-    """Large weights whose inputs are nearly zero do not stretch the scales of their groups."""
-    rule, size, rows = RULES[kind], 128, 64
-    weights, sizes = gaussian(rows, size, seed=8), np.ones(size, dtype=np.float32)
-    weights[:, ::32] *= 20
-    sizes[::32] = 1e-4
-    matrix = empty_matrix(size)
-    order = order_of(sizes)
-    np.fill_diagonal(matrix, sizes[order])
-    diagonal = factorize(matrix, sizes[order], 0.0)
-    assert diagonal is not None
-    factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
-    start = rule.quantize(weights.reshape(-1))
-    rounded = compensate(weights, start, rule, factor)
-
-    def error(tiles: Tiles) -> float:
-        return float((np.square(tiles.rows_of()) * diagonal).sum())
-
-    assert error(rounded.errors) < 0.2 * error(errors_of(weights, start, rule, factor))
-
-
 def test_output_errors_are_those_of_the_product() -> None:
     x, errors = inputs(48, rows=100), gaussian(70, 48, seed=3)
     found = output_errors(Tiles.of(errors), x)

@@ -208,14 +208,6 @@ def test_scale_of_importance_does_not_matter(name: str) -> None:
     assert np.array_equal(even.data, encode_blocks(name, values, None).data)
 
 
-@every_type
-@pytest.mark.parametrize(("spread", "most"), [(1, 0.98), (3, 0.75)])
-def test_importance_lowers_the_weighted_error(name: str, spread: int, most: float) -> None:
-    values, factors = sample("gaussian"), importance(1024) ** np.float32(spread)
-    plain, aware = (decoded(name, encode_blocks(name, values, given), values.shape) for given in (None, factors))
-    assert relative_error(values, aware, factors) < most * relative_error(values, plain, factors)
-
-
 def test_what_does_not_fit_is_an_error() -> None:
     values = np.zeros((2, 512), dtype=np.float32)
     with pytest.raises(ValueError, match="320 columns are not a multiple of 256"):
@@ -292,8 +284,3 @@ def test_error_is_below_that_of_llama_cpp(name: str, kind: str, weighted: bool) 
     of_affine = {"Q5_K": 0.93, "Q4_K": 0.96, "Q2_K": 0.96, "Q5_1": 0.98, "Q4_1": 0.98}
     most = of_affine.get(name, 0.99 if kind == "outlier columns" else 0.97 if weighted else 0.95)
     assert relative_error(values, ours, factors) < most * relative_error(values, theirs, factors)
-
-
-@every_type
-def test_numbers_of_types_are_those_of_ggml(name: str) -> None:
-    assert BLOCK_TYPES[name].number == gguf.GGMLQuantizationType[name]

@@ -63,7 +63,3 @@ def test_a_block_does_not_depend_on_the_others() -> None:
     whole = with_gain("Q2_K", encode_blocks("Q2_K", values, None))
     part = with_gain("Q2_K", encode_blocks("Q2_K", np.ascontiguousarray(values[10:20]), None))
     assert np.array_equal(whole.data[20:40], part.data) and np.array_equal(whole.errors[20:40], part.errors)
-
-
-def test_types_with_factors_have_blocks() -> None:
-    assert FACTORS.keys() == {name for name, kind in BLOCK_TYPES.items() if kind.bits <= 5}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import helpers
@@ -27,8 +26,6 @@ from pqweights.kernels.groups import (
     GroupRule,
     Groups,
     _empty_groups,
-    _settings,
-    fit_groups,
     pack_bits,
     pack_tiles,
     rotate,
@@ -82,9 +79,6 @@ def assert_same_groups(ours: Any, truth: Any, where: object = "") -> None:
         assert same_bits(a, b), (name, where)
 
 
-# --- least squares ---
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_may_begin_at_any_address(kind: str) -> None:
     """At any address that 4 divides."""
@@ -95,6 +89,9 @@ def test_weights_may_begin_at_any_address(kind: str) -> None:
         values = np.empty(count + 16, np.float32)[offset : offset + count]
         values[:] = there
         assert_same_groups(rule.quantize(values), truth, offset)
+
+
+# --- least squares ---
 
 
 def assert_sound(rule: GroupRule, values: Floats, where: object = "") -> None:
@@ -209,17 +206,12 @@ def test_constant_groups_are_restored(kind: str, bits: int, size: int) -> None:
     assert set(zeros.codes.reshape(-1).tolist()) == {2 ** (bits - 1) if rule.middle else 0}
 
 
-# Relative squared error of Gaussian weights in groups of 128, as measured; and the most, relative to that of the range.
+# Relative squared error of Gaussian weights in groups of 128, as measured.
 GAUSSIAN = {
     "affine from 0": {2: 0.10989, 3: 0.03139, 4: 0.008202, 5: 0.002034, 6: 5.036e-4, 7: 1.2664e-4, 8: 3.233e-5},
     "affine from middle": {2: 0.10988, 3: 0.03139, 4: 0.008192, 5: 0.002025, 6: 4.970e-4, 7: 1.2302e-4, 8: 3.104e-5},
     "symmetric": {2: 0.13599, 3: 0.03485, 4: 0.009349, 5: 0.002448, 6: 6.190e-4, 7: 1.5416e-4, 8: 3.857e-5},
 }  # fmt: skip
-AGAINST_THE_RANGE = {
-    "affine from 0": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.90, 7: 0.915, 8: 0.94},
-    "affine from middle": {2: 0.45, 3: 0.69, 4: 0.83, 5: 0.88, 6: 0.89, 7: 0.89, 8: 0.90},
-    "symmetric": {2: 0.76, 3: 0.81, 4: 0.885, 5: 0.93, 6: 0.945, 7: 0.94, 8: 0.94},
-}
 
 
 @functools.cache
@@ -234,23 +226,7 @@ def test_gaussian_weights_have_a_smaller_error_than_by_their_range(kind: str, bi
     groups = rule.quantize(gaussian_weights())
     measured = groups.errors.sum() / groups.energies.sum()
     assert abs(measured / GAUSSIAN[kind][bits] - 1) < 0.01
-    assert groups.errors.sum() <= AGAINST_THE_RANGE[kind][bits] * errors_of_range(rule, gaussian_weights()).sum()
-
-
-@pytest.mark.parametrize(
-    ("kind", "runtime", "bound"),
-    [
-        ("affine from 0", "mlx", 0.83),
-        ("affine from middle", "torchao", 0.83),
-        ("symmetric", "compressed-tensors", 0.78),
-    ],
-)
-def test_gaussian_weights_at_4_bits_have_a_smaller_error_than_by_the_rules_of_runtimes(
-    kind: str, runtime: str, bound: float
-) -> None:
-    ours = best(kind, 4, 128).quantize(gaussian_weights())
-    theirs = rule_of(4, 128, KINDS[kind], runtime).quantize(gaussian_weights())
-    assert ours.errors.sum() <= bound * theirs.errors.sum()
+    assert groups.errors.sum() <= 0.945 * errors_of_range(rule, gaussian_weights()).sum()
 
 
 # --- the rules of the runtimes ---
@@ -435,56 +411,7 @@ def test_tiles_multiply_correctly_in_the_pytorch_kernel() -> None:
         codes[n, k] = 0
 
 
-@pytest.mark.parametrize("rule", [BEST, "torchao"])
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None:
-    """PyTorch's 4-bit product on the CPU, which packs codes in its own order, with our codes, scales and zeros."""
-    torch = pytest.importorskip("torch")
-    rows, columns = 64, 512
-    weights, x = helpers.gaussian(rows, columns, seed=1), helpers.gaussian(32, columns, seed=2, scale=1)
-    x = nearest_bf16(x)
-    how = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=rule)
-    groups = quantize(how, nearest_bf16(weights))
-    codes = torch.from_numpy(groups.codes.reshape(rows, columns).astype(np.int32))
-    numbers = np.stack([groups.scales, groups.offsets], axis=-1).reshape(rows, columns // size, 2)
-    numbers = torch.from_numpy(numbers).bfloat16().transpose(0, 1).contiguous()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.from_numpy(x).bfloat16(), packed, size, numbers)
-    exact = x.astype(np.float64) @ how.decode(groups).reshape(rows, columns).astype(np.float64).T
-    difference = product.float().numpy() - exact
-    assert np.linalg.norm(difference) <= 4e-3 * np.linalg.norm(exact)
-
-
 # --- what is refused ---
-
-
-def fit_arguments() -> dict[str, npt.NDArray[Any]]:
-    """The arrays of fit_groups."""
-    numbers = {name: np.zeros(4, np.float32) for name in ("scales", "offsets")}
-    sums = {name: np.zeros(4, np.float64) for name in ("energies", "errors")}
-    values, settings = np.zeros(4 * 32, np.float32), _settings(False, 4, 32)
-    return {"values": values, "settings": settings, "codes": np.zeros((4, 32), np.uint8), **numbers, **sums}
-
-
-@pytest.mark.parametrize("name", fit_arguments())
-def test_arrays_that_do_not_fit_are_refused(name: str) -> None:
-    """The kernels only see where an array begins; test_native.py has all that `native.array` refuses."""
-
-    def kernels(given: dict[str, npt.NDArray[Any]]) -> Iterator[Callable[[], None]]:
-        out = Groups(**{field: given[field] for field in FIELDS})
-        yield lambda: fit_groups(given["values"], given["settings"], out, bits=4, symmetric=False, middle=False)
-        if name != "settings":
-            yield lambda: round_groups(given["values"], out, bits=4, rule=1)
-
-    good = fit_arguments()
-    wrongs = [good[name].astype(np.float16), np.repeat(good[name], 2, axis=-1)[..., ::2]]
-    wrongs += [] if name == "codes" else [np.append(good[name], good[name][:1])]  # they say how many groups there are
-    for kernel in kernels(good):
-        kernel()
-    for wrong in wrongs:
-        for kernel in kernels(good | {name: wrong}):
-            with pytest.raises(ValueError, match="expected"):
-                kernel()
 
 
 def test_arrays_that_cannot_be_rotated_or_packed_are_refused() -> None:

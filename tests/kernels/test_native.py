@@ -163,15 +163,6 @@ def test_arguments_of_other_types_are_refused() -> None:
         native.call("rotate", written, 1, threads=2)
 
 
-def test_a_runner_that_ends_says_why(tmp_path: Path) -> None:
-    """What a sanitizer finds reaches the test that fed it."""
-    program = tmp_path / "fails"
-    program.write_text("#!/bin/sh\necho a stack overflow >&2\nexit 3\n")
-    program.chmod(0o755)
-    with kernel_runner.running([str(program)]), pytest.raises(kernel_runner.RunnerError, match=r"3\na stack overflow"):
-        native.call("rotate", native.array(np.zeros(128, np.float32), np.float32, 128, written=True), 1)
-
-
 # --- building ---
 
 
@@ -212,18 +203,3 @@ def test_a_checkout_without_ziglang_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(build_kernels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install ziglang, or name a clang in CXX"):
         build_kernels.Compiler(build_kernels.own_target())
-
-
-@pytest.mark.parametrize("level", LEVELS[1:] or LEVELS)
-def test_nothing_is_fused_by_the_compiler_alone(level: str, tmp_path: Path) -> None:
-    """On processors that can fuse; without the flag the compiler does."""
-    source, found = tmp_path / "sum.cpp", dict[str, bool]()
-    source.write_text("float sum(float a, float b, float c) { return a * b + c; }\n")
-    command = build_kernels.Compiler(build_kernels.own_target()).compile(level)
-    for contract in ("off", "fast"):
-        out = tmp_path / f"{contract}.s"
-        build_kernels.run_to(
-            [*command, *(["-ffp-contract=fast"] if contract == "fast" else []), "-S", str(source)], out
-        )
-        found[contract] = "fmadd" in out.read_text()
-    assert found == {"off": False, "fast": True}

@@ -87,11 +87,13 @@ def test_rows_may_have_room_for_more(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("every_call_is_shared")
-def test_threads_change_no_bit_of_levels() -> None:
+def test_threads_change_no_bit_of_levels_and_no_code() -> None:
     for runs in RUNS[-4:]:
         codes, factors = some_codes(runs, (2, 3, 77))
-        made = scaled_levels(codes, factors, runs, TABLES)
-        assert torch.equal(made, levels_of(codes, factors, runs))
+        assert torch.equal(scaled_levels(codes, factors, runs, TABLES), levels_of(codes, factors, runs))
+        values = numbers(runs, 100)
+        for made, expected in zip(nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
+            assert torch.equal(made, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (1, 0, 3), (1, 2, 0)])
@@ -125,14 +127,6 @@ def test_codes_that_do_not_fit_are_refused() -> None:
 def test_codes_of_all_widths_are_as_expected(runs: Runs) -> None:
     for rows in (1, 37):
         values = numbers(runs, rows)
-        for made, expected in zip(nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
-            assert torch.equal(made, expected)
-
-
-@pytest.mark.usefixtures("every_call_is_shared")
-def test_threads_change_no_code() -> None:
-    for runs in RUNS[-4:]:
-        values = numbers(runs, 100)
         for made, expected in zip(nearest(values, runs, TABLES), nearest_of(values, runs), strict=True):
             assert torch.equal(made, expected)
 

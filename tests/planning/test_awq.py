@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from commands import done, invoke, refused
 from export_decoders import export_weight, master_weight
 from helpers import (
     Tensor,
@@ -29,14 +32,12 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 from independent_reader import read_master
-from pqweights_cli.main import app
-from typer.testing import CliRunner
 
 from pqweights.checkpoint.readers import EncodedTensor, divide_scales, multiply_scales, scale_shape
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
-from pqweights.errors import MasterError, OutputError, PqweightsError, SourceError
+from pqweights.errors import MasterError, PqweightsError, SourceError
 from pqweights.integrations.packed import pack
 from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, open_awq, write_statistics
 from pqweights.quality import collecting, scale_search
@@ -86,16 +87,23 @@ def write_scales(path: Path, source: Path, weights: Any, scales: dict[str, Float
     write_statistics(path, checkpoint=fingerprint, about=about or {}, scales=found)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "src", TENSORS, config={"model_type": "llama", "torch_dtype": "bfloat16"})
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("awq") / "src"
+    return write_checkpoint(folder, TENSORS, config={"model_type": "llama", "torch_dtype": "bfloat16"})
 
 
-@pytest.fixture
-def awq(source: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "scales.safetensors"
+@pytest.fixture(scope="module")
+def awq(source: Path) -> Path:
+    path = source.with_name("scales.safetensors")
     write_scales(path, source, searched(), SCALES, about={"window": 8})
     return path
+
+
+@pytest.fixture(scope="module")
+def master(source: Path, awq: Path) -> Path:
+    run_command({"quantize": str(source), "awq": str(awq)}, source.with_name("master"))
+    return source.with_name("master")
 
 
 def per_element(name: str) -> Floats:
@@ -113,10 +121,9 @@ def read(tensor: Any, start: int, count: int, dtype: str = "F32") -> npt.NDArray
 # --- the master ---
 
 
-def test_scaled_weight_is_encoded_and_decoding_divides(source: Path, awq: Path, tmp_path: Path) -> None:
-    run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "out")
-    tensors = {tensor.name: tensor for tensor in open_local(tmp_path / "out").tensors}
-    stored = read_all(tmp_path / "out")
+def test_scaled_weight_is_encoded_and_decoding_divides(master: Path) -> None:
+    tensors = {tensor.name: tensor for tensor in open_local(master).tensors}
+    stored = read_all(master)
     for name, values in SCALES.items():
         weight = as_float32(TENSORS[name])
         scaled = np.ascontiguousarray(weight * per_element(name))
@@ -140,11 +147,10 @@ def test_scaled_weight_is_encoded_and_decoding_divides(source: Path, awq: Path, 
     assert SINGLE + "_awq_scale" not in stored
 
 
-def test_independent_reader_decodes_the_same_weights(source: Path, awq: Path, tmp_path: Path) -> None:
-    run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "out")
-    run_command({"export": str(tmp_path / "out"), "target": "bf16", "dtype": "source"}, tmp_path / "plain")
+def test_independent_reader_decodes_the_same_weights(master: Path, tmp_path: Path) -> None:
+    run_command({"export": str(master), "target": "bf16", "dtype": "source"}, tmp_path / "plain")
     plain = read_all(tmp_path / "plain")
-    found = {tensor.name: tensor for tensor in read_master(tmp_path / "out")}
+    found = {tensor.name: tensor for tensor in read_master(master)}
     assert found.keys() == plain.keys() == TENSORS.keys()
     for name, tensor in found.items():
         assert tensor.data == plain[name][1].tobytes(), name
@@ -168,47 +174,37 @@ def test_scales_count_in_bits_per_weight_and_are_verified(source: Path, awq: Pat
         assert tensor.name == KEPT or (record.relative_mse or 1) < 0.004
 
 
-def test_damaged_scales_of_a_master_are_found(source: Path, awq: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run_command({"quantize": str(source), "awq": str(awq)}, out)
+def test_damaged_scales_of_a_master_are_found(master: Path, tmp_path: Path) -> None:
+    """Other shapes and dtypes when it is opened, numbers that no run writes when weights are read, any by verify."""
+    out = Path(shutil.copytree(master, tmp_path / "out"))
     file = out / "model-00001-of-00001.safetensors"
-    whole, tensors = file.read_bytes(), read_all(out)
-    name = MATRIX + "_awq_scale"
+    whole, tensors, name = file.read_bytes(), read_all(out), MATRIX + "_awq_scale"
     for wrong in (f16(np.ones(255)), f32(np.ones(256)), f16(np.ones((1, 256)))):
         file.write_bytes(safetensors_bytes(tensors | {name: wrong}))
         with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale"):
             open_local(out)
+    for number in (np.nan, np.inf, -np.inf, 0.0, -1.0, 2.0**-24):
+        values = SCALES[MATRIX].copy()
+        values[200] = number
+        file.write_bytes(safetensors_bytes(tensors | {name: f16(values)}))
+        (weight,) = (tensor for tensor in open_local(out).tensors if tensor.name == MATRIX)
+        assert isinstance(weight, EncodedTensor)
+        for act in (
+            *(functools.partial(read, weight, 0, math.prod(weight.shape), dtype) for dtype in ("F32", "F16", "BF16")),
+            functools.partial(pack, weight, torch.float32),
+        ):
+            with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale.*finite scales.*the master is damaged"):
+                act()
     old, new = (values.astype("<f2").tobytes() for values in (SCALES[MATRIX], SCALES[MATRIX] * 2))
     assert whole.count(old) == 1
     file.write_bytes(whole.replace(old, new))
     assert any("q_proj" in problem for problem in verify(out, threads=1).problems)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 0.0, -1.0, 2.0**-24])
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_scales_that_no_run_writes_are_found_when_weights_are_read(
-    wrong: float, dtype: str, source: Path, awq: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    run_command({"quantize": str(source), "awq": str(awq)}, out)
-    file, tensors, name = out / "model-00001-of-00001.safetensors", read_all(out), MATRIX + "_awq_scale"
-    values = SCALES[MATRIX].copy()
-    values[200] = wrong
-    file.write_bytes(safetensors_bytes(tensors | {name: f16(values)}))
-    (weight,) = (tensor for tensor in open_local(out).tensors if tensor.name == MATRIX)
-    assert isinstance(weight, EncodedTensor)
-    room = np.empty(math.prod(weight.shape) * 4, dtype=np.uint8)
-    with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale.*finite scales.*the master is damaged"):
-        weight.read(0, math.prod(weight.shape), dtype, room)
-    with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale.*finite scales.*the master is damaged"):
-        pack(weight, torch.float32)
-
-
 @pytest.mark.parametrize("target", ["bf16", "torchao-int4", "vllm"])
-def test_exports_decode_scaled_weights(target: str, source: Path, awq: Path, tmp_path: Path) -> None:
-    run_command({"quantize": str(source), "awq": str(awq)}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "out")
-    weight = master_weight(tmp_path / "master")(MATRIX)
+def test_exports_decode_scaled_weights(target: str, master: Path, tmp_path: Path) -> None:
+    run_command({"export": str(master), "target": target}, tmp_path / "out")
+    weight = master_weight(master)(MATRIX)
     found = export_weight(tmp_path / "out")(MATRIX)
     error = ((found - weight) ** 2).sum() / (weight**2).sum()
     assert error < (1e-5 if target == "bf16" else 0.02), error
@@ -261,9 +257,6 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
 
     return {
         "no such file": lambda path: None,
-        "not what calibrate wrote": lambda path: path.write_bytes(safetensors_bytes(good)) and None,
-        "no JSON": other("{", good),
-        "a newer version": other(entry | {"version": 2}, good),
         "another checkpoint": other(entry | {"checkpoint": "0" * 64}, good),
         "another width": other(entry | {"weights": searched(bits=4)}, good),
         "another codec": other(entry | {"weights": searched(codec="hadamard-trellis")}, good),
@@ -272,14 +265,10 @@ def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
             entry | {"weights": searched(names=[*SCALES, "x"])}, good | {"x_awq_scale": f16(np.ones(8))}
         ),
         "a shape": other(entry, good | {MATRIX + "_awq_scale": f16(np.ones(128))}),
-        "a dtype": other(entry, good | {MATRIX + "_awq_scale": f32(np.ones(256))}),
         "zero": other(entry, with_scale(0)),
         "infinite": other(entry, with_scale(np.inf)),
         "NaN": other(entry, with_scale(np.nan)),
         "negative": other(entry, with_scale(-1)),
-        "codes that are no numbers": other(entry | {"weights": searched(bits="5")}, good),  # type: ignore[arg-type]
-        "too large a number": other(json.dumps(entry | {"weights": searched(bits=4)}).replace(": 4", ": 1e999"), good),
-        "truncated": lambda path: path.write_bytes(awq.read_bytes()[:-2]) and None,
     }
 
 
@@ -296,15 +285,11 @@ def test_scales_that_do_not_fit_are_refused(source: Path, awq: Path, tmp_path: P
 def test_scales_of_another_codec_need_the_option(source: Path, awq: Path, tmp_path: Path) -> None:
     path = tmp_path / "wide.safetensors"
     write_scales(path, source, searched("hadamard-trellis", 3), SCALES)
-    line = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "--awq", str(path)])
-    assert line.exit_code == 1
-    assert "--awq-any-codec" in line.stderr
-    told = ["--awq", str(path), "--awq-any-codec"]
-    assert CliRunner().invoke(app, ["plan", str(source), *told]).exit_code == 0
-    for command in (["plan", str(source)], ["quantize", str(source), str(tmp_path / "x")]):
-        assert CliRunner().invoke(app, [*command, "--awq-any-codec"]).exit_code == 2
-    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), *told])
-    assert done.exit_code == 0, done.stderr
+    assert "--awq-any-codec" in refused("quantize", source, tmp_path / "out", "--awq", path)
+    done("plan", source, "--awq", path, "--awq-any-codec")
+    for command in (["plan", source], ["quantize", source, tmp_path / "x"]):
+        assert invoke(*command, "--awq-any-codec").exit_code == 2
+    done("quantize", source, tmp_path / "out", "--awq", path, "--awq-any-codec")
     assert MATRIX + "_awq_scale" in read_all(tmp_path / "out")
 
 
@@ -325,21 +310,6 @@ def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> No
     assert open_awq(path).file.searched == {}
     run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
     assert not any(name.endswith("_awq_scale") or name == NO_SCALES for name in read_all(tmp_path / "out"))
-
-
-def test_only_a_file_of_scales_is_replaced(source: Path, awq: Path, tmp_path: Path) -> None:
-    from pqweights.checkpoint.writer import check_free
-
-    check_free(tmp_path / "new.safetensors", False, kind="scales", read=open_awq)
-    check_free(awq, True, kind="scales", read=open_awq)
-    for path, overwrite in (
-        (awq, False),
-        (source / "model.safetensors", True),
-        (tmp_path, True),
-        (tmp_path / "x" / "y", False),
-    ):
-        with pytest.raises(OutputError):
-            check_free(path, overwrite, kind="scales", read=open_awq)
 
 
 # --- scales of any range ---
@@ -393,10 +363,6 @@ def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
 CODEC = get_codec("hadamard-lloyd-max")
 
 
-def output_error(*arguments: Any) -> float:
-    return float(output_errors(*arguments).sum())
-
-
 def test_output_error_is_the_mean_over_rows() -> None:
     weight, rows, factors = gaussian(40, 256, seed=1), gaussian(16, 256, seed=2, scale=1), some_scales(256, seed=3)
     raw = (weight * factors).view(np.uint8).reshape(-1)
@@ -423,15 +389,10 @@ def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
     assert found.held_back_gain == pytest.approx(theory, abs=0.02)
     # and the error of the whole matrix falls by that much on inputs that the search has not seen
     fresh = gaussian(300, 512, seed=9, scale=1) * sizes
-    plain = output_error(CODEC.coder(5), weight, np.ones(512, dtype=np.float32), fresh)
-    assert output_error(CODEC.coder(5), weight, best, fresh) / plain == pytest.approx(1 - theory, rel=0.15)
-
-
-def test_scale_stays_1_if_channels_are_alike(tmp_path: Path) -> None:
-    rows, held_back = gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1)
-    found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(200, 256, seed=3)), inputs(rows, held_back))
-    assert (found.scaled, best) == (False, None)
-    assert "1%" in found.reason
+    plain, scaled = (
+        output_errors(CODEC.coder(5), weight, factors, fresh).sum() for factors in (np.ones(512, np.float32), best)
+    )
+    assert scaled / plain == pytest.approx(1 - theory, rel=0.15)
 
 
 def test_scales_without_gain_on_the_held_back_text_are_dropped(tmp_path: Path) -> None:
@@ -439,12 +400,11 @@ def test_scales_without_gain_on_the_held_back_text_are_dropped(tmp_path: Path) -
     weight = gaussian(128, 256, seed=6)
     rows, held_back = gaussian(400, 256, seed=1, scale=1) * sizes, gaussian(200, 256, seed=2, scale=1) / sizes
     found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
-    assert best is None
-    assert found.gain is not None
-    assert found.gain > 0.05
-    assert found.held_back_gain is not None
-    assert found.held_back_gain < 0
+    assert best is None and (found.gain or 0) > 0.05 and (found.held_back_gain or 0) < 0
     assert "held back" in found.reason
+    alike = inputs(gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1))
+    found, best = search(CODEC.coder(5), a_layer(tmp_path / "alike", weight), alike)
+    assert best is None and not found.scaled and "1%" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -485,20 +445,16 @@ def test_matrix_that_shares_blocks_keeps_scale_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_non_finite_activations_are_named(value: float, tmp_path: Path) -> None:
+def test_non_finite_activations_and_weights_are_named(value: float, tmp_path: Path) -> None:
     seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
     for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
         found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
         assert best is None
         assert "`dtype` float32" in found.reason
-
-
-def test_non_finite_weights_are_named(tmp_path: Path) -> None:
     weight = gaussian(64, 128, seed=3)
-    weight[40, 3] = np.nan
-    seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
+    weight[40, 3] = value
     with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
-        search(CODEC.coder(5), a_layer(tmp_path, weight), seen)
+        search(CODEC.coder(5), a_layer(tmp_path / "weights", weight), seen)
 
 
 def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
@@ -513,21 +469,13 @@ def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
     assert (best >= 2.0**-14).all()
 
 
-def layout_of(weights: int, channels: int) -> collecting.Layout:
-    """The layout of pairs of weights, each of which reads a vector of its own."""
-    reads = {f"e{i}.{name}": WeightInputs(vectors=(i,), transposed=False) for i in range(weights) for name in "ab"}
-    places: list[Any] = [(f"e{i}.a", None) for i in range(weights)]
-    return collecting.Layout(sizes=[channels] * weights, places=places, weights=reads)
-
-
 def test_samples_of_a_large_model_stay_within_the_limit_on_disk() -> None:
-    small = collecting.Collection.of(layout_of(10, 1024), scales=True, moments=False)
-    assert small.rows == collecting.MOST_ROWS
-    assert small.parts([[number] for number in range(10)]) == [list(range(10))]
-    # 4000 experts of two matrices each: the search needs that many rows, so the model is run several times
-    layout = layout_of(4000, 2048)
+    """4000 experts of two matrices each: the search needs that many rows, so the model is run several times."""
+    reads = {f"e{i}.{name}": WeightInputs(vectors=(i,), transposed=False) for i in range(4000) for name in "ab"}
+    places: list[Any] = [(f"e{i}.a", None) for i in range(4000)]
+    layout = collecting.Layout(sizes=[2048] * 4000, places=places, weights=reads)
     large = collecting.Collection.of(layout, scales=True, moments=False)
-    units = [[vector for vector in reads.vectors if vector is not None] for reads in layout.weights.values()]
+    units = [[vector for vector in read.vectors if vector is not None] for read in reads.values()]
     parts = large.parts(units)
     assert large.rows == scale_search.FEWEST_ROWS
     assert [unit for part in parts for unit in part] == list(range(8000))
@@ -535,12 +483,3 @@ def test_samples_of_a_large_model_stay_within_the_limit_on_disk() -> None:
         channels = 2048 * len({vector for unit in part for vector in units[unit]})
         assert sum(large.rows) * 4 * channels <= collecting.SAMPLE_BYTES
     assert 1 < len(parts) <= 2 + sum(large.rows) * 4 * 2048 * 4000 / collecting.SAMPLE_BYTES
-
-
-def test_moments_of_a_large_model_stay_within_the_limit_in_memory() -> None:
-    layout = layout_of(8, 14336)
-    collection = collecting.Collection.of(layout, scales=False, moments=True)
-    assert collection.rows == (0, collecting.HELD_BACK_ROWS)
-    parts = collection.parts([[number] for number in range(8)])
-    assert [vector for part in parts for vector in part] == list(range(8))
-    assert all(4 * 14336 * 14336 * len(part) < collecting.MOMENTS_BYTES for part in parts)

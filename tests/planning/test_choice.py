@@ -13,7 +13,7 @@ from helpers import bf16, gaussian, write_checkpoint
 from pqweights.errors import OptionError
 from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.recipe import Rule, SizeTarget
+from pqweights.planning.recipe import Rule
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 NAMES = (Q, UP, "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
@@ -54,13 +54,6 @@ def test_keep_comes_before_set_and_the_first_set_decides(source: Path) -> None:
     found = planned(source, "--set", "*proj*=6", "--set", "*q_proj*=3", "--keep", UP)
     assert found[Q] == (6, "--set *proj*=6")
     assert found[UP] == (None, f"--keep {UP}")
-
-
-def test_weights_that_options_set_are_not_fitted(source: Path) -> None:
-    found = planned(source, "--set", "lm_head*=8", "--keep", Q, "--target-bpw", "7")
-    assert found["lm_head.weight"] == (8, "--set lm_head*=8")
-    assert found[Q] == (None, f"--keep {Q}")
-    assert "to keep 7 bits per weight" in found[UP][1]
 
 
 def test_warning_if_nothing_is_quantized(source: Path, tmp_path: Path) -> None:
@@ -114,17 +107,6 @@ def test_set_without_pattern_or_bits_is_wrong_usage(source: Path, text: str) -> 
     done = invoke("plan", source, "--set", text)
     assert done.exit_code == 2
     assert "expected PATTERN=BITS" in " ".join(done.stderr.replace("│", " ").split())
-
-
-def test_target_of_an_option_replaces_that_of_the_recipe(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("{target_bpw: 6}")
-    for options, target in (
-        (RecipeOptions(), SizeTarget(bits_per_weight=6)),
-        (RecipeOptions(target_bpw=4), SizeTarget(bits_per_weight=4)),
-        (RecipeOptions(target_size="1GB"), SizeTarget(output_bytes=10**9)),
-    ):
-        assert choose_recipe(mine, options).target == target
 
 
 @pytest.mark.parametrize(

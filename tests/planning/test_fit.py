@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +21,13 @@ from commands import invoke
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import RecipeError, SourceError
+from pqweights.codecs import get_codec
+from pqweights.errors import OutputError, RecipeError, SourceError
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
 from pqweights.rewrite.results.verify import verify
-from pqweights.rewrite.task import RewriteReport
 
 LAYERS = 3
 MATRICES = {
@@ -120,23 +123,18 @@ def sensitivity(
 def test_files_are_within_the_target_and_no_group_could_be_wider(source: Path, shard: int) -> None:
     """For a sweep of targets, one more bit for any group, or keeping it, would make the files too large."""
     least, most = ends(source, shard)
-    for size in np.linspace(least, most, 23).astype(int).tolist():
+    for size in np.linspace(least, most, 9).astype(int).tolist():
         fit, plan = fitted(source, targeted(size), shard)
         assert least <= fit.output_bytes <= size
         left = size - fit.output_bytes
+        # One more bit for each block of 128, or 16 bits for each weight.
         wider = [
-            fitted_bytes(group.parameters, group.bits + 1 if group.bits is not None and group.bits < 8 else None)
-            - group.bytes
+            (16 * -(-group.parameters // 128) if group.bits < 8 else group.parameters * 2 - group.bytes)
             for group in fit.groups
             if group.bits is not None
         ]
         # The headers of kept tensors are shorter, by at most this much.
         assert not wider or left < min(wider) + 16 * len(plan.tensors), (size, left, min(wider))
-
-
-def fitted_bytes(parameters: int, bits: int | None) -> int:
-    """The size of a weight of whole blocks."""
-    return parameters * 2 if bits is None else -(-parameters // 128) * (16 * bits + 2)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -152,43 +150,6 @@ def test_smallest_and_largest_targets_are_met(source: Path, shard: int) -> None:
     kept = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard)[2]
     assert kept.output_bytes == most + 1
     assert fitted(source, targeted(largest.output_bytes), shard)[0].rates == largest.rates
-
-
-def test_smallest_and_largest_bits_per_weight(source: Path) -> None:
-    fit, _ = fitted(source, targeted(bits=15.9999))
-    assert 15.5 < fit.bits_per_weight < 16
-    assert {group.bits for group in fit.groups} == {None, 8}
-    refusal = "leaves nothing to quantize; expected less than 16.0000 bits per weight"
-    assert refusal in refused(source, targeted(bits=16))
-    assert refusal in refused(source, targeted(bits=1e308))
-    smallest, _ = fitted(source, targeted(bits=2.1256))
-    assert {group.bits for group in smallest.groups} == {2}
-    assert refused(source, targeted(bits=2.12)).startswith(
-        "target: 2.12 bits per weight: below the smallest possible, 2.125"
-    )
-
-
-@pytest.mark.parametrize("bits", [2.2, 3.3, 5.125, 8.1, 15.5])
-def test_bits_per_weight_match_the_plan(source: Path, bits: float) -> None:
-    fit, plan = fitted(source, targeted(bits=bits))
-    named = {name for group in fit.groups for name in group.weights}
-    assert named == {tensor.name for tensor in plan.tensors if len(tensor.shape) == 2}
-    counted = [tensor for tensor in plan.tensors if tensor.name in named]
-    per_weight = 8 * sum(tensor.bytes for tensor in counted) / sum(math.prod(tensor.shape) for tensor in counted)
-    assert fit.bits_per_weight == pytest.approx(per_weight, abs=1e-12)
-    assert per_weight <= bits
-    assert sum(group.bytes for group in fit.groups) == sum(tensor.bytes for tensor in counted)
-
-
-def test_size_is_within_half_a_percent_if_groups_are_small(tmp_path: Path) -> None:
-    deep = write_checkpoint(tmp_path / "deep", tensors(40), config={"model_type": "llama"})
-    least, most = ends(deep, 10**6)
-    for share in (0.02, 0.2, 0.5, 0.9):
-        size = int(least + (most - least) * share)
-        fit, _ = fitted(deep, targeted(size), 10**6)
-        assert 0.995 * size <= fit.output_bytes <= size
-    for bits in (2.3, 4.5, 7.0):
-        assert 0.995 * bits <= fitted(deep, targeted(bits=bits))[0].bits_per_weight <= bits
 
 
 def test_bits_per_parameter_count_all_of_the_files(source: Path) -> None:
@@ -208,35 +169,11 @@ def recipe_of(keys: dict[str, Any]) -> Recipe:
     return parse_recipe(json.dumps(keys), "mine.yaml")
 
 
-def test_predicted_loss_falls_with_size(source: Path, tmp_path: Path) -> None:
-    file = str(sensitivity(source, tmp_path / "s.json"))
-    for by in (None, file):
-        fits = [
-            fitted(source, targeted(bits=bits, sensitivity=by))[0] for bits in np.linspace(2.2, 15.999, 15).tolist()
-        ]
-        rises = [fit.rise for fit in fits]
-        assert rises == sorted(rises, reverse=True)
-        assert rises[0] > 1000 * rises[-1]
-
-
-def test_written_files_have_the_planned_size(source: Path, tmp_path: Path) -> None:
-    """Plan, fit and folder agree, also if a limit divides the result into several files."""
-    recipe = targeted("250kB")
-    for shard in SHARDS[1:]:
-        fit, plan = fitted(source, recipe, shard)
-        out = tmp_path / str(shard)
-        done = quantize(source, out, recipe, threads=2, max_shard_bytes=shard)
-        assert files_bytes(out) == fit.output_bytes == plan.output_bytes == done.plan.output_bytes <= 250_000
-        assert len(list(out.glob("*.safetensors"))) > 1
-        assert verify(out, threads=2).problems == ()
-
-
 # --- groups ---
 
 
-@pytest.mark.parametrize("bits", [2.5, 4.5, 9.0])
-def test_weights_of_a_group_share_a_bit_width(source: Path, tmp_path: Path, bits: float) -> None:
-    fit, plan = fitted(source, targeted(bits=bits, sensitivity=str(sensitivity(source, tmp_path / "s.json"))))
+def test_weights_of_a_group_share_a_bit_width(source: Path, tmp_path: Path) -> None:
+    fit, plan = fitted(source, targeted(bits=4.5, sensitivity=str(sensitivity(source, tmp_path / "s.json"))))
     widths = bits_of(plan)
     for layer in range(LAYERS):
         for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
@@ -257,9 +194,7 @@ def test_most_sensitive_group_gets_most_bits(source: Path, tmp_path: Path) -> No
 
 
 def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
-    """For two layers of one matrix and an embedding, every combination is tried."""
-    import itertools
-
+    """Of two layers of one matrix and an embedding: 216 combinations are tried."""
     small = write_checkpoint(
         tmp_path / "small",
         {
@@ -269,29 +204,22 @@ def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
         },
     )
     least, most = ends(small, DEFAULT_MAX_SHARD_BYTES)
-    by_widths = []
+    by_widths, distortion = [], get_codec("hadamard-lloyd-max").distortion
     some, _ = fitted(small, targeted(most - 200))
-    for widths in itertools.product((2, 3, 4, 5, 6, 7, 8, None), repeat=3):
+    for widths in itertools.product((2, 3, 4, 6, 8, None), repeat=3):
         entries = [
             {"name": name, **({"keep": True} if bits is None else {"bits": bits})}
             for (name,), bits in zip([group.weights for group in some.groups], widths, strict=True)
         ]
         recipe = parse_recipe(json.dumps({"name": "fixed", "rules": entries}), "fixed")
         _, _, plan = plan_quantize(small, recipe)
-        by_widths.append(
-            (plan.output_bytes, math.fsum(predicted(g.alpha, b) for g, b in zip(some.groups, widths, strict=True)))
-        )
-    for size in np.linspace(least, most, 40).astype(int).tolist():
+        rises = [g.alpha * distortion(b) for g, b in zip(some.groups, widths, strict=True) if b is not None]
+        by_widths.append((plan.output_bytes, math.fsum(rises)))
+    for size in np.linspace(least, most, 12).astype(int).tolist():
         fit, _ = fitted(small, targeted(size))
         best = min(rise for output_bytes, rise in by_widths if output_bytes <= size)
         assert fit.rise <= best * (1 + 1e-5) + 1e-12, size
     assert min(by_widths)[0] == least
-
-
-def predicted(alpha: float, bits: int | None) -> float:
-    from pqweights.codecs import get_codec
-
-    return 0.0 if bits is None else alpha * get_codec("hadamard-lloyd-max").distortion(bits)
 
 
 def test_weight_that_no_bit_width_makes_smaller_is_kept(tmp_path: Path) -> None:
@@ -309,27 +237,6 @@ def test_weight_that_no_bit_width_makes_smaller_is_kept(tmp_path: Path) -> None:
     assert [group.bits for group in fit.groups] == [None, 8]
 
 
-def test_experts_and_tied_embeddings_are_groups(tmp_path: Path) -> None:
-    experts = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": bf16(gaussian(32, 128))
-        for layer in (0, 1)
-        for expert in range(4)
-        for name in ("gate_proj", "up_proj", "down_proj")
-    }
-    both = {name: bf16(gaussian(64, 128)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    for config in ({"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}):
-        name = "-".join(config)
-        folder = write_checkpoint(tmp_path / name, experts | both, config={"model_type": "x", **config})
-        fit, _ = fitted(folder, targeted(bits=4.5))
-        assert {group.name: len(group.weights) for group in fit.groups} == {
-            "embeddings": 2,
-            "model.layers.0.mlp.experts": 12,
-            "model.layers.1.mlp.experts": 12,
-        }
-    untied = write_checkpoint(tmp_path / "untied", experts | both, config={"tie_word_embeddings": False})
-    assert len(fitted(untied, targeted(bits=4.5))[0].groups) == 4
-
-
 # --- rules ---
 
 RULES = """
@@ -343,7 +250,7 @@ rules:
 
 
 def test_rules_with_bits_or_keep_are_obeyed(source: Path) -> None:
-    for bits in (3.5, 5.0, 8.0):
+    for bits in (3.5, 8.0):
         fit, plan = fitted(source, parse_recipe(RULES.format(bits=bits), "mine.yaml"))
         widths = bits_of(plan)
         assert widths["model.embed_tokens.weight"] is None
@@ -358,38 +265,12 @@ def test_rules_with_bits_or_keep_are_obeyed(source: Path) -> None:
         assert fit.bits_per_weight == pytest.approx(8 * sum(t.bytes for t in counted) / sum(t.weights for t in counted))
 
 
-def test_smallest_size_includes_weights_fixed_by_rules(source: Path) -> None:
-    rules = "rules: [{name: 'model.layers.*', keep: true}]"
-    least, most = (
-        int(re.findall(r"(\d+) bytes", refused(source, parse_recipe(f"{{target_size: {size}, {rules}}}", "r")))[-1])
-        for size in (1, 10**9)
-    )
-    kept = sum(v.nbytes for name, (_, v) in tensors().items() if name.startswith("model.layers."))
-    assert kept < least < most
-    fit, plan = fitted(source, parse_recipe(f"{{target_size: {least}, {rules}}}", "r"))
-    assert fit.output_bytes == least
-    assert {t.name for t in plan.tensors if t.action == "quantize"} == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
 @pytest.mark.parametrize("rule", ["keep: true", "bits: 4"])
 def test_recipe_without_free_weights_is_refused(source: Path, rule: str) -> None:
     assert "width is free" in refused(source, parse_recipe(f"{{target_bpw: 4.5, rules: [{{name: '*', {rule}}}]}}", "r"))
 
 
 # --- sensitivities and manifests ---
-
-
-def test_one_sensitivity_file_serves_every_target(source: Path, tmp_path: Path) -> None:
-    file = str(sensitivity(source, tmp_path / "s.json"))
-    small, large = (fitted(source, targeted(bits=bits, sensitivity=file))[0] for bits in (3.0, 6.0))
-    assert small.sensitivity == large.sensitivity is not None
-    assert [g.alpha for g in small.groups] == [g.alpha for g in large.groups]
-    assert small.unknown == large.unknown == ()
-    by_rule, _ = fitted(source, targeted(bits=3.0))
-    assert by_rule.rates != small.rates
-    assert by_rule.sensitivity is None
-    explicit, _ = fitted(source, targeted(bits=3.0, sensitivity="heuristic"))
-    assert explicit == by_rule
 
 
 def test_groups_missing_from_the_file_get_the_rule_of_thumb(source: Path, tmp_path: Path) -> None:
@@ -414,19 +295,12 @@ def test_sensitivities_of_another_checkpoint_are_refused(source: Path, tmp_path:
 def test_manifest_states_how_bit_widths_were_chosen(source: Path, tmp_path: Path) -> None:
     file = sensitivity(source, tmp_path / "s.json")
     recipe = targeted("250kB", sensitivity=str(file))
-    done = quantize(source, tmp_path / "out", recipe, threads=2)
+    done = quantize(source, tmp_path / "out", recipe, threads=2, max_shard_bytes=SHARDS[1])
     manifest = json.loads((tmp_path / "out/pqweights.json").read_text())
-    fit, _ = fitted(source, recipe)
-    import hashlib
-
-    assert (
-        manifest["fit"]
-        == fit.describe()
-        == {
-            "sensitivity": {"kind": "random tokens", "sha256": hashlib.sha256(file.read_bytes()).hexdigest()},
-            "predicted_rise": manifest["fit"]["predicted_rise"],
-        }
-    )
+    fit, _ = fitted(source, recipe, SHARDS[1])
+    assert manifest["fit"] == fit.describe()
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert manifest["fit"]["sensitivity"] == {"kind": "random tokens", "sha256": digest}
     assert manifest["fit"]["predicted_rise"] == pytest.approx(fit.rise, rel=1e-5)
     assert manifest["recipe"]["target_size"] == 250_000
     assert str(tmp_path) not in json.dumps(manifest)
@@ -434,10 +308,8 @@ def test_manifest_states_how_bit_widths_were_chosen(source: Path, tmp_path: Path
     assert again.target == recipe.target
     assert again.rules == recipe.rules
     assert verify(tmp_path / "out", threads=2).problems == ()
-    assert done.plan.output_bytes == fit.output_bytes
-    plain = quantize(source, tmp_path / "plain", load_recipe("q5"), threads=2)
-    assert "fit" not in json.loads((tmp_path / "plain/pqweights.json").read_text())
-    assert isinstance(plain, RewriteReport)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert done.plan.output_bytes == fit.output_bytes == files_bytes(tmp_path / "out") <= 250_000
 
 
 def test_finished_result_is_recognised_and_another_target_refused(source: Path, tmp_path: Path) -> None:
@@ -451,25 +323,11 @@ def test_finished_result_is_recognised_and_another_target_refused(source: Path, 
     assert quantize(source, out, targeted(bits=4.5, sensitivity=str(copy)), threads=2).already_done
     for other in (
         targeted(bits=4.5, sensitivity=str(second)),
-        targeted(bits=4.5),
-        targeted(bits=4.6, sensitivity=str(first)),
         targeted(done.plan.output_bytes, sensitivity=str(first)),
-        load_recipe("q5"),
     ):
-        result = _quantize_refused(source, out, other)
-        assert "`overwrite`" in result
+        with pytest.raises(OutputError, match="`overwrite`"):
+            quantize(source, out, other, threads=2)
     assert folder_bytes(out) == before
-    replaced = quantize(source, out, targeted(bits=4.5, sensitivity=str(second)), threads=2, overwrite=True)
-    assert not replaced.already_done
-    assert verify(out, threads=2).problems == ()
-
-
-def _quantize_refused(source: Path, out: Path, recipe: Recipe) -> str:
-    from pqweights.errors import OutputError
-
-    with pytest.raises(OutputError) as caught:
-        quantize(source, out, recipe, threads=2)
-    return str(caught.value)
 
 
 # --- command line ---
@@ -509,17 +367,13 @@ def test_plan_prints_the_fit_and_writes_nothing(source: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_mean_says_how_many_weights_the_target_keeps(source: Path) -> None:
+def test_plan_warns_of_few_bits_and_says_how_many_weights_are_kept(source: Path) -> None:
     fit, _ = fitted(source, targeted(bits=12))
     kept = sum(group.parameters for group in fit.groups if group.bits is None)
-    assert kept
     text = invoke("plan", source, "--target-bpw", 12).stdout
-    assert f"per weight that the recipe quantizes ({kept} of them kept for the target), " in text
-
-
-def test_few_bits_give_a_warning(source: Path) -> None:
+    assert kept and f"per weight that the recipe quantizes ({kept} of them kept for the target), " in text
     assert "below 3 bits, where the loss rises more" in invoke("plan", source, "--target-bpw", 2.5).stdout
-    assert "below 3 bits" not in invoke("plan", source, "--target-bpw", 4.5).stdout
+    assert "below 3 bits" not in text
 
 
 def test_weights_fixed_by_rules_count_in_the_prediction(source: Path) -> None:
@@ -573,51 +427,34 @@ def test_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
     assert other["sensitivity"] == {"kind": "heuristic"}
 
 
-USAGE: list[tuple[list[Any], str]] = [
-    (["--target-size", "9 XB"], "5GiB (2**30)"),
-    (["--target-size", "-5"], "5GiB (2**30)"),
-    (["--target-size", "0"], "at least one byte"),
-    (["--target-size", "250kB", "--bits", "4"], "which chooses the bit widths"),
-    (["--target-bpw", "4", "--bits", "4"], "which chooses the bit widths"),
-    (["--target-bpw", "four"], "--target-bpw"),
-    (["--target-size", "250kB", "--target-bpw", "4"], "error: give either --target-size or --target-bpw, not both"),
-    (["--sensitivity", "heuristic"], "error: --sensitivity needs --target-size or --target-bpw"),
-    (["--target-bpw", "nan"], "positive number of bits per weight, found nan"),
-    (["--target-bpw", "0"], "positive number of bits per weight, found 0.0"),
-    (["--target-bpw", "-4"], "positive number of bits per weight, found -4.0"),
-    (["--target-bpw", "inf"], "positive number of bits per weight, found inf"),
+# Options, the exit code, and a part of the message.
+REFUSED: list[tuple[str, int, str]] = [
+    ("--target-size '9 XB'", 2, "5GiB (2**30)"),
+    ("--target-size -5", 2, "5GiB (2**30)"),
+    ("--target-size 0", 2, "at least one byte"),
+    ("--target-size 250kB --bits 4", 2, "which chooses the bit widths"),
+    ("--target-bpw 4 --bits 4", 2, "which chooses the bit widths"),
+    ("--target-bpw four", 2, "--target-bpw"),
+    ("--target-size 250kB --target-bpw 4", 2, "error: give either --target-size or --target-bpw, not both"),
+    ("--sensitivity heuristic", 2, "error: --sensitivity needs --target-size or --target-bpw"),
+    ("--target-bpw nan", 2, "positive number of bits per weight, found nan"),
+    ("--target-bpw 0", 2, "positive number of bits per weight, found 0.0"),
+    ("--target-bpw -4", 2, "positive number of bits per weight, found -4.0"),
+    ("--target-bpw inf", 2, "positive number of bits per weight, found inf"),
+    ("--target-bpw 1e308", 1, "leaves nothing to quantize"),
+    ("--target-bpw 2", 1, "below the smallest possible, 2.125"),
+    ("--target-size 10kB", 1, "below the smallest possible, "),
+    ("--target-size 1GB", 1, "leaves nothing to quantize"),
+    ("--target-size 250kB --sensitivity none.json", 1, "none.json: cannot be read (No such file or directory)"),
+    ("--target-size 250kB --sensitivity .", 1, "Is a directory"),
 ]
 
 
-@pytest.mark.parametrize("command", ["plan", "quantize"])
-@pytest.mark.parametrize(("options", "expected"), USAGE)
-def test_wrong_usage_exits_with_2(
-    source: Path, tmp_path: Path, command: str, options: list[Any], expected: str
-) -> None:
-    done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
-    assert done.exit_code == 2
-    assert expected in " ".join(done.stderr.replace("│", " ").split())
-    assert list(tmp_path.iterdir()) == []
-
-
-REFUSED: list[tuple[list[Any], str]] = [
-    (["--target-bpw", "1e308"], "leaves nothing to quantize"),
-    (["--target-bpw", "2"], "below the smallest possible, 2.125"),
-    (["--target-size", "10kB"], "below the smallest possible, "),
-    (["--target-size", "1GB"], "leaves nothing to quantize"),
-    (["--target-bpw", "16"], "leaves nothing to quantize"),
-    (["--target-size", "250kB", "--sensitivity", "none.json"], "none.json: cannot be read (No such file or directory)"),
-    (["--target-size", "250kB", "--sensitivity", "."], "Is a directory"),
-]
-
-
-@pytest.mark.parametrize("command", ["plan", "quantize"])
-@pytest.mark.parametrize(("options", "expected"), REFUSED)
-def test_bad_input_is_one_line(source: Path, tmp_path: Path, command: str, options: list[Any], expected: str) -> None:
-    done = invoke(command, source, *([tmp_path / "out"] if command == "quantize" else []), *options)
-    assert isinstance(done.exception, SystemExit), repr(done.exception)
-    assert done.exit_code == 1
-    assert expected in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+@pytest.mark.parametrize(("options", "code", "expected"), REFUSED)
+def test_what_cannot_be_met_is_refused(source: Path, tmp_path: Path, options: str, code: int, expected: str) -> None:
+    for command in (["plan", source], ["quantize", source, tmp_path / "out"]):
+        done = invoke(*command, *shlex.split(options))
+        assert (done.exit_code, done.stdout) == (code, "")
+        assert expected in " ".join(done.stderr.replace("│", " ").split())
+        assert code == 2 or done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

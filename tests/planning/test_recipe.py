@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -92,12 +91,6 @@ def test_packaged_recipe_loads_by_name_and_by_path(path: Path) -> None:
     assert recipe.codec == {"q": CODEC, "t": "hadamard-trellis"}[path.stem[0]]
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 8])
-def test_packaged_recipe_has_the_bit_width_in_its_name(width: int) -> None:
-    recipe = load_recipe(f"q{width}")
-    assert (recipe.bits, recipe.rules) == (width, ())
-
-
 # --- parsing ---
 
 
@@ -109,38 +102,18 @@ def test_every_key_is_read() -> None:
     codec: hadamard-lloyd-max
     bits: 4
     rules:
-      - name: ["*.mlp.*", lm_head.weight]
-        role: [mlp, lm_head]
-        min_weights: 10
-        max_weights: 1000000
-        dims: 2
-        bits: 3
-        reason: large
-      - role: attention
-        codec: hadamard-lloyd-max
-      - name: model.norm.weight
-        keep: true
+      - {name: ["*.mlp.*", lm_head.weight], role: [mlp, lm_head], min_weights: 10, max_weights: 99, dims: 2, bits: 3}
+      - {role: attention, codec: hadamard-lloyd-max, reason: few}
+      - {name: model.norm.weight, keep: true}
     """
-    recipe = parse_recipe(text, "file.yaml")
-    assert recipe == Recipe(
-        name="mine",
-        description="Two words.",
-        codec=CODEC,
-        bits=4,
-        rules=(
-            Rule(
-                names=("*.mlp.*", "lm_head.weight"),
-                roles=("mlp", "lm_head"),
-                min_weights=10,
-                max_weights=1_000_000,
-                dims=2,
-                bits=3,
-                reason="large",
-            ),
-            Rule(roles=("attention",), codec=CODEC),
-            Rule(names=("model.norm.weight",), keep=True),
-        ),
+    large = {"names": ("*.mlp.*", "lm_head.weight"), "roles": ("mlp", "lm_head"), "min_weights": 10, "max_weights": 99}
+    rules = (
+        Rule(**large, dims=2, bits=3),  # type: ignore[arg-type]
+        Rule(roles=("attention",), codec=CODEC, reason="few"),
+        Rule(names=("model.norm.weight",), keep=True),
     )
+    expected = Recipe(name="mine", description="Two words.", codec=CODEC, bits=4, rules=rules)
+    assert parse_recipe(text, "file.yaml") == expected
 
 
 def test_missing_keys_have_defaults() -> None:
@@ -161,50 +134,36 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("bits: [", ["not YAML: line 1, column 8: expected the node content"]),
         ("[]", ["keys and values", "found []"]),
         ("", ["test.yaml: the recipe is empty"]),
-        ("# no keys\n", ["test.yaml: the recipe is empty"]),
         (
             "rules:\n\t- keep: true\n",
             ["test.yaml: not YAML: line 2, column 1: found character '\\t' that cannot start"],
         ),
         ("bits: 5\nname: a\x00b\n", ["not YAML: line 2, column 8: special characters are not allowed"]),
         ("bitz: 5", ["'bitz'", "'bits'"]),
-        ("rule: []", ["'rule'", "'rules'"]),
         ("codec: lloyd", ["'lloyd'", CODEC]),
         ("codec: lloyd-max", ["'lloyd-max'", "0.2.0", CODEC]),
-        ("codec: hadamard-lloyd", ["'hadamard-lloyd'", f"'{CODEC}'"]),
         ("bits: 9", ["bits", "2 to 8", "found 9"]),
         ("bits: '5'", ["bits", "a number", "'5'"]),
-        ("bits: true", ["bits", "a number", "True"]),
         ("name: 5", ["name", "a text", "found 5"]),
         ("rules: 5", ["rules", "list"]),
         ("rules: [{role: [expert, routr], bits: 4}]", ["rule 1", "'routr'", "'router'"]),
         ("rules: [{role: mlp, bits: 4}, {role: mlp, bit: 4}]", ["rule 2", "'bit'", "'bits'"]),
         ("rules: [{role: mlp, bits: 1}]", ["rule 1", "2 to 8", "found 1"]),
-        ("rules: [{role: mlp, codec: lloyd}]", ["'lloyd'"]),
         ("rules: [{role: mlp, keep: yes, bits: 4}]", ["rule 1", "both"]),
         ("rules: [{role: mlp, keep: 1}]", ["rule 1", "keep", "true or false", "found 1"]),
         ("rules: [{role: mlp}]", ["rule 1", "none of them"]),
-        ("rules: [{role: mlp, keep: false}]", ["rule 1", "none of them"]),
         ("rules: [{bits: 4}]", ["rule 1", "condition"]),
         ("rules: [{name: [], bits: 4}]", ["rule 1", "condition"]),
-        ("rules: [{name: [1], bits: 4}]", ["rule 1", "name"]),
         ("rules: [{min_weights: many, bits: 4}]", ["rule 1", "min_weights", "'many'"]),
         ("{target_size: 9GB, target_bpw: 4.5}", ["test.yaml: give either target_size or target_bpw, not both"]),
         ("target_size: 9 XB", ["test.yaml: target_size:", "'9 XB'", "5GiB (2**30)"]),
-        ("target_size: ''", ["target_size", "''"]),
         ("target_size: 1.5", ["target_size", "1.5"]),
-        ("target_size: true", ["target_size", "True"]),
-        ("target_size: [9GB]", ["target_size", "['9GB']"]),
         ("target_bpw: '4.5'", ["target_bpw", "'4.5'"]),
-        ("target_bpw: false", ["target_bpw", "False"]),
         ("target_bpw: 0", ["bits per weight", "found 0"]),
-        ("target_bpw: -1.5", ["bits per weight", "found -1.5"]),
         ("target_bpw: .nan", ["bits per weight", "found nan"]),
         ("target_bpw: .inf", ["bits per weight", "found inf"]),
         (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
         ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
-        ("{target_bpw: 4.5, sensitivity: 5}", ["sensitivity", "a text", "found 5"]),
-        ("target_bwp: 4", ["'target_bwp'", "'target_bpw'"]),
     ],
 )
 def test_invalid_recipe_is_refused_with_the_cause(text: str, fragments: list[str]) -> None:
@@ -251,12 +210,6 @@ def test_first_matching_rule_decides() -> None:
     made = decisions(f"rules: [{narrow}, {wide}]")
     assert made["model.layers.0.mlp.up_proj.weight"].reason == "first layer"
     assert made["model.layers.1.mlp.up_proj.weight"].reason == "rule 2 of the recipe"
-
-
-def test_keep_rule_gives_a_reason() -> None:
-    made = decisions("rules: [{role: embedding, keep: true}, {role: lm_head, keep: true, reason: tied}]")
-    assert made["model.embed_tokens.weight"] == kept("embedding", "rule 1 of the recipe")
-    assert made["lm_head.weight"] == kept("lm_head", "tied")
 
 
 def test_all_conditions_of_a_rule_must_hold() -> None:
@@ -318,29 +271,22 @@ def test_pattern_does_not_quantize_a_structural_tensor() -> None:
 
 
 def test_rule_with_its_role_quantizes_a_structural_tensor() -> None:
+    """Also behind a rule that it fell through; a buffer of integers never is quantized, a router by its name is."""
     assert bits("rules: [{role: norm, bits: 8}]") == DEFAULT | {"model.norm.weight": 8}
-    assert bits("rules: [{role: [conv, mlp], name: '*conv1d*', bits: 8}]") == DEFAULT | {
-        "model.layers.0.linear_attn.conv1d.weight": 8
-    }
-
-
-def test_structural_tensor_falls_through_to_the_rule_with_its_role() -> None:
+    conv, router = "model.layers.0.linear_attn.conv1d.weight", "model.layers.0.mlp.gate.weight"
+    assert bits("rules: [{role: [conv, mlp], name: '*conv1d*', bits: 8}]") == DEFAULT | {conv: 8}
     assert bits("rules: [{name: '*', bits: 4}, {role: norm, bits: 8}]")["model.norm.weight"] == 8
+    made = decisions("rules: [{role: buffer, bits: 8}]")["model.position_ids"]
+    assert made == kept("buffer", str(ROLES["buffer"].keep))
+    assert bits("rules: [{name: '*.mlp.gate.weight', bits: 8}]") == DEFAULT | {router: 8}
 
 
 def test_rule_may_keep_any_tensor() -> None:
     assert set(bits("rules: [{name: '*', keep: true}]").values()) == {None}
     made = decisions("rules: [{name: '*', keep: true, reason: all}]")
     assert made["model.norm.weight"].reason == made["lm_head.weight"].reason == "all"
-
-
-def test_buffer_of_integers_is_never_quantized() -> None:
-    made = decisions("rules: [{role: buffer, bits: 8}]")["model.position_ids"]
-    assert made == kept("buffer", str(ROLES["buffer"].keep))
-
-
-def test_rule_quantizes_a_router_by_name() -> None:
-    assert bits("rules: [{name: '*.mlp.gate.weight', bits: 8}]") == DEFAULT | {"model.layers.0.mlp.gate.weight": 8}
+    made = decisions("rules: [{role: lm_head, keep: true}]")
+    assert made["lm_head.weight"] == kept("lm_head", "rule 1 of the recipe")
 
 
 def test_pattern_with_a_number_matches_that_layer_or_expert_only() -> None:
@@ -376,19 +322,6 @@ def test_with_bits_replaces_only_the_default() -> None:
             assert decision.bits == expected[decision.role]
 
 
-@pytest.mark.parametrize("width", [-1, 0, 1, 9, 16])
-def test_bit_width_that_the_codec_lacks_is_refused(width: int) -> None:
-    with pytest.raises(OptionError, match=rf"`bits`.*2 to 8.*found {width}"):
-        load_recipe("q5").with_bits(width)
-
-
-@pytest.mark.parametrize("kind", ["name", "role"])
-def test_single_string_is_a_list_of_one(kind: str) -> None:
-    value: dict[str, Any] = {"name": "lm_head.weight", "role": "lm_head"}
-    one = parse_recipe(f"rules: [{{{kind}: {value[kind]}, bits: 4}}]", "a")
-    assert one == parse_recipe(f"rules: [{{{kind}: [{value[kind]}], bits: 4}}]", "a")
-
-
 # --- targets ---
 
 
@@ -408,12 +341,6 @@ def test_target_of_a_recipe_parses_and_round_trips(text: str, target: SizeTarget
     assert recipe.target == target
     again = parse_recipe(yaml.safe_dump(recipe.to_json()), "a.yaml")
     assert again == recipe
-
-
-def test_manifest_does_not_hold_the_path_of_the_sensitivity_file() -> None:
-    recipe = parse_recipe("{target_bpw: 4.5, sensitivity: /home/me/s.json}", "a.yaml")
-    assert recipe.sensitivity == "/home/me/s.json"
-    assert "/home/me" not in yaml.safe_dump(recipe.to_json())
 
 
 def test_options_override_the_target_of_the_recipe() -> None:

@@ -103,7 +103,6 @@ def decode() -> Arrays:
 
 
 def fit() -> Arrays:
-    """Fit groups with every bit width, kind of rule and group size."""
     for number, size in enumerate([*range(16, groups.MOST_WEIGHTS + 1, 16), 32, 48, 64, 80, 96]):
         kind, bits = number % 3, 2 + number % 7  # 21 pairs
         rule = GroupRule(bits=bits, group_size=size, symmetric=kind == 2, middle=kind > 0, rule=BEST)
@@ -111,7 +110,6 @@ def fit() -> Arrays:
 
 
 def round_() -> Arrays:
-    """Round groups by every rule of the runtimes and floating mode."""
 
     def values(size: int) -> npt.NDArray[np.float32]:
         most = hard_weights.LARGEST_BF16 / 4
@@ -145,7 +143,6 @@ def encode_gguf(kernel: str) -> Arrays:
 
 
 def rotate() -> Arrays:
-    """Rotate blocks of 128 weights."""
     rotated = hard_weights.all_families(128).reshape(-1) * np.float32(2.0**-8)  # sums must not overflow
     groups.rotate(rotated)
     yield rotated
@@ -156,12 +153,10 @@ def _random_codes(bits: int) -> npt.NDArray[np.uint8]:
 
 
 def pack_bits() -> Arrays:
-    """Pack codes of every bit width."""
     yield from (groups.pack_bits(_random_codes(bits), bits) for bits in range(1, 9))
 
 
 def pack_tiles() -> Arrays:
-    """Pack three by three tiles."""
     yield groups.pack_tiles(_random_codes(4))
 
 
@@ -178,12 +173,10 @@ def _factor(size: int) -> compensation.MomentsFactor:
 
 
 def factor() -> Arrays:
-    """Factorize second moments."""
     yield from (_factor(size).matrix for size in (16, 48, 64, 160))
 
 
 def compensate() -> Arrays:
-    """Round 70 rows, in groups of 32."""
     for size, repeats in ((64, 2), (160, 0), (160, 2)):
         rng = np.random.default_rng(12)
         weights = compensation.Tiles.of(rng.standard_normal((70, size)).astype(np.float32))
@@ -197,7 +190,6 @@ def compensate() -> Arrays:
 
 
 def output_errors() -> Arrays:
-    """Multiply errors by inputs, and add up the squares."""
     rng = np.random.default_rng(13)
     errors, inputs = (rng.standard_normal((rows, 64)).astype(np.float32) for rows in (70, 24))
     yield compensation.output_errors(compensation.Tiles.of(errors), inputs)
@@ -228,7 +220,6 @@ def _factor_cases() -> Iterator[tuple[str, npt.NDArray[np.uint8], tuple[int, int
 
 
 def multiply() -> Arrays:
-    """Matrices times factors of columns, then of rows."""
     for dtype, raw, shape in _factor_cases():
         rng, out = np.random.default_rng(shape[0]), np.empty(shape[0] * shape[1], dtype=np.float32)
         rows, columns = (rng.lognormal(size=count).astype(np.float32) for count in shape)
@@ -237,7 +228,6 @@ def multiply() -> Arrays:
 
 
 def squares() -> Arrays:
-    """Sums of squares of columns and of rows."""
     for dtype, raw, (rows, columns) in _factor_cases():
         weights = np.random.default_rng(columns).lognormal(size=columns).astype(np.float32)
         yield from factors.squares(raw, dtype, rows=rows, weights=weights, along_rows=True)
@@ -296,7 +286,6 @@ def prepare() -> Arrays:
 
 
 def prepare_f32() -> Arrays:
-    """The same for F32, whose inputs stay floats."""
     for bits, rows in itertools.product((4, 5), (2, 3)):
         yield product_cases.prepared_floats(product_cases.make_case(bits, "F32", rows))
 
@@ -315,7 +304,6 @@ def restore_levels() -> Arrays:
 
 
 def nearest_levels() -> Arrays:
-    """The nearest levels of normal numbers."""
     values = np.random.default_rng(16).standard_normal((40, 8 * 24)).astype(np.float32)
     made = nearest(torch.from_numpy(values), TRANSFORM_RUNS, restoring_cases.code_tables_of_all())
     yield from (tensor.numpy() for tensor in made)
@@ -325,20 +313,17 @@ def nearest_levels() -> Arrays:
 
 
 def product(dtypes: Sequence[str]) -> Iterator[float]:
-    """Multiply weights of every width by inputs."""
     for width, dtype, rows in itertools.product(range(2, 9), dtypes, (1, 7)):
         yield product_cases.excess(product_cases.make_case(width, dtype, rows))
 
 
 def polar_scores() -> Iterator[float]:
-    """Multiply queries by polar-rope keys."""
     for widths, rows in itertools.product(attention.POLAR_WIDTHS, (1, 7)):
         case = attention_cases.polar_case(widths, rows, halves=rows < 4)
         yield attention_cases.excess(attention_cases.polar_scores(case), attention_cases.polar_exact(case))
 
 
 def token_wise(kernel: str) -> Iterator[float]:
-    """Multiply with token-wise keys or values of every width."""
     cases = [(bits, rows, size, 83) for bits, rows, size in itertools.product(range(2, 9), (1, 6), (96, 128))]
     for bits, rows, size, tokens in [*cases, (4, 1, 32, attention.VALUE_TILE + 7)]:
         case = attention_cases.token_case(bits, rows, size=size, tokens=tokens)
