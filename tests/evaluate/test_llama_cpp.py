@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from commands import answer, done, refused
 from external_runtimes import need
-from language_models import END, SPEECH, TEMPLATE, babbler, continued, speaker
+from helpers import f32, gaussian, write_checkpoint
+from language_models import END, SPEECH, TEMPLATE, continued, llama_config, speaker, tokenizer_files
 from tiny_gguf import llama_gguf
 
 from pqweights.errors import SourceError
@@ -31,6 +32,30 @@ pytest.importorskip("transformers")
 IDS = np.random.default_rng(0).integers(0, 256, 100)
 HARD = "Zé€😀\t1 <s>hello  world\n\n </s> 漢字 1234 \x00é"
 WORDS = " ".join(f"word{number}" for number in range(60))
+
+
+def llama(folder: Path, *, layers: int = 2) -> Path:
+    """A Llama with random weights whose logits are of the size of those of a trained model."""
+    hidden, half, inner, vocabulary = 128, 64, 256, 384
+    tensors = {
+        "model.embed_tokens.weight": gaussian(vocabulary, hidden, seed=1, scale=1),
+        "lm_head.weight": gaussian(vocabulary, hidden, seed=2, scale=0.3),
+        "model.norm.weight": 1 + gaussian(hidden, seed=3, scale=0.1),
+    }
+    shapes = {"q": (hidden, hidden), "k": (half, hidden), "v": (half, hidden), "o": (hidden, hidden)}
+    for layer in range(layers):
+        start = f"model.layers.{layer}."
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm")):
+            tensors[f"{start}{name}.weight"] = 1 + gaussian(hidden, seed=layer * 20 + number, scale=0.1)
+        for number, (name, shape) in enumerate(shapes.items()):
+            tensors[f"{start}self_attn.{name}_proj.weight"] = gaussian(*shape, seed=layer * 20 + 5 + number, scale=0.1)
+        for number, name in enumerate(("gate", "up", "down")):
+            shape = (hidden, inner) if name == "down" else (inner, hidden)
+            tensors[f"{start}mlp.{name}_proj.weight"] = gaussian(*shape, seed=layer * 20 + 10 + number, scale=0.1)
+    config = llama_config(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
+    return write_checkpoint(
+        folder, {name: f32(values) for name, values in tensors.items()}, config=config, companions=tokenizer_files()
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +74,7 @@ def one_thread() -> Iterator[None]:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint source, the same as source.gguf and as split files, and text.txt."""
     folder = tmp_path_factory.mktemp("llama")
-    source = babbler(folder / "source")
+    source = llama(folder / "source")
     llama_gguf(source, folder / "source.gguf")
     (folder / "split").mkdir()
     llama_gguf(source, folder / "split" / "m.gguf", split_max_tensors=8)
