@@ -21,7 +21,6 @@ from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT
 from pqweights.storage import Store, open_store
 from pqweights.storage.remote.addresses import Address
-from pqweights.storage.remote.storage import RemoteStorage
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,7 @@ def export(
 
 def _location(folder: Path | Storage) -> Path | Address | None:
     """Return where a folder is, which may be that of the result; None if it cannot be."""
-    if isinstance(folder, RemoteStorage):
-        return folder.folder.address
-    return folder if isinstance(folder, Path) else None
+    return folder if isinstance(folder, Path) else folder.address
 
 
 def _about_master(manifest: Manifest) -> dict[str, Any]:

@@ -113,11 +113,7 @@ NOT_GIVEN = "in the folder of the file that was given; only that file is read"
 ABOUT_SOURCE = "it describes the source, not this result"
 # Records that pqweights writes beside weights, and writes anew for each result.
 OWN_RECORDS = (MANIFEST_FILE, EVALUATION_FILE)
-REASONS = {
-    MANIFEST_FILE: ABOUT_SOURCE,
-    CARD_FILE: ABOUT_SOURCE,
-    EVALUATION_FILE: "its figures are those of the source",
-}
+REASONS = {MANIFEST_FILE: ABOUT_SOURCE, CARD_FILE: ABOUT_SOURCE, EVALUATION_FILE: "its figures are those of the source"}
 
 
 class Companions(NamedTuple):

@@ -205,12 +205,7 @@ class CheckedReads:
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        stored: Iterable[StoredTensor],
-        *,
-        tensor_hash: TensorHash,
-        digests: Mapping[str, str],
+        self, storage: Storage, stored: Iterable[StoredTensor], *, tensor_hash: TensorHash, digests: Mapping[str, str]
     ) -> None:
         """Know the tensors that may be read, and the hash of each of them, by name."""
         self.storage = storage

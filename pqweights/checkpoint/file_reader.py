@@ -105,13 +105,7 @@ class FileReader:
         self._lock = threading.Lock()
 
     def read_into(
-        self,
-        path: Path,
-        file: str,
-        offset: int,
-        buffer: npt.NDArray[np.uint8],
-        *,
-        expected: FileState | None = None,
+        self, path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8], *, expected: FileState | None = None
     ) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
 

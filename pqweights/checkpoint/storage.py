@@ -66,6 +66,11 @@ class Storage(Protocol):
         return None
 
     @property
+    def address(self) -> Any:
+        """The Address in object storage; None elsewhere."""
+        return None
+
+    @property
     def frees(self) -> int:
         """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
         return 0

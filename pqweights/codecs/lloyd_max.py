@@ -288,7 +288,5 @@ class ScalarCoder(Coder):
         """Return how blocks were coded in a state, for kernels that read codes and norms themselves."""
         assert isinstance(state, ScalarState)
         return BlockCoding(
-            codebook=self.codebook,
-            signed=state.rotation == SIGNED_HADAMARD,
-            norm_exponent=state.norm_exponent,
+            codebook=self.codebook, signed=state.rotation == SIGNED_HADAMARD, norm_exponent=state.norm_exponent
         )

@@ -117,10 +117,7 @@ _REFUSALS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
             "transformers splits its fused experts when it loads compressed-tensors, and would not find them",
         ),
         (RESHAPED, _RESHAPED),
-        (
-            RENAMED_PLAIN,
-            "transformers renames layers that stay plain as it loads them, and would look for packed ones",
-        ),
+        (RENAMED_PLAIN, "transformers renames layers that stay plain as it loads them, and would look for packed ones"),
     ),
 }
 # The keys of the configurations of towers, whose weights stay plain.

@@ -100,7 +100,7 @@ class StoredPiece(NamedTuple):
     data: Bytes
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """One of the tensors that a weight is stored as.
 
     name: its name, from {weight}, and from {module} and {parameter} before and after the last dot of that
@@ -244,31 +244,31 @@ def _per_group(s: Shape, r: Rule) -> Shape:
     return (*s[:-1], s[-1] // r.group_size)
 
 
-def _codes(name: str, dtype: str, word_bits: int = 32) -> Part:
+def _codes(name: str, dtype: str, word_bits: int = 32) -> StoredPart:
     """Return the part of codes that follow each other in words, the first code in the lowest bits."""
-    return Part(
+    return StoredPart(
         name, dtype, lambda s, r: (*s[:-1], s[-1] * r.bits // word_bits), lambda g, s, r: pack_bits(g.codes, r.bits)
     )
 
 
-def _bytes(name: str, dtype: str, flipped: int = 0) -> Part:
+def _bytes(name: str, dtype: str, flipped: int = 0) -> StoredPart:
     """Return the part of a byte for each code. flipped: the bits of it that are inverted"""
-    return Part(name, dtype, lambda s, r: s, lambda g, s, r: g.codes.reshape(-1) ^ np.uint8(flipped))
+    return StoredPart(name, dtype, lambda s, r: s, lambda g, s, r: g.codes.reshape(-1) ^ np.uint8(flipped))
 
 
-def _numbers(name: str, field: str = "scales") -> Part:
+def _numbers(name: str, field: str = "scales") -> StoredPart:
     """Return the part of a number of each group, as BF16 [..., K / g]."""
-    return Part(name, "BF16", _per_group, lambda g, s, r: from_float32(getattr(g, field), "BF16"))
+    return StoredPart(name, "BF16", _per_group, lambda g, s, r: from_float32(getattr(g, field), "BF16"))
 
 
-def _byte_scales(name: str) -> Part:
+def _byte_scales(name: str) -> StoredPart:
     """Return the part of scales of small floats, which are bytes [..., K / g]."""
-    return Part(name, "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8))
+    return StoredPart(name, "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8))
 
 
-def _numbers_by_row(name: str, field: str) -> Part:
+def _numbers_by_row(name: str, field: str) -> StoredPart:
     """Return the part of a number of each group, as BF16 [K / g, N]."""
-    return Part(
+    return StoredPart(
         name,
         "BF16",
         lambda s, r: _per_group(s, r)[::-1],
@@ -279,10 +279,10 @@ def _numbers_by_row(name: str, field: str) -> Part:
 
 _TORCHAO = "{module}._{parameter}_"
 # How runtimes store a weight, by names that can be sent to other processes.
-LAYOUTS: dict[str, tuple[Part, ...]] = {
+LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
     # Blocks of GGUF, one after the other.
     "gguf": (
-        Part(
+        StoredPart(
             "{weight}",
             "U8",
             lambda s, r: (*s[:-1], BLOCK_TYPES[r.kind].row_bytes(s[-1])),
@@ -293,7 +293,9 @@ LAYOUTS: dict[str, tuple[Part, ...]] = {
     "pack-quantized": (
         _codes("{weight}_packed", "I32"),
         _numbers("{weight}_scale"),
-        Part("{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True),
+        StoredPart(
+            "{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True
+        ),
     ),
     # A weight q is stored as itself.
     "int-quantized": (_bytes("{weight}", "I8", flipped=128), _numbers("{weight}_scale")),
@@ -305,7 +307,7 @@ LAYOUTS: dict[str, tuple[Part, ...]] = {
     "mlx-floats": (_codes("{weight}", "U32"), _byte_scales("{module}.scales")),
     # torchao's Int4Tensor: codes minus 8 as nibbles, the even column low.
     "int4-plain": (
-        Part(
+        StoredPart(
             _TORCHAO + "qdata",
             "I8",
             lambda s, r: (s[0], s[1] // 2),
@@ -316,13 +318,13 @@ LAYOUTS: dict[str, tuple[Part, ...]] = {
     ),
     # torchao's Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns; the padding is read back as 0.
     "int4-tiles": (
-        Part(
+        StoredPart(
             _TORCHAO + "qdata",
             "I32",
             lambda s, r: (tile_shape(s)[0] // TILE_ROWS, tile_shape(s)[1] // 128, 32, 4),
             _tiles,
         ),
-        Part(
+        StoredPart(
             _TORCHAO + "scale_and_zero",
             "BF16",
             lambda s, r: (tile_shape(s)[1] // r.group_size, tile_shape(s)[0], 2),

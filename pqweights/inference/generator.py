@@ -29,14 +29,7 @@ from pqweights.inference.prompts import (
     has_chat_template,
     text_ids,
 )
-from pqweights.inference.report import (
-    CONTEXT,
-    END,
-    INTERRUPTED,
-    LENGTH,
-    Generation,
-    GenerationSettings,
-)
+from pqweights.inference.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation, GenerationSettings
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import LLAMA_CPP, Folder, read_model
 from pqweights.inference.runtimes.llama_library import GgufTokenizer

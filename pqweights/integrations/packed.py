@@ -27,14 +27,7 @@ from pqweights.codecs.protocol import Bytes, DamagedBlock
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.errors import PqweightsError
 from pqweights.integrations.packed_products import linear
-from pqweights.integrations.packed_rows import (
-    Factor,
-    Matrix,
-    PackedRows,
-    decode_rows,
-    look_up,
-    share,
-)
+from pqweights.integrations.packed_rows import Factor, Matrix, PackedRows, decode_rows, look_up, share
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:

@@ -87,12 +87,7 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
         product = _product(rows, x.dtype)
         assert product is not None
         product.multiply(
-            _inputs(x, product.basis),
-            out=out,
-            column=above,
-            bias=floats,
-            factor=rows.factor.value,
-            threads=threads,
+            _inputs(x, product.basis), out=out, column=above, bias=floats, factor=rows.factor.value, threads=threads
         )
         above += rows.rows
     return out

@@ -102,10 +102,7 @@ class Backend(Protocol):
 
 
 # name -> module
-BACKENDS = {
-    "reference": "pqweights.kernels.reference",
-    "cpu": "pqweights.kernels.cpu",
-}
+BACKENDS = {"reference": "pqweights.kernels.reference", "cpu": "pqweights.kernels.cpu"}
 
 
 _said = threading.Lock()  # held from the first time on that the reference stands in: threads ask at once

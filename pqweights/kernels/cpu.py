@@ -9,15 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.kernels import (
-    BLOCK_SIZE,
-    SIGNS,
-    VALUE_DTYPES,
-    BlockCoding,
-    EncodedArrays,
-    EncodeStats,
-    native,
-)
+from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats, native
 
 # Factors of the polynomial in the search for levels, by bits; scalar_encoding.cpp has the same.
 _DEGREES = {2: 2, 3: 2, 4: 2, 5: 2, 6: 2, 7: 4, 8: 4}

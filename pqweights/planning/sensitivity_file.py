@@ -263,8 +263,5 @@ def read_sensitivity(path: Path) -> Sensitivity:
     if len(set(names)) != len(names) or len({group.name for group in file.groups}) != len(file.groups):
         raise SourceError(f"{path}: a weight or a group is there twice; measure it again")
     return Sensitivity(
-        checkpoint=file.checkpoint,
-        method=value["method"],
-        groups=file.groups,
-        sha256=hashlib.sha256(data).hexdigest(),
+        checkpoint=file.checkpoint, method=value["method"], groups=file.groups, sha256=hashlib.sha256(data).hexdigest()
     )

@@ -84,11 +84,7 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of calibrate --json."""
-        result: dict[str, Any] = {
-            "tokens": self.tokens,
-            "held_back_tokens": self.held_back_tokens,
-            "bos": self.bos,
-        }
+        result: dict[str, Any] = {"tokens": self.tokens, "held_back_tokens": self.held_back_tokens, "bos": self.bos}
         weights: dict[str, dict[str, Any]] = {name: as_json(reads) for name, reads in self.weights.items()}
         if self.layers is not None:
             result["bits_per_weight"] = self.bits_per_weight

@@ -12,13 +12,7 @@ from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
-from pqweights.inference.runtimes.models import (
-    Model,
-    check_options,
-    check_packed,
-    choose_device,
-    open_model,
-)
+from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
 from pqweights.options import path_of
 from pqweights.quality.options import EvaluationOptions, TextOptions

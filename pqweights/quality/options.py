@@ -53,11 +53,7 @@ class CalibrationOptions(ModelRunOptions, ReadingOptions, ThreadsOption):
         "Maximum number of tokens to read from the text.", checks.whole, default=DEFAULT_CALIBRATION_TOKENS, least=2
     )
     window: int | None = option(
-        "Tokens per window.",
-        checks.whole,
-        default=None,
-        least=2,
-        default_text="512, or the model's limit if smaller",
+        "Tokens per window.", checks.whole, default=None, least=2, default_text="512, or the model's limit if smaller"
     )
     overwrite: bool = option("Replace an earlier file of statistics.", checks.flag, default=False)
 
@@ -112,11 +108,7 @@ class SensitivityOptions(ModelRunOptions, ReadingOptions):
         least=2,
     )
     window: int | None = option(
-        "Tokens per window.",
-        checks.whole,
-        default=None,
-        least=2,
-        default_text="256, or the model's limit if smaller",
+        "Tokens per window.", checks.whole, default=None, least=2, default_text="256, or the model's limit if smaller"
     )
     dtype: str = option(
         "Dtype to run the model in; auto is the model's own.", checks.text, default="float32", choices=MODEL_DTYPES
@@ -141,11 +133,7 @@ class TextOptions(ReadingOptions):
     """How a text is cut into windows that are scored."""
 
     window: int | None = option(
-        "Tokens per window.",
-        checks.whole,
-        default=None,
-        least=2,
-        default_text="2048, or the model's limit if smaller",
+        "Tokens per window.", checks.whole, default=None, least=2, default_text="2048, or the model's limit if smaller"
     )
     stride: int | None = option(
         "Tokens between the starts of consecutive windows.",

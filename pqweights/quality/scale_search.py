@@ -168,11 +168,7 @@ class Matrix:
 
 
 def search_layer(
-    planned: TensorPlan,
-    tensor: LogicalTensor,
-    *,
-    reads: WeightInputs | None,
-    inputs_of: Callable[[int], Inputs | None],
+    planned: TensorPlan, tensor: LogicalTensor, *, reads: WeightInputs | None, inputs_of: Callable[[int], Inputs | None]
 ) -> tuple[LayerReport, Floats | None]:
     """Search the scales of one weight; return its report, and its scales [..., K] or None.
 

@@ -16,14 +16,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.common.strict_json import json_pieces
-from pqweights.errors import (
-    ClusterError,
-    MasterError,
-    OutputError,
-    SourceChangedError,
-    SourceError,
-    SourceReadError,
-)
+from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.finished_shards import records_of
 from pqweights.rewrite.identity import RunIdentity, is_under_way

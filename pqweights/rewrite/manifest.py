@@ -25,14 +25,7 @@ from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError
 from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.gguf.file import is_gguf
-from pqweights.planning.plan import (
-    DEFAULT_METADATA,
-    FileHeader,
-    GgufFiles,
-    Safetensors,
-    ShardPlan,
-    TensorPlan,
-)
+from pqweights.planning.plan import DEFAULT_METADATA, FileHeader, GgufFiles, Safetensors, ShardPlan, TensorPlan
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.rewrite.records import TensorRecord, error_totals, exceeds

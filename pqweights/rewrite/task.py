@@ -288,12 +288,7 @@ class ResourceNeeds:
 
 
 def resource_needs(
-    plan: Plan,
-    threads: int,
-    *,
-    fold: Fold | None = None,
-    storages: Sequence[Storage] = (),
-    is_elsewhere: bool = False,
+    plan: Plan, threads: int, *, fold: Fold | None = None, storages: Sequence[Storage] = (), is_elsewhere: bool = False
 ) -> ResourceNeeds:
     """Return what fulfilling a plan takes.
 

@@ -137,8 +137,5 @@ def measure_fold(fold: Fold | None, preparation: Preparation) -> None:
     """Read what a fold depends on, if there is one."""
     if fold is not None:
         fold.measure(
-            preparation.folder,
-            fetched=preparation.fetched,
-            threads=preparation.threads,
-            progress=preparation.progress,
+            preparation.folder, fetched=preparation.fetched, threads=preparation.threads, progress=preparation.progress
         )

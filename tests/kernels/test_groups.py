@@ -430,3 +430,23 @@ def test_arrays_that_cannot_be_rotated_or_packed_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             wrong()
+
+
+@pytest.mark.parametrize("rule", [BEST, "torchao"])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None:
+    """PyTorch's 4-bit product on the CPU, which packs codes in its own order, with our codes, scales and zeros."""
+    torch = pytest.importorskip("torch")
+    rows, columns = 64, 512
+    weights, x = helpers.gaussian(rows, columns, seed=1), helpers.gaussian(32, columns, seed=2, scale=1)
+    x = nearest_bf16(x)
+    how = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=rule)
+    groups = quantize(how, nearest_bf16(weights))
+    codes = torch.from_numpy(groups.codes.reshape(rows, columns).astype(np.int32))
+    numbers = np.stack([groups.scales, groups.offsets], axis=-1).reshape(rows, columns // size, 2)
+    numbers = torch.from_numpy(numbers).bfloat16().transpose(0, 1).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.from_numpy(x).bfloat16(), packed, size, numbers)
+    exact = x.astype(np.float64) @ how.decode(groups).reshape(rows, columns).astype(np.float64).T
+    difference = product.float().numpy() - exact
+    assert np.linalg.norm(difference) <= 4e-3 * np.linalg.norm(exact)

@@ -14,13 +14,7 @@ from pqweights.errors import OptionError
 from pqweights.inference.kv.bases import model_bases
 from pqweights.inference.kv.klt import LayerBases
 from pqweights.inference.kv.on_codes import NAME as ON_CODES
-from pqweights.inference.kv.on_codes import (
-    PAST,
-    VALUE_UNIT,
-    PastOfLayer,
-    has_kernels,
-    may_attend_on_codes,
-)
+from pqweights.inference.kv.on_codes import PAST, VALUE_UNIT, PastOfLayer, has_kernels, may_attend_on_codes
 from pqweights.inference.kv.schemes import (
     FULL,
     UNQUANTIZED,

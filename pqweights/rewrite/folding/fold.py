@@ -202,11 +202,7 @@ class Fold:
         if not missing:
             return
         run = SizesPass(
-            storage=self.original.storage,
-            fetched=fetched,
-            threads=threads,
-            gain=self._gain,
-            progress=progress,
+            storage=self.original.storage, fetched=fetched, threads=threads, gain=self._gain, progress=progress
         )
         for number, sizes in run.run(self.original.tensors, missing, plain=self._plain):
             self._known[number] = known = self._decided(self.structure.links[number], sizes)

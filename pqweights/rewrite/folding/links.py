@@ -115,10 +115,7 @@ _MIXTRAL = replace(
 )
 # Its experts add 1 to what the up half writes, and clamp it: no factor passes.
 _GPT_OSS = Family(
-    norms=(
-        _LLAMA.norms[0],
-        NormReaders("post_attention_layernorm", (r"mlp\.router", r"mlp\.experts\.gate_up_proj")),
-    ),
+    norms=(_LLAMA.norms[0], NormReaders("post_attention_layernorm", (r"mlp\.router", r"mlp\.experts\.gate_up_proj"))),
     pairs=(_VALUES,),
     others=(r"self_attn\.sinks", r"mlp\.experts\.(gate_up_proj_bias|down_proj|down_proj_bias)"),
 )
@@ -215,7 +212,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class FoldLinks:
     """All vectors of a model that can be folded.
 
     links: the vectors

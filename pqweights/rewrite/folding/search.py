@@ -22,9 +22,9 @@ from pqweights.rewrite.folding.links import (
     ROWS,
     VALUE_HEADS,
     Family,
+    FoldLinks,
     Layer,
     Link,
-    Links,
     NormReaders,
     Side,
     WriterReader,
@@ -37,7 +37,9 @@ _HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 _NARROW = "a weight stays plain in float16, whose range factors may leave"
 
 
-def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor], *, plain: Collection[str]) -> Links:
+def find_links(
+    config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor], *, plain: Collection[str]
+) -> FoldLinks:
     """Return the vectors of a model.
 
     config: its config.json
@@ -50,13 +52,13 @@ def find_links(config: Mapping[str, Any] | None, tensors: Sequence[LogicalTensor
         types = model_types(config or {})
         known = ", ".join(sorted(FAMILIES))
         model_type = types[0] if types else None
-        return Links(unfolded=f"the architecture {model_type!r} is not known to `fold`; those that are: {known}")
+        return FoldLinks(unfolded=f"the architecture {model_type!r} is not known to `fold`; those that are: {known}")
     search = _LinkSearch(config or {}, tensors, family=family, plain=plain)
     search.run()
     if not search.links:
         reasons = "; ".join(sorted(search.left)) or "no layer has the names of its family"
-        return Links(left=search.frozen_left, unfolded=f"nothing of this model can be folded: {reasons}")
-    return Links(links=tuple(search.links), notes=search.notes, left=search.frozen_left)
+        return FoldLinks(left=search.frozen_left, unfolded=f"nothing of this model can be folded: {reasons}")
+    return FoldLinks(links=tuple(search.links), notes=search.notes, left=search.frozen_left)
 
 
 class _LinkSearch:

@@ -68,7 +68,7 @@ class _Use(NamedTuple):
     input_norm: tuple[str, bool] | None
 
 
-class _Rows(NamedTuple):
+class _RowRange(NamedTuple):
     """Some rows of one matrix of a tensor. share: the share of the matrix's rows that are read at all."""
 
     matrix: int
@@ -139,7 +139,7 @@ class SizesPass:
         inputs = np.zeros(shape) if link.norm is None else self.gain(link.norm, link.zero_centred)[None] ** 2
         return Sizes(inputs, np.zeros(shape))
 
-    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _Rows) -> tuple[Floats, Floats]:
+    def _sums(self, tensor: LogicalTensor, uses: Sequence[_Use], chunk: _RowRange) -> tuple[Floats, Floats]:
         """Read some rows, and return the sums of squares of their columns, and of each row, weighted by a norm."""
         height, columns = tensor.shape[-2:]
         dtype = exact_dtype(tensor)
@@ -151,7 +151,7 @@ class SizesPass:
         return squares(raw, dtype, rows=chunk.rows, weights=weights.astype(np.float32), along_rows=bool(along_rows))
 
 
-def _add(use: _Use, chunk: _Rows, of_columns: Floats, of_rows: Floats, sizes: Sizes) -> None:
+def _add(use: _Use, chunk: _RowRange, of_columns: Floats, of_rows: Floats, sizes: Sizes) -> None:
     """Add the sums of some rows to those of a link."""
     side, into = use.side, sizes.inputs if use.writes else sizes.weights
     channels = into[chunk.matrix if side.stacked else 0]
@@ -176,7 +176,7 @@ def _uses(links: dict[int, Link], plain: Collection[str]) -> dict[str, list[_Use
     return uses
 
 
-def _chunks(tensor: LogicalTensor, uses: Sequence[_Use]) -> Iterator[_Rows]:
+def _chunks(tensor: LogicalTensor, uses: Sequence[_Use]) -> Iterator[_RowRange]:
     """Yield the rows of a tensor that are read, in runs within one matrix.
 
     All of them if a vector lies along them; else runs that are spread evenly over a matrix, SAMPLED_ROWS in all.
@@ -192,7 +192,7 @@ def _chunks(tensor: LogicalTensor, uses: Sequence[_Use]) -> Iterator[_Rows]:
     share = sum(rows for _, rows in runs) / height
     for matrix in range(stack[0] if stack else 1):
         for first, rows in runs:
-            yield _Rows(matrix, first, rows, share)
+            yield _RowRange(matrix, first, rows, share)
 
 
 def mean_squares(link: Link, moments: Statistics) -> Doubles | None:

@@ -115,11 +115,7 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
 
 
 def report_plan(
-    source: str | Path,
-    recipe: Recipe,
-    options: QuantizeOptions,
-    threads: int,
-    out: Store | None = None,
+    source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int, out: Store | None = None
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 

@@ -72,12 +72,7 @@ def cached(hub: Hub, repository: Repository, file: RemoteFile) -> Path | None:
 
 
 def fetch_to_cache(
-    hub: Hub,
-    repository: Repository,
-    file: RemoteFile,
-    *,
-    show: Show = lambda count: None,
-    stop: Stop = lambda: False,
+    hub: Hub, repository: Repository, file: RemoteFile, *, show: Show = lambda count: None, stop: Stop = lambda: False
 ) -> Path:
     """Fetch a whole file into the cache, unless it is there, check it against its hash, and return its path.
 
@@ -131,7 +126,7 @@ def _fetch(
     official, where = hub.official, {} if folder is None else {"local_dir": folder}
     tqdm: Any = official.utils.tqdm
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class DownloadBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **(options | {"disable": True}))
 
@@ -145,7 +140,12 @@ def _fetch(
             with disk_errors(Path(file.name)):
                 return Path(
                     official.library.hf_hub_download(
-                        repository.id, file.name, revision=repository.commit, token=hub.token, tqdm_class=Bar, **where
+                        repository.id,
+                        file.name,
+                        revision=repository.commit,
+                        token=hub.token,
+                        tqdm_class=DownloadBar,
+                        **where,
                     )
                 )
         except official.errors.LocalEntryNotFoundError as error:  # around the real error

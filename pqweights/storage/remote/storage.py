@@ -64,6 +64,11 @@ class RemoteStorage(Storage):
             _check_name(folder, name)
         self._open()
 
+    @property
+    def address(self) -> Address:
+        """See Storage."""
+        return self.folder.address
+
     def _listed(self) -> dict[str, FileState]:
         if self._only is None:
             return self.folder.files(recursive=self._below)
