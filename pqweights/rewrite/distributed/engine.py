@@ -130,7 +130,8 @@ class RayEngine(Engine):
         options.progress(total - left, total, f"0 of {len(shards)} files")
         try:
             for reference in self._finished(list(under_way), memory_bytes):
-                result, number = self._result(reference), under_way[reference]
+                number = under_way.pop(reference)
+                result = self._result(reference)
                 run.check_lock()
                 marks[task.plan.shards[number].file] = result.mark
                 task.checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
@@ -138,9 +139,11 @@ class RayEngine(Engine):
                 left -= sizes[number]
                 options.progress(total - left, total, f"{len(marks)} of {len(shards)} files")
         finally:
-            for reference in under_way:  # those that have ended do not mind
+            # Not those that have ended: Ray (2.60) may end this process when one is cancelled as it ends.
+            for reference in under_way:
                 self.ray.cancel(reference, force=True)
-            self.ray.wait(list(under_way), num_returns=len(under_way), timeout=END_SECONDS)
+            if under_way:
+                self.ray.wait(list(under_way), num_returns=len(under_way), timeout=END_SECONDS)
         if task.out.is_elsewhere:
             called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
             self.ray.wait(list(called), num_returns=len(called), timeout=END_SECONDS)
