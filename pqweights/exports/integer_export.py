@@ -1,7 +1,7 @@
 """The transform behind every integer target: weights to codes, scales and offsets per group, measured and written.
 
-What is rounded, how, and where each number goes is the target's decision (integers.py). docs/exports.md has the rules,
-and what the errors mean.
+What is rounded, how, and where each number goes is the target's decision (integers.py). Warnings of the sizes of a
+result follow from these decisions. docs/exports.md has the rules, and what the errors mean.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparat
 
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
+PLAIN_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,12 @@ class IntegerExport:
         return Notes(warnings=warnings, document=document)
 
 
-def experts_warnings(outline: Outline) -> tuple[str, ...]:
+def remarks(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
+    """Return warnings of the sizes of a result."""
+    return (*_experts_warnings(outline), *_plain_warnings(outline, master))
+
+
+def _experts_warnings(outline: Outline) -> tuple[str, ...]:
     """Return a warning for each reason why experts that the master encodes stay plain, with their bytes."""
     by_reason: dict[str, list[LogicalTensor]] = {}
     for tensor in outline.tensors:
@@ -193,4 +199,30 @@ def experts_warnings(outline: Outline) -> tuple[str, ...]:
         f"{size_text(sum(part.byte_count for t in tensors for part in t.parts))} in the master: {reason}; the targets "
         "gguf and mlx round the experts of the models that they know"
         for reason, tensors in by_reason.items()
+    )
+
+
+def _plain_warnings(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
+    """Return a warning if a result is nearer to BF16 than to its integers: it saves less than half of what it could."""
+    integers = {tensor.name: rounding for tensor, rounding in outline.rounded}
+    rounded = sum(element_count(tensor) for tensor, _ in outline.rounded)
+    if not rounded:
+        return ()
+    integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in outline.rounded)
+    weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in ("BF16", "F16", "F32"))
+    model = model_dtype(outline.config, outline.tensors)
+    plain_bytes = sum(
+        plain_plan(tensor, model=model, dtype=outline.plain_dtype).bytes
+        for tensor in outline.tensors
+        if tensor.name not in integers
+    )
+    total, bits_of_integers = integer_bytes + plain_bytes, 8 * integer_bytes / rounded
+    bits = 8 * total / weights
+    if bits <= (bits_of_integers + PLAIN_BITS) / 2:
+        return ()
+    held = master.weight_file_bytes
+    larger = f"; the master that it is made from is smaller ({size_text(held)})" if total > held else ""
+    return (
+        f"{bits:.3g} bits per parameter, nearer to the {PLAIN_BITS} of BF16 than to the {bits_of_integers:.3g} of its "
+        f"integers: of {size_text(total)}, {size_text(plain_bytes)} are weights that stay plain{larger}",
     )

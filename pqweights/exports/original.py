@@ -14,7 +14,7 @@ from pqweights.exports import target_name
 from pqweights.exports.architectures import unexamined_warnings
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.compensation import Compensation, sources_of
-from pqweights.exports.integer_export import IntegerExport, experts_warnings
+from pqweights.exports.integer_export import IntegerExport, remarks
 from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.planning.plan import coder_of
@@ -46,7 +46,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master_outline = target.outline(master)
     errors = {} if manifest is None or original is not None or fold is not None else _known_errors(outline, manifest)
     unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
-    warnings = (*outline.warnings, *experts_warnings(outline), *unexamined)
+    warnings = (*outline.warnings, *remarks(outline, source.checkpoint), *unexamined)
     transform = IntegerExport(
         target=target,
         outline=replace(outline, warnings=warnings),

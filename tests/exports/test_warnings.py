@@ -9,7 +9,7 @@ from pathlib import Path
 import families
 import pytest
 from commands import done, refused
-from helpers import read_all
+from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from integer_exports import LAYER, ROUNDED, integer_names, linear_master, quantization
 
 from pqweights.common.units import size_text
@@ -126,6 +126,25 @@ def test_experts_that_stay_plain_are_named_with_their_bytes(
     assert plain and all(tensor.stored[0].dtype == "BF16" for tensor in plain)
     assert f": {len(plain)} tensors of {weights} weights, {size_text(2 * weights)} in place of" in said
     assert f" in place of {size_text(held)} in the master: {reason}" in said and "gguf and mlx" in said
+    (near,) = [text for text in found if "bits per parameter, nearer to the 16 of BF16" in text]
+    assert "the master that it is made from is smaller (" in near
+
+
+@pytest.mark.parametrize(("kept_rows", "is_near"), [(90, False), (110, True)])
+def test_result_that_saves_less_than_half_of_what_it_could_is_remarked(
+    kept_rows: int, is_near: bool, tmp_path: Path
+) -> None:
+    """Integers take 4.125 bits; of as many weights in BF16 as integers, the result has half way between, 10.1."""
+    tensors = {f"{LAYER}.mlp.down_proj.weight": bf16(gaussian(100, 1024))}
+    tensors |= {"model.embed_tokens.weight": bf16(gaussian(kept_rows, 1024, seed=1))}
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    found = warned(tmp_path / "master", tmp_path / "out", "-t", "vllm")
+    assert len(found) == is_near
+    bits = 8 * sum(values.nbytes for _, values in read_all(tmp_path / "out").values()) / (100 + kept_rows) / 1024
+    for text in found:
+        assert text.startswith(f"{bits:.3g} bits per parameter, nearer to the 16 of BF16 than to the 4.13 of its")
+        assert f"{size_text(kept_rows * 1024 * 2)} are weights that stay plain" in text
 
 
 def test_plan_says_that_fused_experts_stay_plain_in_exports_of_linear_layers(base: Path) -> None:
