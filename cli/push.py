@@ -62,7 +62,7 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
         lines.append(f"{where}: at most {size_text(done.sent_bytes)} would be pushed (dry run)")
         lines.append(
             "not checked: whether the repository can take this, which of these files it holds already, and whether it "
-            f"accepts the card: {done.not_checked}"
+            f"accepts the card: {output.with_flags(done.not_checked)}"
         )
     elif dry_run:
         lines.append(f"{where}{created}: {size_text(done.sent_bytes)} would be pushed (dry run)")
