@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pqweights.common.units import counted, first_names, size_text
 
 from . import tables
-from .output import warn
+from .output import warn, with_flags
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,7 +175,7 @@ def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
     if fold["warnings"]:
         what = "nothing"
     may = f"fold {fold['kind']}: {what}"
-    return [may, *_left_lines(fold), *fold["warnings"]]
+    return [may, *_left_lines(fold), *map(with_flags, fold["warnings"])]
 
 
 def fold_lines(done: RewriteReport) -> list[str]:

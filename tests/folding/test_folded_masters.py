@@ -41,6 +41,17 @@ def test_commands_read_a_folded_master(folder: Path, tmp_path: Path) -> None:
     planned = json.loads(done("plan", folder / "src", "--fold", "equalize", "--json").stdout)
     assert planned["fold"]["kind"] == "equalize" and planned["fold"]["left"] == {}
     assert "fold" not in json.loads(done("plan", folder / "src", "--json").stdout)
+    vectors = len(planned["fold"]["vectors"])
+    assert (
+        f"fold equalize: {vectors} vectors between layers, each if"
+        in done("plan", folder / "src", "--fold", "equalize").stdout
+    )
+    config = json.loads((folder / "src/config.json").read_text()) | {"model_type": "unheard-of"}
+    (tmp_path / "other").mkdir()
+    shutil.copy(folder / "src/model.safetensors", tmp_path / "other")
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    shown = done("plan", tmp_path / "other", "--fold", "equalize").stdout
+    assert "fold equalize: nothing\n" in shown and "'unheard-of' is not known to --fold" in shown
     done("inspect", master)
     done("card", master)
     assert (master / "README.md").stat().st_size > 500
