@@ -45,7 +45,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Short:
-    """Announce and send at most so many bytes; with `consistent`, Content-Range says so too."""
+    """Announce and send at most that many bytes; with `consistent`, Content-Range says so too."""
 
     bytes: int
     consistent: bool = True

@@ -199,7 +199,7 @@ def _library(name: str, folder: Path) -> Any:
         return None
 
 
-class _Entry(ctypes.Structure):
+class _KernelEntry(ctypes.Structure):
     """`Kernel` of interface.hpp."""
 
     _fields_ = (("name", ctypes.c_char_p), ("types", ctypes.POINTER(ctypes.c_char_p)), ("call", ctypes.c_void_p))
@@ -220,7 +220,7 @@ def functions() -> dict[str, Function]:
         )
     library = _library(chosen, LIBRARIES)
     _check_sources(library, chosen)
-    library.pqweights_kernels.restype = ctypes.POINTER(_Entry)
+    library.pqweights_kernels.restype = ctypes.POINTER(_KernelEntry)
     found = {}
     for entry in _until_null(library.pqweights_kernels(), lambda entry: entry.name):
         types = tuple(kind.decode() for kind in _until_null(entry.types, lambda kind: kind))

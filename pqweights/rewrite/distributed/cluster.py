@@ -62,7 +62,9 @@ def import_ray() -> ModuleType:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_task_oom_retries", str(MOST_RETRIES))  # else a task that is too large comes for ever
+    os.environ.setdefault(
+        "RAY_task_oom_retries", str(MOST_RETRIES)
+    )  # by default a task that is too large is given again without end
     # Ray prints what it sees of lost workers to the standard output, where results of --json go. Repeated lines are
     # held back, and with them all that match this expression.
     os.environ |= {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
