@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import helpers
 import numpy as np
 import pytest
 
@@ -10,7 +11,7 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import DISTORTION
 from pqweights.codecs.protocol import Measures, NormRange, PassResult
 from pqweights.codecs.scalar import ScalarState, norm_exponent_for
-from pqweights.codecs.weight import PassTotals
+from pqweights.codecs.weight import PassTotals, encode_weight
 
 CODEC = get_codec("hadamard-lloyd-max")
 BITS = 5
@@ -114,3 +115,16 @@ def test_totals_do_not_depend_on_the_size_of_chunks():
         assert totals.result() == PassResult(
             state=ScalarState(S, 4), energy=expected_energy, error=expected_error, norms=seen
         )
+
+
+@pytest.mark.parametrize("bits", CODEC.rates)
+def test_a_partial_last_block_is_padded_with_zeros_whose_error_does_not_count(bits):
+    values = helpers.gaussian(1000, seed=9)
+    padded = np.concatenate([values, np.zeros(24, np.float32)])
+    (part, measured), (whole, measured_whole) = (
+        encode_weight(v.view(np.uint8), dtype="F32", shape=v.shape, coder=CODEC.coder(bits)) for v in (values, padded)
+    )
+    back = part.decode().view(np.float32)
+    assert np.array_equal(back, whole.decode().view(np.float32)[:1000])
+    assert measured.error == pytest.approx(((back.astype(np.float64) - values) ** 2).sum(), rel=1e-5)
+    assert measured.error < measured_whole.error
