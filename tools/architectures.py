@@ -1,10 +1,10 @@
-"""Find the architectures of transformers for which pqweights/exports/architectures.py needs an entry.
+"""Find the architectures of transformers that need an entry in pqweights/models/traits.py.
 
 Each model is built on the meta device from its default configuration. For the weights that an export to integers would
 round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors and
 initialize what a checkpoint might not hold.
 Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs. Types
-that were examined are added to EXAMINED there.
+that were examined are added to Trait.EXAMINED there.
 """
 
 from __future__ import annotations

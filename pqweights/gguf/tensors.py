@@ -23,6 +23,7 @@ from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
 from pqweights.gguf.settings import Factors, Settings
 from pqweights.kernels.workers import scratch
+from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias")
 # Where the text model lies in models of images and text: as transformers 5 and as earlier versions wrote them.
@@ -164,9 +165,9 @@ def _view(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings
     _check_shape(tensor, tensor_type, settings)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor.of(name, tensor, head_rows=settings.number("head_dim"))
-    if architecture.gain_offset and tensor_type.endswith("_NORM"):
-        # In float32, as exact as the model's own sum.
-        return OffsetTensor.of(name, tensor, offset=architecture.gain_offset, dtype="F32", plain_dtype="F32")
+    if Trait.ZERO_CENTRED_NORMS in settings.model.traits and tensor_type.endswith("_NORM"):
+        # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
+        return OffsetTensor.of(name, tensor, offset=1.0, dtype="F32", plain_dtype="F32")
     if tensor_type == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
         return RenamedTensor.of(name, tensor, shape=tensor.shape[-1:])  # a vector
     if isinstance(tensor, MovedTensor):
