@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from pqweights.exports.architectures import names_in_memory
+from pqweights.models.names import names_in_memory
 from pqweights.planning.roles import classify
 
 SECONDS = 40  # for each model

@@ -6,12 +6,12 @@ tell. Of a type that was not examined the user is warned.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pqweights.errors import ExportError
 from pqweights.models import has_trait
+from pqweights.models.conventions import TOWERS
 from pqweights.models.traits import Trait
 
 TORCHAO, VLLM, MLX = "torchao-int4", "vllm", "mlx"
@@ -41,8 +41,6 @@ _REFUSALS: dict[str, tuple[tuple[Trait, str], ...]] = {
         ),
     ),
 }
-# The keys of the configurations of towers, whose weights stay plain.
-_TOWER = re.compile(r"(vision|visual|vit|image|audio|speech)\w*")
 
 
 def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
@@ -77,23 +75,6 @@ def uses_weights_early(config: Mapping[str, Any] | None) -> bool:
     return any(has_trait(name, Trait.USED_EARLY) and not is_tower for name, is_tower in _model_types(config or {}))
 
 
-def names_in_memory(weight: str, has_vision: bool) -> list[str]:
-    """Return the names under which transformers may look for a weight.
-
-    They are names of parameters, which are not always those in the file. A text model may be loaded from the checkpoint
-    of a model with vision, and older checkpoints have other prefixes.
-    """
-    if weight.startswith("backbone."):
-        return [weight, "model." + weight.removeprefix("backbone.")]
-    if has_vision and weight.startswith("model.layers."):
-        return [weight, "model.language_model." + weight.removeprefix("model.")]
-    for prefix in ("model.language_model.", "language_model.model."):
-        if weight.startswith(prefix):
-            rest = weight.removeprefix(prefix)
-            return list(dict.fromkeys([weight, f"model.language_model.{rest}", f"model.{rest}"]))
-    return [weight]
-
-
 def _refusal(target: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the model_type that a target cannot store, and the reason; None if there is none."""
     for model_type, is_tower in _model_types(config):
@@ -112,7 +93,7 @@ def _model_types(config: Mapping[str, Any], is_tower: bool = False) -> Iterator[
         yield model_type, is_tower
     for key, value in config.items():
         if isinstance(value, dict):
-            yield from _model_types(value, is_tower or _TOWER.fullmatch(key) is not None)
+            yield from _model_types(value, is_tower or TOWERS.fullmatch(key) is not None)
 
 
 # What a plan says of a model of a type that was not examined.

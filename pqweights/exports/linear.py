@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,23 +24,19 @@ from pqweights.exports.bf16 import is_encoded, role_of
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
+from pqweights.models import text_model
+from pqweights.models.conventions import NEVER_QUANTIZED
+from pqweights.models.description import ModelDescription
+from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_smaller
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity_file import group_of
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
-# Of sparse attention (DeepSeek V3.2, GLM-MoE-DSA): vLLM 0.32 has these two in one layer that is not quantized.
-_INDEXER = re.compile(r"\.indexer\.(wk|weights_proj)\.weight$")
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
-# Beside the weights that share a bit width in a master: names of modules, and the fused layer that they are part of.
-_ALSO_FUSED = (
-    (re.compile(r"[gb]_proj"), "qkv"),  # linear attention of OLMo Hybrid and Bailing v3
-    (re.compile(r"c_fc_[01]"), "gate_up"),  # EXAONE 3
-)
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 
@@ -120,7 +116,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     sizes: dict[str, int] = {}
     removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
-    for layer in _fused_layers(checkpoint.tensors):
+    for layer in _fused_layers(checkpoint):
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_encoded(tensor)]
         if kept and possible:
@@ -139,23 +135,22 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     return LinearWeights(sizes=sizes, plain=plain, warnings=fused_warnings(fused_with))
 
 
-def _fused_layers(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]:
+def _fused_layers(checkpoint: Checkpoint) -> list[list[LogicalTensor]]:
     """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them."""
+    model = text_model(checkpoint.config)
     layers: dict[str, list[LogicalTensor]] = {}
-    for tensor in tensors:
+    for tensor in checkpoint.tensors:
         if is_encoded(tensor) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
-            layers.setdefault(_fused_layer(tensor), []).append(tensor)
+            layers.setdefault(_fused_layer(tensor, model), []).append(tensor)
     return list(layers.values())
 
 
-def _fused_layer(tensor: LogicalTensor) -> str:
+def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
     """Return the name of the layer that a weight becomes part of."""
     role = role_of(tensor)
     if not tensor.name.endswith(".weight") and role != "expert":
         return tensor.name
-    path, _, last = tensor.name.removesuffix(".weight").rpartition(".")
-    also = next((whole for pattern, whole in _ALSO_FUSED if pattern.fullmatch(last)), None)
-    return group_of(tensor.name, role, tied=False) if also is None else f"{path}.{also}"
+    return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
 def _reasons(
@@ -210,7 +205,7 @@ def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[int]) ->
     role = role_of(tensor)
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
-    if _INDEXER.search(tensor.name):
+    if NEVER_QUANTIZED.search(tensor.name):
         return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
         return f"fused weights {list(tensor.shape)}: the format stores single linear layers"

@@ -32,8 +32,8 @@ from pqweights.exports.target import (
     one_of,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
+from pqweights.models.names import tower_of
 from pqweights.options import ExportOptions
-from pqweights.planning.roles import tower_of
 
 NAME = "vllm"
 # What manifests call the target: the name that it had first.

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.layers import LayerFlow
 from pqweights.models.llama_cpp import Architecture
+from pqweights.models.mlx_lm import MlxDifferences
 from pqweights.models.traits import Trait
 
 
@@ -17,6 +19,9 @@ class ModelDescription:
 
     flow: which modules of a layer read what; None if that is not known, and `fold` leaves the model as it is
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
+    mlx: where mlx-lm differs from transformers
+    roles: the roles of modules, by expressions for the last component of their names, before those of the conventions
+    fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
     traits: what else is true of it
@@ -24,6 +29,9 @@ class ModelDescription:
 
     flow: LayerFlow | None = None
     llama_cpp: Architecture | None = None
+    mlx: MlxDifferences = field(default_factory=MlxDifferences)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    fused: tuple[FusedLayer, ...] = FUSED
     defaults: Mapping[str, Any] = field(default_factory=dict)
     traits: frozenset[Trait] = frozenset()
 

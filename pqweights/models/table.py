@@ -12,6 +12,7 @@ from typing import Any
 
 from pqweights.models import layers, llama_cpp
 from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.mlx_lm import STACKED_EXPERTS, TURNED_EXPERTS, UNPREFIXED, MlxDifferences
 from pqweights.models.traits import TYPES_WITH, Trait
 
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -36,6 +37,15 @@ _COHERE = _TIED | _SILU | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _ZERO_CENTRED = frozenset({Trait.ZERO_CENTRED_NORMS})
 
+_GEMMA3 = ModelDescription(
+    flow=layers.GEMMA2,
+    llama_cpp=llama_cpp.GEMMA3,
+    traits=_ZERO_CENTRED,
+    defaults=_sizes(2304, 9216, 26, 8, 131072)
+    | _LATER_GEMMA
+    | {"use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+)
+_QWEN3_5_MOE = ModelDescription(flow=layers.QWEN3_5, defaults=_sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED)
 # What is known of a type beyond its traits in TYPES_WITH.
 _ROWS: dict[str, ModelDescription] = {
     "cohere": ModelDescription(
@@ -45,6 +55,7 @@ _ROWS: dict[str, ModelDescription] = {
     "cohere2": ModelDescription(
         llama_cpp=llama_cpp.COHERE2, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {"sliding_window": 4096},
     ),
+    "falcon_h1": ModelDescription(mlx=MlxDifferences(other_head_dim=True)),
     "gemma": ModelDescription(
         flow=layers.LLAMA, llama_cpp=llama_cpp.GEMMA, traits=_ZERO_CENTRED,
         defaults=_sizes(3072, 24576, 28, 16, 8192) | _GEMMA | {
@@ -57,14 +68,15 @@ _ROWS: dict[str, ModelDescription] = {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
     ),
-    **dict.fromkeys(("gemma3", "gemma3_text"), ModelDescription(
-        flow=layers.GEMMA2, llama_cpp=llama_cpp.GEMMA3, traits=_ZERO_CENTRED,
-        defaults=_sizes(2304, 9216, 26, 8, 131072) | _LATER_GEMMA | {
-            "use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        },
+    "gemma3": replace(_GEMMA3, mlx=MlxDifferences(vocabulary=262208)),
+    "gemma3_text": _GEMMA3,
+    "gpt2": ModelDescription(mlx=MlxDifferences(layout=UNPREFIXED)),
+    "gpt_neox": ModelDescription(mlx=MlxDifferences(
+        rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
     )),
     "gpt_oss": ModelDescription(
-        flow=layers.GPT_OSS, defaults=_sizes(2880, 64, 8, 64), traits=frozenset({Trait.TURNED_EXPERTS}),
+        flow=layers.GPT_OSS, defaults=_sizes(2880, 64, 8, 64), mlx=MlxDifferences(layout=TURNED_EXPERTS),
+        traits=frozenset({Trait.TURNED_EXPERTS}),
     ),
     "granite": ModelDescription(
         llama_cpp=llama_cpp.GRANITE,
@@ -111,6 +123,7 @@ _ROWS: dict[str, ModelDescription] = {
             "shared_expert_intermediate_size": 5632,
         },
     ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ModelDescription(mlx=MlxDifferences(head_in_text=True, tied=True))),
     "qwen3": ModelDescription(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
         defaults=_sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
@@ -124,9 +137,9 @@ _ROWS: dict[str, ModelDescription] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ModelDescription(
         flow=layers.QWEN3_5, defaults=_sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED,
     )),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ModelDescription(
-        flow=layers.QWEN3_5, defaults=_sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED,
-    )),
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, mlx=MlxDifferences(layout=STACKED_EXPERTS)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _QWEN3_5_MOE),
+    "qwen3_vl": ModelDescription(mlx=MlxDifferences(head_in_text=True)),
     "smollm3": ModelDescription(
         llama_cpp=llama_cpp.SMOLLM3,
         defaults=_sizes(2048, 11008, 36, 16, 32768) | _QWEN | _TIED | {

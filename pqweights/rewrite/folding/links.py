@@ -7,13 +7,12 @@ with a module that is not listed there is left as it is, because that module may
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.models.conventions import LAYER
 
-LAYER = re.compile(r"((?:|model\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
 COLUMNS, ROWS = -1, -2
 
 

@@ -12,14 +12,14 @@ from typing import Any
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError
 from pqweights.models import text_config, text_model
+from pqweights.models.conventions import HEADS, LAYER
 from pqweights.models.description import stated_or_default
 from pqweights.models.layers import LAST_HALF, VALUE_HEADS, LayerFlow, NormReaders, WriterReader
+from pqweights.models.names import role_name, tower_of
 from pqweights.models.table import HEAD_SIZES, MODELS
 from pqweights.models.traits import Trait
-from pqweights.planning.roles import classify, is_of_other_senses
-from pqweights.rewrite.folding.links import COLUMNS, LAYER, ROWS, FoldLinks, Layer, Link, Side, layers_of
+from pqweights.rewrite.folding.links import COLUMNS, ROWS, FoldLinks, Layer, Link, Side, layers_of
 
-_HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 _NARROW = "a weight stays plain in float16, whose range factors may leave"
 
 
@@ -246,7 +246,7 @@ class _LinkSearch:
     def _add_head(self) -> None:
         """Add the link from the last norm to the head, unless the head is tied, or something else may use it."""
         by_name = {tensor.name: tensor for tensor in self._tensors}
-        head = next((by_name[f"{name}.weight"] for name in _HEADS if f"{name}.weight" in by_name), None)
+        head = next((by_name[f"{name}.weight"] for name in HEADS if f"{name}.weight" in by_name), None)
         prefixes = {match[1] for tensor in self._tensors if (match := LAYER.fullmatch(tensor.name))}
         name = "".join(prefixes).removesuffix("layers.") + "norm"
         gain = by_name.get(f"{name}.weight")
@@ -262,9 +262,9 @@ class _LinkSearch:
     def _other_head(self, norm: str, head: str) -> str | None:
         """Return a tensor outside of the layers that is neither the last norm nor the head, nor an embedding."""
         for tensor in self._tensors:
-            role = classify(tensor.name, tensor.dtype, tensor.shape).name
+            role = role_name(tensor.name, tensor.dtype, tensor.shape, self._model)
             known = LAYER.fullmatch(tensor.name) or tensor.name.startswith(f"{norm}.") or "rotary" in tensor.name
-            known = known or tensor.name == head or is_of_other_senses(tensor.name)
+            known = known or tensor.name == head or tower_of(tensor.name) is not None
             if not known and role not in ("embedding", "buffer"):
                 return tensor.name
         return None
