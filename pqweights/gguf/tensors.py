@@ -7,7 +7,8 @@ checkpoint, too: rows are reordered, gains have an offset, and some are constant
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +23,7 @@ from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
 from pqweights.gguf.settings import Factors, Settings
 from pqweights.kernels.workers import scratch
-from pqweights.models.conventions import OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
+from pqweights.models.conventions import LAYER, OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
 from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias")
@@ -86,8 +87,19 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         elif wrapped and not prefix and name != HEAD:
             left_out[tensor.name] = "not part of the text model"
         else:
-            kept.append(_Named(name, tensor))
+            kept.append(_Named(_known_name(name, settings.architecture.modules), tensor))
     return kept, left_out
+
+
+def _known_name(name: str, modules: Mapping[str, str]) -> str:
+    """Return a name that the gguf package knows. modules: see Architecture"""
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return name
+    module, dot, last = match[3].rpartition(".")
+    matches = ((re.fullmatch(expression, module), known) for expression, known in modules.items())
+    known = next((found.expand(known) for found, known in matches if found is not None), module)
+    return f"{match[1]}{match[2]}.{known}{dot}{last}"
 
 
 def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iterator[_Named]:

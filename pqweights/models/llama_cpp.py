@@ -38,6 +38,7 @@ class Architecture:
     """How llama.cpp runs a type of model.
 
     name: its name in gguf.MODEL_ARCH
+    modules: expressions for modules of a layer that the gguf package does not know, and the names of those that it does
     norm: the setting of its norms
     settings: the hyper-parameters that it has beside those of all models
     interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
@@ -55,6 +56,7 @@ class Architecture:
     """
 
     name: str
+    modules: Mapping[str, str] = field(default_factory=dict)
     norm: Setting = RMS
     settings: tuple[Setting, ...] = ()
     interleaved: bool = False
