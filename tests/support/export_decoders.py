@@ -60,8 +60,15 @@ def from_vllm_format(tensors: Tensors, name: str) -> Array:
         assert dtype == "I8"
         numbers = values.astype(np.float32)
     scale_dtype, scales = tensors[f"{name}_scale"]
-    in_bytes = scale_dtype == "U8"
-    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127) if in_bytes else as_float32((scale_dtype, scales))
+    if scale_dtype == "U8":
+        factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    elif scale_dtype == "F8_E4M3":
+        factors = torch.from_numpy(scales.view(np.uint8).copy()).view(torch.float8_e4m3fn).float().numpy()
+        factors = factors / as_float32(tensors[f"{name}_global_scale"])
+    else:
+        factors = as_float32((scale_dtype, scales))
+    if len(factors) < len(numbers):  # of tiles
+        factors = factors.repeat(128, axis=0)[: len(numbers)]
     return np.asarray(numbers * spread(factors, numbers.shape[1]), np.float32)
 
 
