@@ -6,6 +6,7 @@ OCP microscaling formats specification 1.0 (mxfp4, mxfp8), and NVIDIA's NVFP4. d
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from pqweights.exports.formats import Rounding, Rule, TileRule
@@ -15,6 +16,14 @@ from pqweights.kernels.groups import FloatRule, GroupRule
 CHANNEL = (1,)  # any row can be a group
 GROUPS, INTEGERS = (128, 64, 32), "pack-quantized"
 TILE = (128, 128)
+
+
+class Dialect(enum.Enum):
+    """Whose way of storing weights a format has; the ways do not mix within one export."""
+
+    COMPRESSED_TENSORS = enum.auto()
+    FINE_GRAINED_FP8 = enum.auto()
+    MODELOPT = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class WeightScheme:
     activations: whether the runtime also rounds what layers read, by what it finds there
     tile: the rows and columns that share a scale, if not one row does
     called: what compressed-tensors calls the layout, if not by that name
+    dialect: whose layout it is
     """
 
     bits: int
@@ -37,6 +47,7 @@ class WeightScheme:
     activations: bool = False
     tile: tuple[int, int] | None = None
     called: str | None = None
+    dialect: Dialect = Dialect.COMPRESSED_TENSORS
 
     @property
     def format_name(self) -> str:
@@ -69,6 +80,8 @@ SCHEMES = {
         4, (16,), "nvfp4-pack-quantized-inputs", "nvfp4", activations=True, called="nvfp4-pack-quantized"
     ),
     "nvfp4a16": WeightScheme(4, (16,), "nvfp4-pack-quantized", "nvfp4"),
+    "fp8-deepseek": WeightScheme(8, (128,), "float-tiles-inverse", "fp8", True, TILE, dialect=Dialect.FINE_GRAINED_FP8),
+    "nvfp4-modelopt": WeightScheme(4, (16,), "modelopt-nvfp4", "nvfp4", True, dialect=Dialect.MODELOPT),
 }
 
 

@@ -7,7 +7,7 @@ specification 1.0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
@@ -16,7 +16,7 @@ from pqweights.errors import ExportError, OptionError
 from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.bf16 import role_of
-from pqweights.exports.compressed_tensors import quantization_config
+from pqweights.exports.dialects import configuration, small_files
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
@@ -77,7 +77,7 @@ class VllmFormat:
     def formats(self) -> dict[str, LinearFormat]:
         """All formats, the default first."""
         default = SchemeFormat(self.scheme, self.groups, self.qparams)
-        others = {name: _default_format(name, self.qparams) for name in SCHEMES if name != self.name}
+        others = {name: _default_format(name, self.qparams) for name in _that_mix_with(self.name) if name != self.name}
         return {self.name: default, **others}
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
@@ -91,11 +91,10 @@ class VllmFormat:
             one_size=uses_weights_early(checkpoint.config),
         )
         linear = linear_weights(checkpoint, rules)
-        return linear.outline(
-            checkpoint,
-            quantization=quantization_config(checkpoint, linear.chosen),
-            warnings=_experts_warnings(checkpoint, linear),
-        )
+        quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
+        outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
+        files = small_files(quantization, self.scheme.dialect)
+        return replace(outline, small_files=lambda shards: files) if files else outline
 
 
 def _default_format(name: str, qparams: str) -> SchemeFormat:
@@ -105,10 +104,16 @@ def _default_format(name: str, qparams: str) -> SchemeFormat:
     return SchemeFormat(scheme, groups, qparams if qparams in scheme.rules else scheme.rules[0])
 
 
+def _that_mix_with(name: str) -> tuple[str, ...]:
+    """Return the formats that one export may have besides a format, itself included."""
+    return tuple(other for other, scheme in SCHEMES.items() if scheme.dialect is SCHEMES[name].dialect)
+
+
 def _ladder(name: str) -> tuple[str, ...]:
     """Return the formats from which those of a size are chosen: with rounded activations if the default has them."""
     activations = SCHEMES[name].activations
-    return tuple(dict.fromkeys([name, *(n for n in LADDER if SCHEMES[n].activations == activations)]))
+    others = (n for n in LADDER if n in _that_mix_with(name) and SCHEMES[n].activations == activations)
+    return tuple(dict.fromkeys([name, *others]))
 
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
@@ -137,7 +142,7 @@ def read_options(options: ExportOptions) -> VllmFormat:
         name=name,
         groups=GroupSize.of(NAME, scheme.sizes, options.group_size),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=scheme.rules),
-        assignment=Assignment.of(options, tuple(SCHEMES)),
+        assignment=Assignment.of(options, _that_mix_with(name)),
     )
 
 
