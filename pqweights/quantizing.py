@@ -18,6 +18,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import possible_exports
+from pqweights.models import text_model
 from pqweights.options import QuantizeOptions
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
@@ -154,7 +155,7 @@ class Quantize:
 
         Raises SourceError if the checkpoint is a master; RecipeError if the recipe names a tensor that is not there.
         """
-        decisions = decide(self.recipe, checkpoint.tensors)
+        decisions = decide(self.recipe, checkpoint.tensors, text_model(checkpoint.config))
         if checkpoint.is_master:
             raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
         return RatePlanner(

@@ -35,6 +35,7 @@ LAYERS = (
         "pqweights.common.units",
         "pqweights.parameters",
     ),
+    ("pqweights.models",),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),

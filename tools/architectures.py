@@ -1,10 +1,10 @@
-"""Find the architectures of transformers for which pqweights/exports/architectures.py needs an entry.
+"""Find the architectures of transformers that need an entry in pqweights/models/traits.py.
 
 Each model is built on the meta device from its default configuration. For the weights that an export to integers would
 round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors and
 initialize what a checkpoint might not hold.
 Run `python tools/architectures.py [MODEL_TYPE...]`; it prints a line for each architecture that differs. Types
-that were examined are added to EXAMINED there.
+that were examined are added to Trait.EXAMINED there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from pqweights.exports.architectures import names_in_memory
+from pqweights.models.names import names_in_memory
 from pqweights.planning.roles import classify
 
 SECONDS = 40  # for each model

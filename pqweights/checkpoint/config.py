@@ -17,6 +17,7 @@ import yaml
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.models.conventions import PARTS
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -27,19 +28,6 @@ GUARD = (
     "this model is a pqweights master: run `import pqweights` before loading it (pip install "
     "'pqweights[transformers]'), or convert it with `pqweights export --target bf16`"
 )
-
-# The keys of nested configurations: those of transformers' classes, and two of custom code. Older files leave out the
-# model_type in them.
-_PART_NAMES = """
-acoustic_model acoustic_tokenizer_encoder adapter adaptor asr attn audio audio_encoder audio_video backbone bigvgan
-coarse_acoustics code2wav codec dac decoder depth_decoder detector detr_decoder detr_encoder diarization
-diffusion_head dit encoder esmc esmfold ffn fine_acoustics flow_head fov_model geometry_encoder global head
-high_res_vision image_codebook image image_model keypoint_detector language llm mask_decoder model multimodal
-patch_model patcher perceiver projector prompt_encoder protein_encoder qformer reading_order sam semantic
-semantic_model semantic_tokenizer_encoder speech streaming talker text thinker token2wav tracker video vision vlm
-vocoder vq word_timestamp
-"""
-PARTS = frozenset(f"{name}_config" for name in _PART_NAMES.split())
 
 # The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {

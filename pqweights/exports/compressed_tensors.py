@@ -14,7 +14,7 @@ from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.linear import Chosen, module_of, patterns
 from pqweights.exports.schemes import CHANNEL, SCHEMES, WeightScheme
-from pqweights.planning.roles import tower_of
+from pqweights.models.names import tower_of
 
 # The modules of routers, by the names that they have in memory.
 ROUTERS = r"re:.*\.(gate|router)$"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -34,25 +34,21 @@ from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
+from pqweights.models import text_model
+from pqweights.models.conventions import NEVER_QUANTIZED
+from pqweights.models.description import ModelDescription
+from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_smaller
 from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity_file import group_of
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
 # What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
 HEADER_BYTES = 800
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
-# Of sparse attention (DeepSeek V3.2, GLM-MoE-DSA): vLLM 0.32 has these two in one layer that is not quantized.
-_INDEXER = re.compile(r"\.indexer\.(wk|weights_proj)\.weight$")
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
-# Beside the weights that share a bit width in a master: names of modules, and the fused layer that they are part of.
-_ALSO_FUSED = (
-    (re.compile(r"[gb]_proj"), "qkv"),  # linear attention of OLMo Hybrid and Bailing v3
-    (re.compile(r"c_fc_[01]"), "gate_up"),  # EXAONE 3
-)
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 
@@ -85,12 +81,14 @@ class Chosen(NamedTuple):
 class LinearWeights:
     """What can become of the weights that a master encodes.
 
+    model: what is known of the type of model
     formats: the formats of the target, by name
     chosen: what each weight gets that can become integers, by name
     plain: why each of the others stays plain, by name
     warnings: what the user should know of those that are fused with others, a sentence each
     """
 
+    model: ModelDescription
     formats: Mapping[str, LinearFormat]
     chosen: Mapping[str, Chosen]
     plain: Mapping[str, str]
@@ -101,7 +99,7 @@ class LinearWeights:
         name, size, reason = self.chosen[tensor.name]
         rounding = self.formats[name].rounding(tensor.shape, size)
         if rounding.has_unit:
-            rounding = replace(rounding, unit_of=_joined_matrix(tensor))
+            rounding = replace(rounding, unit_of=_joined_matrix(tensor, self.model))
         return rounding if reason is None else replace(rounding, reason=reason)
 
     def outline(
@@ -165,12 +163,13 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     plain = {t.name: why for t in encoded if (why := _not_linear(t, rules.experts, tokens)) is not None}
     linear = [tensor for tensor in encoded if tensor.name not in plain]
     sizes = _Sizes(rules.formats, linear, one_size=rules.one_size)
+    model = text_model(checkpoint.config)
     chosen: dict[str, Chosen] = {}
     removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
     used: list[FormatRule | None] = []
-    for key, layer in _fused_layers(checkpoint.tensors).items():
+    for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_encoded(tensor)]
         if kept and possible:
@@ -196,7 +195,8 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     if not chosen:
         why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")
-    result = LinearWeights(formats=rules.formats, chosen=chosen, plain=plain, warnings=fused_warnings(fused_with))
+    warnings = fused_warnings(fused_with)
+    result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
     return result if rules.assignment.target_size is None else _within(checkpoint, rules, result, free, sizes)
 
 
@@ -251,29 +251,27 @@ def _within(
     return replace(weights, chosen=chosen, plain=plain)
 
 
-def _fused_layers(tensors: Iterable[LogicalTensor]) -> dict[str, list[LogicalTensor]]:
+def _fused_layers(checkpoint: Checkpoint, model: ModelDescription) -> dict[str, list[LogicalTensor]]:
     """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them."""
     layers: dict[str, list[LogicalTensor]] = {}
-    for tensor in tensors:
+    for tensor in checkpoint.tensors:
         if is_encoded(tensor) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
-            layers.setdefault(_fused_layer(tensor), []).append(tensor)
+            layers.setdefault(_fused_layer(tensor, model), []).append(tensor)
     return layers
 
 
-def _fused_layer(tensor: LogicalTensor) -> str:
+def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
     """Return the name of the layer that a weight becomes part of."""
     role = role_of(tensor)
     if not tensor.name.endswith(".weight") and role != "expert":
         return tensor.name
-    path, _, last = tensor.name.removesuffix(".weight").rpartition(".")
-    also = next((whole for pattern, whole in _ALSO_FUSED if pattern.fullmatch(last)), None)
-    return group_of(tensor.name, role, tied=False) if also is None else f"{path}.{also}"
+    return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
-def _joined_matrix(tensor: LogicalTensor) -> str:
+def _joined_matrix(tensor: LogicalTensor, model: ModelDescription) -> str:
     """Return the name of the matrix that a weight becomes part of: of experts, each has its own."""
-    role = role_of(tensor)
-    return group_of(tensor.name, "mlp", tied=False) if role == "expert" else _fused_layer(tensor)
+    role = "mlp" if role_of(tensor) == "expert" else role_of(tensor)
+    return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
 class _Sizes:
@@ -337,7 +335,7 @@ def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[int]) ->
     role = role_of(tensor)
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
-    if _INDEXER.search(tensor.name):
+    if NEVER_QUANTIZED.search(tensor.name):
         return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
         return f"fused weights {list(tensor.shape)}: the format stores single linear layers"

@@ -34,25 +34,19 @@ from pqweights.exports.architectures import MLX, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
+from pqweights.models import described
+from pqweights.models.mlx_lm import STACKED_EXPERTS, TURNED_EXPERTS, UNPREFIXED
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
 # Keys that transformers 5 writes inside of rope_parameters.
 ROPE = ("rope_theta", "partial_rotary_factor")
-GPT_NEOX_ROPE = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 # Settings that some of mlx-lm's models require, and that transformers computes where the configuration lacks them.
 COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
     "intermediate_size": lambda config: int(config["expand"] * config["hidden_size"]),  # Mamba2
     "block_dim": lambda config: config["hidden_size"],  # LFM2
 }
-# Models for which mlx-lm has a default head_dim that is not the one of transformers.
-OTHER_HEAD_DIM = frozenset({"falcon_h1"})
-# The default of mlx-lm, which looks for the size in the outer configuration only.
-GEMMA3_VOCABULARY = 262208
-# Models with images whose text_config must say whether the head is tied. For the first two, tied is the default.
-TEXT_HEAD = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-TIED_BY_DEFAULT = frozenset({"qwen2_vl", "qwen2_5_vl"})
 # What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 MOST_QUOTED = 240
@@ -221,8 +215,11 @@ def _quantized(model: Any) -> dict[str, QuantizedModule]:
 def _sanitize(model: Any, model_type: str) -> Sanitize:
     """Return the model's own sanitize, if it has one, behind what converts the layout of transformers to its own."""
     own: Sanitize = getattr(model, "sanitize", lambda weights: weights)
-    convert = CONVERTERS.get(model_type)
-    return own if convert is None else lambda weights: own(convert(weights))
+    layout = described(model_type).mlx.layout
+    if layout is None:
+        return own
+    convert = CONVERTERS[layout]
+    return lambda weights: own(convert(weights))
 
 
 def _loaded(config: dict[str, Any], generation_config: bytes | None) -> dict[str, Any]:
@@ -271,10 +268,9 @@ def _add_old_names(config: dict[str, Any]) -> None:
             for key in ROPE:
                 if key in rope:
                     settings.setdefault(key, rope[key])
-            if settings.get("model_type") == "gpt_neox":
-                for old, new in GPT_NEOX_ROPE.items():
-                    if new in rope:
-                        settings.setdefault(old, rope[new])
+            for old, new in described(settings.get("model_type")).mlx.rope_names.items():
+                if new in rope:
+                    settings.setdefault(old, rope[new])
             plain = rope.get("rope_type", "default") == "default"
             settings.setdefault("rope_scaling", None if plain else rope)
 
@@ -284,20 +280,20 @@ def _add_computed(config: dict[str, Any], arguments_class: Any) -> None:
 
     Only those are added without which mlx-lm refuses the model.
     """
-    model_type, text = config["model_type"], config.get("text_config") or {}
+    mlx, text = described(config["model_type"]).mlx, config.get("text_config") or {}
     for field in dataclasses.fields(arguments_class):
         compute = COMPUTED.get(field.name)
-        has_right_default = field.default is not dataclasses.MISSING and model_type not in OTHER_HEAD_DIM
+        has_right_default = field.default is not dataclasses.MISSING and not mlx.other_head_dim
         if compute is None or field.name in config or has_right_default:
             continue
         with contextlib.suppress(KeyError):  # mlx-lm will say what is missing
             value = compute(config)
             if value != field.default:
                 config[field.name] = value
-    if model_type == "gemma3" and text.get("vocab_size", GEMMA3_VOCABULARY) != GEMMA3_VOCABULARY:
+    if mlx.vocabulary is not None and text.get("vocab_size", mlx.vocabulary) != mlx.vocabulary:
         config.setdefault("vocab_size", text["vocab_size"])
     tied = config.get("tie_word_embeddings")
-    if model_type in TEXT_HEAD and tied is not None and not (tied and model_type in TIED_BY_DEFAULT):
+    if mlx.head_in_text and tied is not None and tied != mlx.tied:
         text.setdefault("tie_word_embeddings", tied)
 
 
@@ -354,9 +350,9 @@ def _unprefixed_gpt2(weights: Weights) -> Weights:
     return {name.removeprefix("transformer."): w for name, w in weights.items()}
 
 
-# For model types whose layout in transformers is not the one that mlx-lm's sanitize expects: what converts it first.
+# By the layouts that mlx-lm's sanitize expects: what makes them of what transformers writes.
 CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
-    "gpt2": _unprefixed_gpt2,
-    "gpt_oss": _unfused_gpt_oss,
-    "qwen3_5_moe": _stacked_experts,
+    UNPREFIXED: _unprefixed_gpt2,
+    TURNED_EXPERTS: _unfused_gpt_oss,
+    STACKED_EXPERTS: _stacked_experts,
 }

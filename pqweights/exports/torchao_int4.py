@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.exports.architectures import names_in_memory
 from pqweights.exports.assignment import NOTHING
 from pqweights.exports.formats import PADDED_COLUMNS, TILE_ROWS, Rounding, tile_shape
 from pqweights.exports.integers import Outline
@@ -32,6 +31,7 @@ from pqweights.exports.target import (
     one_of,
 )
 from pqweights.kernels.groups import GroupRule
+from pqweights.models.names import names_in_memory
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 

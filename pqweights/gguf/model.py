@@ -19,11 +19,11 @@ from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.gguf import gguf_package
-from pqweights.gguf.architectures import SETTINGS
 from pqweights.gguf.settings import Settings, add_rope, ignored_window, read_settings, rope_parameters, windowed_layers
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
+from pqweights.models.llama_cpp import SETTINGS
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.

@@ -17,7 +17,11 @@ import numpy.typing as npt
 
 from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
-from pqweights.gguf.architectures import ARCHITECTURES, IGNORED, LAYERS, Architecture, stated_or_default
+from pqweights.models import described
+from pqweights.models.description import ModelDescription, stated_or_default
+from pqweights.models.llama_cpp import IGNORED, LAYERS, Architecture
+from pqweights.models.table import MODELS
+from pqweights.models.traits import Trait
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.
@@ -35,18 +39,20 @@ class Settings:
     """The configuration of a text model.
 
     model_type: that of transformers
+    model: what is known of the type
     architecture: how llama.cpp runs it
     values: config.json with the keys of its text_config
     """
 
     model_type: str
+    model: ModelDescription
     architecture: Architecture
     values: Mapping[str, Any]
 
     def get(self, key: str) -> Any:
         """Return a value; the default of transformers, or else None, for a key that is absent."""
         other = None if key in self.values else self.values.get(OTHER_NAMES.get(key, ""))
-        return stated_or_default(self.values, self.model_type, key) if other is None else other
+        return stated_or_default(self.values, self.model, key) if other is None else other
 
     def number(self, key: str) -> int:
         """Return a positive whole number. Raises ExportError if there is none."""
@@ -87,13 +93,13 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     values = {**config, **inner} if isinstance(inner, dict) else dict(config)
     # The outer type decides: models of images and text may share the type of their text model.
     model_type = config.get("model_type")
-    architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
-    if architecture is None:
-        covered = ", ".join(sorted(ARCHITECTURES))
+    model = described(model_type)
+    if model.llama_cpp is None:
+        covered = ", ".join(sorted(name for name, model in MODELS.items() if model.llama_cpp is not None))
         raise ExportError(
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
-    settings = Settings(model_type=str(model_type), architecture=architecture, values=values)
+    settings = Settings(model_type=str(model_type), model=model, architecture=model.llama_cpp, values=values)
     _check_types(settings, config)
     _check_values(settings, config)
     heads = settings.number("num_attention_heads")
@@ -101,9 +107,10 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     for key, value in (("num_key_value_heads", heads), ("head_dim", width)):
         if settings.get(key) is None:
             values[key] = value
-    if not architecture.free_head_dim and (width * heads != settings.number("hidden_size")):
+    free_head_dim = settings.architecture.free_head_dim
+    if not free_head_dim and (width * heads != settings.number("hidden_size")):
         raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
-    if not architecture.free_head_dim and settings.get("head_dim") != width:
+    if not free_head_dim and settings.get("head_dim") != width:
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
     return settings
 
@@ -146,7 +153,8 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {value!r}")
     if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
-    if architecture.rotated_windows and not any(windowed_layers(settings)):
+    windows_only = Trait.ROTATES_WINDOWS_ONLY in settings.model.traits
+    if architecture.windows == LAYERS and windows_only and not any(windowed_layers(settings)):
         raise settings.refusal("llama.cpp computes it with a sliding window in some layers only, found none")
     period = architecture.unrotated_period
     if period and _rotated_layers(settings) != _all_but_each(settings, period):

@@ -7,7 +7,6 @@ checkpoint, too: rows are reordered, gains have an offset, and some are constant
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -23,14 +22,12 @@ from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
 from pqweights.gguf.settings import Factors, Settings
 from pqweights.kernels.workers import scratch
+from pqweights.models.conventions import OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
+from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias")
-# Where the text model lies in models of images and text: as transformers 5 and as earlier versions wrote them.
-TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 # Tensors that old checkpoints hold, and that follow from the configuration.
 COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attn.bias", ".masked_bias")
-OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
-FUSED = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(\.weight)?")
 HEAD = "lm_head.weight"
 
 
@@ -105,7 +102,7 @@ def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iter
             name = f"{match['layer']}.{match['matrix']}"
             if name in experts:
                 yield _Named(name, _stacked(name, experts.pop(name), settings, cache))
-        elif match := FUSED.fullmatch(tensor.name):
+        elif match := STACKED_EXPERTS.fullmatch(tensor.name):
             yield from _parts_of_fused(tensor, match["layer"], match["matrix"], settings=settings, cache=cache)
         else:
             yield tensor
@@ -164,9 +161,9 @@ def _view(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings
     _check_shape(tensor, tensor_type, settings)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor.of(name, tensor, head_rows=settings.number("head_dim"))
-    if architecture.gain_offset and tensor_type.endswith("_NORM"):
-        # In float32, as exact as the model's own sum.
-        return OffsetTensor.of(name, tensor, offset=architecture.gain_offset, dtype="F32", plain_dtype="F32")
+    if Trait.ZERO_CENTRED_NORMS in settings.model.traits and tensor_type.endswith("_NORM"):
+        # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
+        return OffsetTensor.of(name, tensor, offset=1.0, dtype="F32", plain_dtype="F32")
     if tensor_type == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
         return RenamedTensor.of(name, tensor, shape=tensor.shape[-1:])  # a vector
     if isinstance(tensor, MovedTensor):

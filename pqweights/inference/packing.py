@@ -21,9 +21,11 @@ from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, size
 from pqweights.inference.runtimes.models import AUTO
 from pqweights.inference.runtimes.packages import package
 from pqweights.kernels import BLOCK_SIZE
+from pqweights.models import has_trait
+from pqweights.models.traits import Trait
 
-# Architectures that multiply with the columns of their weights, which have to be decoded for it.
-TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "llama4", "llama4_text")
+# Models that multiply with the columns of their weights, which have to be decoded for it.
+ALONG_COLUMNS = (Trait.TRANSPOSED, Trait.TURNED_EXPERTS)
 MOSTLY = 0.9
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -81,7 +83,7 @@ def read_needs(folder: Folder, dtype: str) -> Needs:
 
 def _multiplied(folder: Folder) -> bool:
     """Whether nearly all weights of a master are multiplied without being decoded for each token."""
-    if folder.config.get("model_type") in TRANSPOSED:
+    if any(has_trait(folder.config.get("model_type"), trait) for trait in ALONG_COLUMNS):
         return False
     sizes = {True: 0, False: 0}
     for tensor in open_local(folder.path).tensors:

@@ -19,9 +19,11 @@ from pqweights.common.advice import nearest
 from pqweights.common.dtypes import item_bytes
 from pqweights.common.units import counted
 from pqweights.errors import RecipeError
+from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.names import without_numbers
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe, Rule
-from pqweights.planning.roles import Role, classify, without_numbers
+from pqweights.planning.roles import Role, classify
 
 
 class Decision(NamedTuple):
@@ -42,13 +44,13 @@ class Decision(NamedTuple):
     free: bool = False
 
 
-def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
-    """Return a decision for each tensor.
+def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescription = UNKNOWN) -> list[Decision]:
+    """Return a decision for each tensor. model: what is known of their model
 
     Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest one.
     """
     _check_patterns(recipe, tensors)
-    _check_effects(recipe, tensors)
+    _check_effects(recipe, tensors, model)
     named = [rule for rule in (*recipe.overrides, *recipe.rules) if rule.names]
     made: dict[tuple[object, ...], Decision] = {}
     decisions = []
@@ -59,13 +61,13 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> list[Decision]:
         kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
         decision = made.get(kind)
         if decision is None:
-            decision = made[kind] = _decide_one(recipe, tensor)
+            decision = made[kind] = _decide_one(recipe, tensor, model)
         decisions.append(decision)
     return decisions
 
 
-def _decide_one(recipe: Recipe, tensor: LogicalTensor) -> Decision:
-    role = classify(tensor.name, tensor.dtype, tensor.shape)
+def _decide_one(recipe: Recipe, tensor: LogicalTensor, model: ModelDescription) -> Decision:
+    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
     rule, why = _first_match(recipe, tensor, role)
     if rule is not None and rule.keep:
         return _kept(role, why)
@@ -124,14 +126,13 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
                 )
 
 
-def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
+def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescription) -> None:
     """Raise RecipeError if an option sets the bits of tensors with structural roles alone, where it has no effect."""
     for rule in recipe.overrides:
         matching = [tensor for tensor in tensors if not rule.keep and rule.matches_name(tensor.name)]
-        roles = (classify(tensor.name, tensor.dtype, tensor.shape) for tensor in matching)
-        if matching and all(role.structural for role in roles):
-            first = matching[0]
-            role = classify(first.name, first.dtype, first.shape)
+        roles = [classify(tensor.name, tensor.dtype, tensor.shape, model) for tensor in matching]
+        if roles and all(role.structural for role in roles):
+            first, role = matching[0], roles[0]
             hint = "" if role.name == "buffer" else f"; only a recipe's rule with role: {role.name} quantizes those"
             raise RecipeError(
                 f"{rule.reason}: matches nothing that it can quantize, only tensors such as {first.name!r} "

@@ -28,6 +28,9 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import Count, Document, Number, as_document
 from pqweights.common.strict_json import json_bytes, parse_json, rounded
 from pqweights.errors import SourceError
+from pqweights.models import text_config, text_model
+from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.names import TIED_EMBEDDINGS, fused_layer
 
 # The alpha of a group in a model with one layer; groups in layers get it divided by the number of layers.
 EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5
@@ -80,36 +83,11 @@ def _alpha_of_one_layer(group: str, roles: set[str]) -> float:
     return next((value for pattern, value in _MODULES if pattern.match(group)), OTHER)
 
 
-# The last component of the name of a module that is fused with its neighbours, and the name of the fused layer.
-_FUSED = (
-    (re.compile(r"([qkv]_proj|[qkv]_lin|query|key|value|w[qkv]|[qkv])"), "qkv"),
-    (re.compile(r"(q_a_proj|kv_a_proj_with_mqa)"), "qkv_a"),
-    (re.compile(r"(gate_proj|up_proj|w1|w3)"), "gate_up"),
-    (re.compile(r"in_proj_(qkv|z)"), "in_proj_qkvz"),
-)
-_EXPERTS = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
-# Embeddings of tokens; embeddings of positions and the like are never tied.
-_INPUT_EMBEDDING = re.compile(r"embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|shared|embeddings?|embedding")
-TIED_EMBEDDINGS = "embeddings"
-
-
-def group_of(name: str, role: str, tied: bool) -> str:
-    """Return the name of the group that a weight belongs to. tied: whether the embeddings of the model are tied."""
-    module = name.removesuffix(".weight")
-    if tied and (role == "lm_head" or (role == "embedding" and _INPUT_EMBEDDING.fullmatch(module.rpartition(".")[2]))):
-        return TIED_EMBEDDINGS
-    if role == "expert" and (experts := _EXPERTS.fullmatch(module)):
-        return experts[1]
-    path, _, last = module.rpartition(".")
-    fused = next((whole for pattern, whole in _FUSED if pattern.fullmatch(last)), last)
-    return f"{path}.{fused}" if path else fused
-
-
-def grouped(weights: Iterable[tuple[str, str]], tied: bool) -> dict[str, list[str]]:
+def grouped(weights: Iterable[tuple[str, str]], tied: bool, model: ModelDescription = UNKNOWN) -> dict[str, list[str]]:
     """Group weights, given as (name, role); return the names in each group, groups and names in the given order."""
     groups: dict[str, list[str]] = {}
     for name, role in weights:
-        groups.setdefault(group_of(name, role, tied), []).append(name)
+        groups.setdefault(fused_layer(name, role, tied=tied, in_masters=True, model=model), []).append(name)
     return groups
 
 
@@ -218,7 +196,7 @@ def alphas_for(
 
 def groups_of(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     """Group the weights of a checkpoint, given as (name, role); return the names in each group."""
-    return grouped(weights, is_tied(checkpoint, weights))
+    return grouped(weights, is_tied(checkpoint, weights), text_model(checkpoint.config))
 
 
 def is_tied(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> bool:
@@ -226,9 +204,8 @@ def is_tied(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> bool:
 
     The configuration tells; if it does not, they are tied if there are no output embeddings.
     """
-    config = checkpoint.config or {}
-    text = config.get("text_config")
-    stated = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    key = "tie_word_embeddings"
+    stated = (checkpoint.config or {}).get(key, text_config(checkpoint.config).get(key))
     return all(role != "lm_head" for _, role in weights) if stated is None else bool(stated)
 
 

@@ -126,6 +126,7 @@ def test_free_memory_is_unknown_where_the_system_does_not_say(tmp_path):
         ([(512, 576), (256, 576)], "llama", False),  # blocks run across rows
         ([(5120, 256), (8, 100)], "llama", True),  # a few weights hardly count
         ([(768, 256), (256, 768)], "gpt2", False),  # which multiplies with columns
+        ([(768, 256), (256, 768)], "gpt_oss", False),  # whose experts do
     ],
 )
 def test_weights_are_multiplied_as_they_are_in_whole_blocks_of_rows(shapes, model_type, multiplied, tmp_path):

@@ -20,9 +20,10 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf.architectures import ARCHITECTURES, DEFAULTS, SETTINGS
 from pqweights.gguf.model import GgufModel, MetadataEntry
 from pqweights.gguf.settings import OTHER_NAMES
+from pqweights.models.llama_cpp import SETTINGS
+from pqweights.models.table import MODELS
 from pqweights.planning.recipe import parse_recipe
 
 UINT32, FLOAT32, STRING, ARRAY = (
@@ -404,6 +405,7 @@ def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
 
 
 # The keys of which the meaning of their absence matters.
+ARCHITECTURES = {name: model.llama_cpp for name, model in MODELS.items() if model.llama_cpp is not None}
 KEYS = {key for _, key, *_ in SETTINGS} | {
     "max_position_embeddings",
     "no_rope_layer_interval",
@@ -430,7 +432,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
     if model_type == "stablelm":  # set after the fields are
         expected["partial_rotary_factor"] = known().rope_parameters["partial_rotary_factor"]
-    found = {"rope_theta": 1e4} | DEFAULTS[model_type]
+    found = {"rope_theta": 1e4} | MODELS[model_type].defaults
     assert found == {key: value for key, value in expected.items() if value is not None}
 
 

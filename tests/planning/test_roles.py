@@ -8,10 +8,12 @@ import pytest
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
-from pqweights.planning import roles
+from pqweights.models import conventions
+from pqweights.models.names import without_numbers
+from pqweights.models.table import MODELS
 from pqweights.planning.decisions import decide
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.roles import ROLES, classify, without_numbers
+from pqweights.planning.roles import ROLES, classify
 
 Shape = tuple[int, ...]
 
@@ -144,8 +146,8 @@ def test_weight_that_encoding_does_not_make_smaller_is_kept() -> None:
 
 def test_role_does_not_depend_on_numbers_in_the_name() -> None:
     """No pattern matches a component that is a number, so tensors that differ only in numbers share a decision."""
-    patterns = [value for value in vars(roles).values() if isinstance(value, re.Pattern)]
-    patterns += [pattern for _, pattern in roles._PATH_PATTERNS]
+    patterns = [value for value in vars(conventions).values() if isinstance(value, re.Pattern)]
+    patterns += [re.compile(expression) for model in MODELS.values() for expression in model.roles]
     assert len(patterns) > 10
     for pattern in patterns:
         assert not any(pattern.fullmatch(number) for number in ("0", "1", "17", "255")), pattern

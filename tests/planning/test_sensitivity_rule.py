@@ -10,9 +10,9 @@ import pytest
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
+from pqweights.models.names import TIED_EMBEDDINGS
 from pqweights.planning.roles import classify
 from pqweights.planning.sensitivity_file import (
-    TIED_EMBEDDINGS,
     Measured,
     Sensitivity,
     alphas_for,

@@ -12,11 +12,11 @@ from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
 from pqweights.inference.kv.polar_rope import RopePairs
 from pqweights.inference.kv.schemes import FULL, CachedModel
+from pqweights.models import has_trait
+from pqweights.models.traits import Trait
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
 LEAST_SHARE = 1e-4
-# Models whose layers with full attention have no RoPE if others have a sliding window.
-ROTATED_WINDOWS_ONLY = ("cohere2", "exaone4", "exaone_moe")
 
 
 def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
@@ -164,7 +164,8 @@ def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turni
 
 def _is_rotated(model: CachedModel, number: int, attention: Any) -> bool:
     """Whether RoPE turns the keys of a layer in a model that has RoPE."""
-    if model.config.model_type in ROTATED_WINDOWS_ONLY and any(layer_type != FULL for layer_type in model.layers):
+    only_windows = has_trait(model.config.model_type, Trait.ROTATES_WINDOWS_ONLY)
+    if only_windows and any(layer_type != FULL for layer_type in model.layers):
         return False
     listed = getattr(model.config, "no_rope_layers", None)  # in spite of the name, 1 stands for layers with RoPE
     return bool(getattr(attention, "use_rope", True) and (not listed or listed[number]))

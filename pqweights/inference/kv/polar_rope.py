@@ -18,9 +18,9 @@ from torch import Tensor
 from pqweights.inference.kv.codes import halves, pack, unpack
 from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 from pqweights.kernels.attention import POLAR_WIDTHS, polar_rope_scores, weighted_values
+from pqweights.models import has_trait
+from pqweights.models.traits import Trait
 
-# Rotary models whose modules have no function that shows the layout: they rotate neighbours.
-INTERLEAVED = ("gptj", "codegen", "llama4_text", "cohere", "cohere2", "deepseek_v2")
 # Functions of modeling modules that turn every pair by a right angle.
 QUARTER_TURNS = ("rotate_half", "rotate_every_two", "rotate_interleave")
 
@@ -84,10 +84,10 @@ def _is_interleaved(config: Any) -> bool:
     try:
         module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     except ImportError:
-        return config.model_type in INTERLEAVED
+        return has_trait(config.model_type, Trait.ROTATES_NEIGHBOURS)
     turn = next((getattr(module, name) for name in QUARTER_TURNS if hasattr(module, name)), None)
     if turn is None:
-        return config.model_type in INTERLEAVED
+        return has_trait(config.model_type, Trait.ROTATES_NEIGHBOURS)
     return bool(
         turn(torch.arange(4.0, device="cpu")[None, None, None])[..., 1] == 0
     )  # GPT-J's takes four dimensions only

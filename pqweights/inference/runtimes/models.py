@@ -30,6 +30,8 @@ from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.inference.runtimes.texts import Ids
+from pqweights.models import has_trait
+from pqweights.models.traits import Trait
 
 Floats = npt.NDArray[np.float32]
 
@@ -37,8 +39,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # as a dtype: the model's own
 # The dtype of llama.cpp, which rounds the inputs of each product to a type that suits the weights.
 MIXED = "mixed precision"
-# Decoders whose configurations have is_decoder = False.
-MISLABELLED_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,8 @@ def _loader(folder: Folder) -> Any:
     mappings = package("transformers.models.auto.modeling_auto", "transformers")
     config = transformers_config(folder.path)
     named = folder.config.get("architectures") or [config.model_type]
-    is_encoder = getattr(config, "is_decoder", None) is False and config.model_type not in MISLABELLED_DECODERS
+    is_mislabelled = has_trait(config.model_type, Trait.MISLABELLED_DECODER)
+    is_encoder = getattr(config, "is_decoder", None) is False and not is_mislabelled
     if not (is_encoder or getattr(config, "is_encoder_decoder", False)):
         if type(config) in mappings.MODEL_FOR_CAUSAL_LM_MAPPING:
             return transformers.AutoModelForCausalLM

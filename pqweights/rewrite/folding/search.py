@@ -11,29 +11,15 @@ from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError
-from pqweights.gguf.architectures import DEFAULTS, HEAD_SIZES, stated_or_default
-from pqweights.planning.roles import classify, is_of_other_senses
-from pqweights.rewrite.folding.links import (
-    COLUMNS,
-    FAMILIES,
-    LAST_HALF,
-    LAYER,
-    NOT_CENTRED,
-    ROWS,
-    VALUE_HEADS,
-    Family,
-    FoldLinks,
-    Layer,
-    Link,
-    NormReaders,
-    Side,
-    WriterReader,
-    family_of,
-    layers_of,
-    model_types,
-)
+from pqweights.models import text_config, text_model
+from pqweights.models.conventions import HEADS, LAYER
+from pqweights.models.description import stated_or_default
+from pqweights.models.layers import LAST_HALF, VALUE_HEADS, LayerFlow, NormReaders, WriterReader
+from pqweights.models.names import role_name, tower_of
+from pqweights.models.table import HEAD_SIZES, MODELS
+from pqweights.models.traits import Trait
+from pqweights.rewrite.folding.links import COLUMNS, ROWS, FoldLinks, Layer, Link, Side, layers_of
 
-_HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 _NARROW = "a weight stays plain in float16, whose range factors may leave"
 
 
@@ -47,13 +33,12 @@ def find_links(
 
     Raises SourceError if the norms of a known family are missing.
     """
-    family = family_of(config)
-    if family is None:
-        types = model_types(config or {})
-        known = ", ".join(sorted(FAMILIES))
-        model_type = types[0] if types else None
+    flow = text_model(config).flow
+    if flow is None:
+        known = ", ".join(sorted(name for name, model in MODELS.items() if model.flow is not None))
+        model_type = (config or {}).get("model_type", text_config(config).get("model_type"))
         return FoldLinks(unfolded=f"the architecture {model_type!r} is not known to `fold`; those that are: {known}")
-    search = _LinkSearch(config or {}, tensors, family=family, plain=plain)
+    search = _LinkSearch(config or {}, tensors, flow=flow, plain=plain)
     search.run()
     if not search.links:
         reasons = "; ".join(sorted(search.left)) or "no layer has the names of its family"
@@ -65,13 +50,11 @@ class _LinkSearch:
     """The search for the links of one model."""
 
     def __init__(
-        self, config: Mapping[str, Any], tensors: Sequence[LogicalTensor], *, family: Family, plain: Collection[str]
+        self, config: Mapping[str, Any], tensors: Sequence[LogicalTensor], *, flow: LayerFlow, plain: Collection[str]
     ) -> None:
-        text = config.get("text_config")
-        self._config = text if isinstance(text, Mapping) else config
-        self._model_type = next((name for name in reversed(model_types(config)) if name in DEFAULTS), "")
+        self._config, self._model = text_config(config), text_model(config)
         self._tied = config.get("tie_word_embeddings", self._config.get("tie_word_embeddings"))
-        self._tensors, self._family, self._plain = tensors, family, plain
+        self._tensors, self._flow, self._plain = tensors, flow, plain
         self.links: list[Link] = []
         self.notes: dict[str, str] = {}
         self.left: dict[str, list[str]] = defaultdict(list)
@@ -88,20 +71,20 @@ class _LinkSearch:
             if strange:
                 self.left[f"a module that is not known there: {strange[0]}"].append(layer.prefix.rstrip("."))
                 continue
-            for norm in self._family.norms:
+            for norm in self._flow.norms:
                 self._add_norm(layer, norm)
-            for pair in self._family.pairs:
+            for pair in self._flow.pairs:
                 self._add_pairs(layer, pair)
         self._add_head()
 
     @functools.cached_property
     def _known(self) -> re.Pattern[str]:
         """What matches every module that a layer of the family may have."""
-        family = self._family
+        flow = self._flow
         expressions = [
-            *(module for norm in family.norms for module in (norm.norm, *norm.readers)),
-            *(module for pair in family.pairs for module in (pair.writer, pair.reader)),
-            *family.others,
+            *(module for norm in flow.norms for module in (norm.norm, *norm.readers)),
+            *(module for pair in flow.pairs for module in (pair.writer, pair.reader)),
+            *flow.others,
         ]
         return re.compile("|".join(f"(?:{expression})" for expression in expressions))
 
@@ -162,14 +145,13 @@ class _LinkSearch:
         self._add(link, writer=norm.norm, reader="")
 
     def _is_zero_centred(self, norm: NormReaders) -> bool:
-        return self._family.zero_centred and norm.norm not in NOT_CENTRED
+        return Trait.ZERO_CENTRED_NORMS in self._model.traits and not norm.never_centred
 
     def _side(self, gain: LogicalTensor, reader: LogicalTensor, repeated: bool) -> Side | None:
         """Return the side of a weight that reads a norm; None if their shapes do not fit."""
         if len(gain.shape) != 1 or len(reader.shape) < 2 or not gain.shape[0] or not element_count(reader):
             return None
-        # gpt-oss stores its experts as [E, in, out].
-        is_turned = self._config.get("model_type") == "gpt_oss" and len(reader.shape) == 3
+        is_turned = Trait.TURNED_EXPERTS in self._model.traits and len(reader.shape) == 3
         axis, channels = ROWS if is_turned else COLUMNS, gain.shape[0]
         count = reader.shape[axis]
         if count % channels or (count != channels and not repeated):
@@ -246,7 +228,7 @@ class _LinkSearch:
     @property
     def _head_sizes(self) -> tuple[int, int]:
         """The size of a head, and the number of key-value heads; 0 where neither the file nor a default says it."""
-        hidden, heads, key_heads, size = (stated_or_default(self._config, self._model_type, key) for key in HEAD_SIZES)
+        hidden, heads, key_heads, size = (stated_or_default(self._config, self._model, key) for key in HEAD_SIZES)
         if not isinstance(size, int):
             size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
         key_heads = heads if key_heads is None else key_heads
@@ -254,7 +236,7 @@ class _LinkSearch:
 
     def _input_norm(self, layer: Layer, writer: str) -> tuple[str, bool] | None:
         """Return the weight of the norm that a module reads, and whether it is zero-centred."""
-        for norm in self._family.norms:
+        for norm in self._flow.norms:
             if any(re.fullmatch(expression, writer) for expression in norm.readers):
                 gain, weight = layer.weight(norm.norm), layer.weight(writer)
                 fits = gain is not None and weight is not None and gain.shape == weight.shape[-1:]
@@ -264,7 +246,7 @@ class _LinkSearch:
     def _add_head(self) -> None:
         """Add the link from the last norm to the head, unless the head is tied, or something else may use it."""
         by_name = {tensor.name: tensor for tensor in self._tensors}
-        head = next((by_name[f"{name}.weight"] for name in _HEADS if f"{name}.weight" in by_name), None)
+        head = next((by_name[f"{name}.weight"] for name in HEADS if f"{name}.weight" in by_name), None)
         prefixes = {match[1] for tensor in self._tensors if (match := LAYER.fullmatch(tensor.name))}
         name = "".join(prefixes).removesuffix("layers.") + "norm"
         gain = by_name.get(f"{name}.weight")
@@ -280,9 +262,9 @@ class _LinkSearch:
     def _other_head(self, norm: str, head: str) -> str | None:
         """Return a tensor outside of the layers that is neither the last norm nor the head, nor an embedding."""
         for tensor in self._tensors:
-            role = classify(tensor.name, tensor.dtype, tensor.shape).name
+            role = role_name(tensor.name, tensor.dtype, tensor.shape, self._model)
             known = LAYER.fullmatch(tensor.name) or tensor.name.startswith(f"{norm}.") or "rotary" in tensor.name
-            known = known or tensor.name == head or is_of_other_senses(tensor.name)
+            known = known or tensor.name == head or tower_of(tensor.name) is not None
             if not known and role not in ("embedding", "buffer"):
                 return tensor.name
         return None

@@ -1,0 +1,85 @@
+"""How the parts of models are called: conventions that most types share, and that a row of the table can override.
+
+The names of tensors are those that transformers gives to the parameters of the architectures that it supports (checked
+on the hybrids, mixtures of experts and vision-language models listed in docs/method.md). Expressions match whole
+components of dotted names, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# Where the text model lies in models of images and text, as transformers 5 and as earlier versions wrote them, and what
+# the names of the text model alone begin with.
+TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+# A whole name: the prefix of all layers of the text model, the number of one, and what follows.
+LAYER = re.compile(r"((?:|model\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
+HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
+# Whole names: of one expert's matrix, and of that of all experts in one tensor.
+OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
+STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(\.weight)?")
+# Whole names of modules: what holds all experts of a layer.
+EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
+
+VISION = re.compile(
+    r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|embed_vision|embed_audio"
+)
+MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
+SSM_PARAMETERS = re.compile(r"A_log|A|D|dt_bias|dt_proj|in_proj_(a|b|ba)|time_(decay|first|mix\w*|maa\w*)")
+MAMBA_PATH = re.compile(r"mamba\w*|mixer|ssm\w*")
+NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", re.IGNORECASE)
+CONV = re.compile(r"\w*conv\w*|patch_embed\w*")
+ROUTER = re.compile(r"gate|router|\w*_router|shared_expert_gate|gate_weight|wg")
+LM_HEAD = re.compile(r"lm_head|embed_out|output|output_projection")
+# embed_q and unembed_out are mlx-lm's names for the two halves of kv_b_proj in multi-head latent attention.
+EMBEDDING = re.compile(r"(?!(embed_q|unembed_out)$)\w*embed\w*|wte|wpe|emb|\w+_emb|shared")
+# Embeddings of tokens; embeddings of positions and the like are never tied.
+INPUT_EMBEDDING = re.compile(r"embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|shared|embeddings?|embedding")
+EXPERTS = re.compile(r"experts|\w*_experts(?<!shared_experts)")
+ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer", re.IGNORECASE)
+MLP = re.compile(
+    r"mlp|\w*mlp|ffn|feed_?forward|intermediate|shared_experts?|(gate|up|down|gate_up)_proj|fc\d|c_fc|w[123]"
+)
+
+
+class FusedLayer(NamedTuple):
+    """Modules that runtimes compute with in one layer.
+
+    parts: an expression for the last component of their names
+    whole: the name of the layer
+    in_masters: whether masters store them with one bit width, too
+    """
+
+    parts: str
+    whole: str
+    in_masters: bool = True
+
+
+# vLLM 0.32, `packed_modules_mapping` of its models.
+FUSED = (
+    FusedLayer(r"[qkv]_proj|[qkv]_lin|query|key|value|w[qkv]|[qkv]", "qkv"),
+    FusedLayer(r"q_a_proj|kv_a_proj_with_mqa", "qkv_a"),
+    FusedLayer(r"gate_proj|up_proj|w1|w3", "gate_up"),
+    FusedLayer(r"in_proj_(qkv|z)", "in_proj_qkvz"),
+    FusedLayer(r"[gb]_proj", "qkv", in_masters=False),  # linear attention of OLMo Hybrid and Bailing v3
+    FusedLayer(r"c_fc_[01]", "gate_up", in_masters=False),  # EXAONE 3
+)
+# The end of names. Of sparse attention (DeepSeek V3.2, GLM-MoE-DSA): vLLM 0.32 has these two in one layer that is not
+# quantized.
+NEVER_QUANTIZED = re.compile(r"\.indexer\.(wk|weights_proj)\.weight$")
+
+# The keys of nested configurations: those of transformers' classes, and two of custom code. Older files leave out the
+# model_type in them.
+_PART_NAMES = """
+acoustic_model acoustic_tokenizer_encoder adapter adaptor asr attn audio audio_encoder audio_video backbone bigvgan
+coarse_acoustics code2wav codec dac decoder depth_decoder detector detr_decoder detr_encoder diarization
+diffusion_head dit encoder esmc esmfold ffn fine_acoustics flow_head fov_model geometry_encoder global head
+high_res_vision image_codebook image image_model keypoint_detector language llm mask_decoder model multimodal
+patch_model patcher perceiver projector prompt_encoder protein_encoder qformer reading_order sam semantic
+semantic_model semantic_tokenizer_encoder speech streaming talker text thinker token2wav tracker video vision vlm
+vocoder vq word_timestamp
+"""
+PARTS = frozenset(f"{name}_config" for name in _PART_NAMES.split())
+# Of these, the keys of towers, whose weights stay plain.
+TOWERS = re.compile(r"(vision|visual|vit|image|audio|speech)\w*")
