@@ -28,7 +28,7 @@ TYPES: dict[Check, Any] = {
     checks.path: Path,
     checks.patterns: list[str],
     checks.bits_by_pattern: list[str],
-    checks.types_by_pattern: list[str],
+    checks.formats_by_pattern: list[str],
 }
 NUMBERS = {"temperature", "top_p"}
 QUIET = Annotated[

@@ -338,9 +338,10 @@ class ExportOptions(FoldOptions):
         default_text="affine",
     )
     format: str | None = option(
-        "For vllm: the format of weights, and whether activations are rounded as well (without a16).",
+        "For vllm: w4a16, w8a16, int8, fp8, fp8-block, nvfp4, mxfp4 or mxfp8, of which the last three round weights "
+        "alone with a16 behind.",
         default=None,
-        metavar="w4a16|w8a16|int8|fp8|mxfp4|mxfp4a16|mxfp8|mxfp8a16",
+        metavar="FORMAT",
         default_text="w4a16",
     )
     dtype: str | None = option(
@@ -356,17 +357,22 @@ class ExportOptions(FoldOptions):
         default_text="q4_k_m",
     )
     pure: bool = option("For gguf: all matrices in the type of the mix, none of them wider.", default=False)
-    set_type: Mapping[str, str] | tuple[tuple[str, str], ...] | None = option(
-        "For gguf: the type of tensors whose name matches; may be repeated, the first that matches counts.",
-        checks.types_by_pattern,
+    set_format: Mapping[str, str] | tuple[tuple[str, str], ...] | None = option(
+        "Format of the weights whose name matches a shell-style PATTERN, or of a role as in role:expert; plain keeps "
+        "them. For gguf, a type. Can be repeated, the first that matches counts.",
+        checks.formats_by_pattern,
         default=None,
-        metavar="PATTERN=TYPE",
+        flags=("--set", "--set-type"),
+        metavar="PATTERN=FORMAT",
     )
     target_size: int | str | None = option(
-        "For gguf: choose the types so that the file has at most this size.", checks.size, default=None, metavar="SIZE"
+        "Choose the format of each weight so that the files of weights take at most SIZE, e.g. 5GB.",
+        checks.size,
+        default=None,
+        metavar="SIZE",
     )
     sensitivity: StrPath | None = option(
-        "For `target_size`: how types are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
+        "For `target_size`: how formats are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
         default=None,
         metavar="heuristic|FILE",
         default_text="heuristic",

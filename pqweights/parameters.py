@@ -250,10 +250,10 @@ def _finite(text: str) -> float:
     return value
 
 
-def types_by_pattern(name: str, value: Any) -> tuple[tuple[str, str], ...]:
-    """Types by name pattern."""
-    pairs = _pairs(name, value, "PATTERN=TYPE, such as *.attn_v.weight=q6_k", str)
-    return tuple((pattern, text(name, type_name)) for pattern, type_name in pairs)
+def formats_by_pattern(name: str, value: Any) -> tuple[tuple[str, str], ...]:
+    """Formats by name pattern."""
+    pairs = _pairs(name, value, "PATTERN=FORMAT, such as *.attn_v.weight=q6_k", str)
+    return tuple((pattern, text(name, format_name)) for pattern, format_name in pairs)
 
 
 def anything(name: str, value: Any) -> Any:

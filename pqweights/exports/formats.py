@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import TensorSpec, aligned
-from pqweights.common.dtypes import from_float32
+from pqweights.common.dtypes import float8_table, from_float32
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, pack_bits, pack_tiles
 
@@ -27,6 +27,11 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Shape = tuple[int, ...]
 
+# The largest number of E2M1.
+FLOAT4_LARGEST = 6
+# The unit of the scales of NVFP4 activations when nothing is known of them, for blocks whose largest number is up to
+# 2688: what Model-Optimizer's recipes without data set by `constant_amax`.
+INPUT_UNIT = 1.0
 # The tiles of torchao's Int4TilePackedTo4dTensor have 8 rows, and rows are padded to a multiple of 1024 weights.
 TILE_ROWS, PADDED_COLUMNS = 8, 1024
 
@@ -76,6 +81,44 @@ class BlockRule:
         return decoded.reshape(-1, self.group_size)
 
 
+@dataclass(frozen=True)
+class TileRule:
+    """FP8 in tiles of rows and columns, each with a scale that takes its largest weight to the largest float.
+
+    `Groups.codes` are [rows, row_length] here, and `Groups.scales` [tiles of rows, tiles of columns].
+
+    row_length: the columns of the weight; tiles at its edges may be smaller
+    rows, group_size: the rows and the columns of a tile
+    """
+
+    row_length: int
+    rows: int = 128
+    group_size: int = 128
+
+    kind, bits, name = "fp8", 8, "compressed-tensors"
+
+    def tiles(self, rows: int) -> tuple[int, int]:
+        """Return how many tiles some rows of the weight have, down and across."""
+        return -(-rows // self.rows), -(-self.row_length // self.group_size)
+
+    def quantize(self, values: Floats) -> Groups:
+        """Quantize whole rows of weights."""
+        rows, (down, across) = len(values) // self.row_length, self.tiles(len(values) // self.row_length)
+        padded = np.zeros((down, self.rows, across, self.group_size), dtype=np.float32)
+        padded.reshape(down * self.rows, -1)[:rows, : self.row_length] = values.reshape(rows, -1)
+        one_by_one = np.ascontiguousarray(padded.swapaxes(1, 2)).reshape(-1)
+        groups = FloatRule(self.kind, self.bits, self.rows * self.group_size, self.name).quantize(one_by_one)
+        codes = groups.codes.reshape(down, across, self.rows, self.group_size).swapaxes(1, 2)
+        codes = codes.reshape(down * self.rows, -1)[:rows, : self.row_length]
+        return replace(groups, codes=np.ascontiguousarray(codes), scales=groups.scales.reshape(down, across))
+
+    def decode(self, groups: Groups) -> Floats:
+        """Return the weights: [rows, row_length]."""
+        rows = len(groups.codes)
+        scales = groups.scales.repeat(self.rows, axis=0)[:rows].repeat(self.group_size, axis=1)[:, : self.row_length]
+        return float8_table("F8_E4M3")[groups.codes] * scales
+
+
 def _as_groups(blocks: EncodedBlocks) -> Groups:
     none = np.zeros(len(blocks.data), dtype=np.float32)
     return Groups(codes=blocks.data, scales=none, offsets=none, energies=blocks.energies, errors=blocks.errors)
@@ -83,7 +126,7 @@ def _as_groups(blocks: EncodedBlocks) -> Groups:
 
 # Each has bits, group_size, name ("best", or what the runtime calls its own rule), kind ("affine", "symmetric", or the
 # name of a block or floating format), quantize and decode.
-Rule = GroupRule | FloatRule | BlockRule
+Rule = GroupRule | FloatRule | TileRule | BlockRule
 
 
 class StoredPiece(NamedTuple):
@@ -109,14 +152,16 @@ class StoredPart(NamedTuple):
     pack: returns the bytes of some rows, given their groups and the shape of the weight
     by_columns: whether those rows are columns of the stored tensor; pack then returns [rows, bytes]
     once: whether the bytes are those of all rows, and written with the first
+    rows: how many rows of the weight a row of it is made of, if not one
     """
 
     name: str
     dtype: str
-    shape: Callable[[Shape, Rule], Shape]
-    pack: Callable[[Groups, Shape, Rule], Bytes]
+    shape: Callable[[Shape, Any], Shape]
+    pack: Callable[[Groups, Shape, Any], Bytes]
     by_columns: bool = False
     once: bool = False
+    rows: int = 1
 
     def stored_name(self, weight: str) -> str:
         """Return the name of the tensor for that of the weight."""
@@ -131,12 +176,14 @@ class Rounding:
     layout: how it is stored, a key of LAYOUTS
     label: what the plan calls its codec, if not by kind and group size
     reason: why it is rounded so, if not by the name of the rule
+    unit_of: for scales that are multiplied by FloatRule.unit, the layer of a runtime all of whose weights have one unit
     """
 
     rule: Rule
     layout: str
     label: str | None = None
     reason: str | None = None
+    unit_of: str | None = None
 
     @property
     def codec(self) -> str:
@@ -146,21 +193,25 @@ class Rounding:
     @property
     def row_multiple(self) -> int:
         """Rows are packed in multiples of this number, except for the last ones."""
-        return TILE_ROWS if self.layout == "int4-tiles" else 1
+        return max(part.rows for part in LAYOUTS[self.layout])
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether scales are multiplied by a unit, which is stored."""
+        return self.layout in WITH_UNITS
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
         """Return the stored tensors of a weight [..., K]."""
         parts = LAYOUTS[self.layout]
         return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, self.rule)) for part in parts)
 
-    def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[StoredPiece]:
-        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
-        rows = aligned(_row_count(groups, shape, self.rule), self.row_multiple)
+    def pieces(self, name: str, shape: Shape, *, first_row: int, rows: int, groups: Groups) -> list[StoredPiece]:
+        """Return the stored bytes of some rows of a weight, which begin at `first_row`."""
         result = []
         for part in LAYOUTS[self.layout]:
             if not part.once or first_row == 0:
                 data = part.pack(groups, shape, self.rule)
-                offset = None if part.by_columns else first_row * (data.size // rows)
+                offset = None if part.by_columns else first_row // part.rows * (data.size // -(-rows // part.rows))
                 result.append(StoredPiece(part.stored_name(name), offset, data))
         return result
 
@@ -208,11 +259,6 @@ def tile_shape(shape: Shape) -> tuple[int, int]:
     return aligned(shape[0], TILE_ROWS), aligned(shape[1], PADDED_COLUMNS)
 
 
-def _row_count(groups: Groups, shape: Shape, rule: Rule) -> int:
-    """Return how many rows of a weight some groups are."""
-    return len(groups.errors) * rule.group_size // shape[-1]
-
-
 def _columns(numbers: Floats) -> Bytes:
     """Return [stored rows, rows, ...] as BF16: [stored rows, bytes]."""
     return from_float32(np.ascontiguousarray(numbers).reshape(-1), "BF16").reshape(len(numbers), -1)
@@ -220,7 +266,7 @@ def _columns(numbers: Floats) -> Bytes:
 
 def _tiles(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
     """Return tiles of codes; those of the padding stand for 0."""
-    count = _row_count(groups, shape, rule)
+    count = groups.codes.size // shape[1]
     codes: Bytes = np.full(tile_shape((count, shape[1])), 8, dtype=np.uint8)
     codes[:count, : shape[1]] = groups.codes.reshape(count, -1)
     return pack_tiles(codes)
@@ -228,7 +274,7 @@ def _tiles(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
 
 def _tile_pairs(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
     """Return the scales and zero points of rows, as columns; those of the padding are 1 and 0."""
-    count = _row_count(groups, shape, rule)
+    count = groups.codes.size // shape[1]
     rows, columns = tile_shape((count, shape[1]))
     pairs = np.empty((columns // rule.group_size, rows, 2), dtype=np.float32)
     pairs[...] = 1, 0
@@ -261,9 +307,23 @@ def _numbers(name: str, field: str = "scales") -> StoredPart:
     return StoredPart(name, "BF16", _per_group, lambda g, s, r: from_float32(getattr(g, field), "BF16"))
 
 
-def _byte_scales(name: str) -> StoredPart:
-    """Return the part of scales of small floats, which are bytes [..., K / g]."""
-    return StoredPart(name, "U8", _per_group, lambda g, s, r: g.scales.astype(np.uint8))
+def _byte_scales(name: str, dtype: str = "U8") -> StoredPart:
+    """Return the part of scales that are small floats themselves, [..., K / g]."""
+    return StoredPart(name, dtype, _per_group, lambda g, s, r: g.scales.astype(np.uint8))
+
+
+def _tile_scales(name: str, dtype: str) -> StoredPart:
+    """Return the part of scales of tiles of 128 rows."""
+    return StoredPart(
+        name, dtype, lambda s, r: r.tiles(s[0]), lambda g, s, r: from_float32(g.scales.reshape(-1), dtype), rows=128
+    )
+
+
+def _once(name: str, shape: Shape, number: Callable[[FloatRule], float]) -> StoredPart:
+    """Return the part of a number that all groups have in common, in float32."""
+    return StoredPart(
+        name, "F32", lambda s, r: shape, lambda g, s, r: np.array(number(r), "<f4").reshape(1).view(np.uint8), once=True
+    )
 
 
 def _numbers_by_row(name: str, field: str) -> StoredPart:
@@ -302,6 +362,27 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
     "float-quantized": (_bytes("{weight}", "F8_E4M3"), _numbers("{weight}_scale")),
     "mxfp4-pack-quantized": (_codes("{weight}_packed", "U8", word_bits=8), _byte_scales("{weight}_scale")),
     "mxfp8-quantized": (_bytes("{weight}", "F8_E4M3"), _byte_scales("{weight}_scale")),
+    "nvfp4-pack-quantized": (
+        _codes("{weight}_packed", "U8", word_bits=8),
+        _byte_scales("{weight}_scale", "F8_E4M3"),
+        _once("{weight}_global_scale", (1,), lambda r: 1 / r.unit),
+    ),
+    "nvfp4-pack-quantized-inputs": (
+        _codes("{weight}_packed", "U8", word_bits=8),
+        _byte_scales("{weight}_scale", "F8_E4M3"),
+        _once("{weight}_global_scale", (1,), lambda r: 1 / r.unit),
+        _once("{module}.input_global_scale", (1,), lambda r: 1 / INPUT_UNIT),
+    ),
+    "float-tiles": (_bytes("{weight}", "F8_E4M3"), _tile_scales("{weight}_scale", "BF16")),
+    # DeepSeek-V3 (arXiv:2412.19437, section 3.3)
+    "float-tiles-inverse": (_bytes("{weight}", "F8_E4M3"), _tile_scales("{weight}_scale_inv", "F32")),
+    # NVIDIA's Model-Optimizer
+    "modelopt-nvfp4": (
+        _codes("{weight}", "U8", word_bits=8),
+        _byte_scales("{weight}_scale", "F8_E4M3"),
+        _once("{weight}_scale_2", (), lambda r: r.unit),
+        _once("{module}.input_scale", (), lambda r: INPUT_UNIT),
+    ),
     # mlx.core.quantize
     "mlx-affine": (_codes("{weight}", "U32"), _numbers("{module}.scales"), _numbers("{module}.biases", "offsets")),
     "mlx-floats": (_codes("{weight}", "U32"), _byte_scales("{module}.scales")),
@@ -323,6 +404,7 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
             "I32",
             lambda s, r: (tile_shape(s)[0] // TILE_ROWS, tile_shape(s)[1] // 128, 32, 4),
             _tiles,
+            rows=TILE_ROWS,
         ),
         StoredPart(
             _TORCHAO + "scale_and_zero",
@@ -333,3 +415,5 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
         ),
     ),
 }
+# Those of which the file holds FloatRule.unit.
+WITH_UNITS = frozenset({"nvfp4-pack-quantized", "nvfp4-pack-quantized-inputs", "modelopt-nvfp4"})

@@ -16,12 +16,22 @@ from typing import Any
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.errors import OptionError
+from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import BlockRule, Rounding, Stays
 from pqweights.exports.gguf_types import TypeChoice, TypeOptions, chosen_types, read_types
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import IMPORTANCE, LLAMA_CPP, PLAIN, ExportSource, ExportTarget, PlannedMaster, one_of
+from pqweights.exports.target import (
+    ASSIGNMENT_OPTIONS,
+    IMPORTANCE,
+    LLAMA_CPP,
+    PLAIN,
+    ExportSource,
+    ExportTarget,
+    PlannedMaster,
+    one_of,
+)
 from pqweights.gguf.mixes import PLAIN_TYPES, Mix
 from pqweights.gguf.model import (
     ALIGNMENT,
@@ -145,15 +155,18 @@ class Gguf:
     types: which types tensors get
     weighed: whether errors are weighed by the importance of inputs
     name: what the model is called; None if it is not known
-    fingerprint: that of the checkpoint that the master was made from; None if it is not known
     """
 
     types: TypeOptions
     weighed: bool
     name: str | None = None
-    fingerprint: str | None = None
 
     compares_master = False
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which types the user asks for."""
+        return self.types.assignment
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
@@ -170,8 +183,8 @@ class Gguf:
         Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer.
         """
         model = gguf_model(checkpoint, name=self.name)
-        types = chosen_types(self.types, model, checkpoint, fingerprint=self.fingerprint, imatrix=self.weighed)
-        mix = None if self.types.target_size is not None else self.types.mix
+        types = chosen_types(self.types, model, checkpoint, imatrix=self.weighed)
+        mix = None if self.assignment.target_size is not None else self.types.mix
         output = GgufOutput(file_name=self.file_name, model=model, mix=mix, checkpoint=checkpoint)
         return Outline(
             tensors=model.tensors,
@@ -207,10 +220,7 @@ def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transfor
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
     model_id = "" if manifest is None else manifest.identity.model.get("id", "")
-    fingerprint = None if manifest is None else manifest.source_fingerprint
-    named = replace(
-        settings, name=model_id if is_repository_id(model_id, namespace=False) else None, fingerprint=fingerprint
-    )
+    named = replace(settings, name=model_id if is_repository_id(model_id, namespace=False) else None)
     return integer_export(source, named)
 
 
@@ -223,7 +233,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
     tags=("gguf", "llama.cpp"),
-    options=("type", "pure", "set_type", "target_size", "sensitivity", "fold", "rounding", "calibration"),
+    options=("type", "pure", *ASSIGNMENT_OPTIONS, "fold", "rounding", "calibration"),
     account=("name", "types", "imatrix"),
     read_options=read_options,
     prepare=_prepare,

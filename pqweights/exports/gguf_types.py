@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
-from pqweights.checkpoint.writer import sha256_of_file
-from pqweights.common.units import parse_size
-from pqweights.errors import OptionError, RecipeError, SourceError
+from pqweights.errors import OptionError
+from pqweights.exports.assignment import NOTHING, PLAIN, PLAIN_ERROR, Assignment, Candidate, FormatRule, chosen_within
 from pqweights.exports.bf16 import role_of
-from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, find_type, fitting_type, may_be_quantized
+from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
 from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.options import ExportOptions
-from pqweights.planning.knapsack import Choice, cheapest, solve
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, read_sensitivity
+from pqweights.planning.sensitivity_file import groups_of
 
 DEFAULT_TYPE = "q4_k_m"
-
-
-class TypeRule(NamedTuple):
-    """The type of the tensors whose name matches a pattern: their name in the file, or in the checkpoint."""
-
-    pattern: str
-    type: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +28,26 @@ class TypeOptions:
     """What a user asks for.
 
     mix: the mix that decides about what no rule matches
-    rules: the first that matches a tensor decides
-    target_size: the largest size of the files, in bytes, for which types are then chosen; None to leave it to the mix
-    sensitivity: by what they are chosen: a file that `pqweights sensitivity` wrote; None for the rule of thumb
+    assignment: the rules, and the size for which types are chosen instead
     """
 
     mix: Mix
-    rules: tuple[TypeRule, ...] = ()
-    target_size: int | None = None
-    sensitivity: Path | None = None
+    assignment: Assignment = NOTHING
 
     @property
     def label(self) -> str:
         """What file names call the choice."""
-        if self.target_size is not None:
+        if self.assignment.target_size is not None:
             return "fit"
         name = self.mix.type if self.mix.pure else self.mix.name
-        return f"{name}-mixed" if self.rules else name
+        return f"{name}-mixed" if self.assignment.rules else name
 
     def describe(self) -> dict[str, Any]:
         """Return what a manifest says of the choice; what is not said is the default."""
-        stated: dict[str, Any] = {} if self.target_size is not None else {"type": self.mix.name}
+        stated: dict[str, Any] = {} if self.assignment.target_size is not None else {"type": self.mix.name}
         if self.mix.pure:
             stated["pure"] = True
-        if self.rules:
-            stated["types"] = [list(rule) for rule in self.rules]
-        if self.target_size is not None:
-            stated["target_size"] = self.target_size
-        if self.sensitivity is not None:
-            stated["sensitivity"] = sha256_of_file(self.sensitivity)
-        return stated
+        return stated | self.assignment.describe("types")
 
 
 def read_types(options: ExportOptions) -> TypeOptions:
@@ -76,25 +55,15 @@ def read_types(options: ExportOptions) -> TypeOptions:
 
     Raises OptionError for an unknown type and for options that contradict each other.
     """
-    by_pattern = options.set_type.items() if isinstance(options.set_type, Mapping) else options.set_type or ()
-    rules = [TypeRule(pattern, find_type(f"`set_type` {pattern}={asked}", asked)) for pattern, asked in by_pattern]
-    mix, size = find_mix(options.type or DEFAULT_TYPE), options.target_size
-    if options.sensitivity is not None and size is None:
-        raise OptionError("`sensitivity`: expected `target_size` as well, for which types are then chosen")
-    if size is not None and (options.type is not None or options.pure):
+    mix = find_mix(options.type or DEFAULT_TYPE)
+    if options.target_size is not None and (options.type is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
-    measured = options.sensitivity is not None and str(options.sensitivity) != HEURISTIC
-    return TypeOptions(
-        mix=replace(mix, pure=options.pure),
-        rules=tuple(rules),
-        target_size=None if size is None else parse_size(size),
-        sensitivity=Path(str(options.sensitivity)) if measured else None,
-    )
+    assignment = Assignment.of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
+    return TypeOptions(mix=replace(mix, pure=options.pure), assignment=assignment)
 
 
-# The bits of weights without blocks, and their relative error.
+# The bits of weights without blocks.
 PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32}
-F16_ERROR = 1e-8
 # What the headers of further files and the padding of tensors may take of a target size.
 RESERVED_BYTES = 4096
 # The types from which a file of a given size is made.
@@ -109,17 +78,16 @@ class TypeChoice(NamedTuple):
 
 
 def chosen_types(
-    options: TypeOptions, model: GgufModel, checkpoint: Checkpoint, *, fingerprint: str | None, imatrix: bool
+    options: TypeOptions, model: GgufModel, checkpoint: Checkpoint, *, imatrix: bool
 ) -> dict[str, TypeChoice]:
     """Return the type of every tensor, by its name in the file.
 
-    fingerprint: that of the checkpoint that a file of sensitivities must be of; None to take any
     imatrix: whether errors are weighed by an importance matrix
 
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
     """
     shape, mix = _shape_of(model, imatrix=imatrix), options.mix
-    used: set[str] = set()
+    used: list[FormatRule | None] = []
     result: dict[str, TypeChoice] = {}
     free: list[LogicalTensor] = []
     for tensor in model.tensors:
@@ -127,23 +95,15 @@ def chosen_types(
         if not may_be_quantized(tensor.name, tensor.shape):
             result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
-        rule = next((rule for rule in options.rules if _matches(tensor, rule.pattern)), None)
+        rule = options.assignment.rule_of([(_names(tensor), role_of(tensor))])
+        used.append(rule)
         if rule is None:
             free.append(tensor)
         else:
-            used.add(rule.pattern)
-            wanted, reason = rule.type, f"rule {rule.pattern}"
+            wanted, reason = "BF16" if rule.format == PLAIN else rule.format, f"rule {rule.pattern}"
         result[tensor.name] = _fitted(tensor, wanted, reason)
-    unused = [rule.pattern for rule in options.rules if rule.pattern not in used]
-    if unused:
-        raise RecipeError(
-            f"pattern {unused[0]!r}: matches no tensor that can be quantized before another rule does; names are those "
-            "of the file, such as blk.0.attn_v.weight, or of the checkpoint"
-        )
-    if options.target_size is None:
-        return result
-    known = _sensitivity(options, fingerprint)
-    return result | _within(options.target_size, model, checkpoint, chosen=result, free=free, known=known)
+    options.assignment.check_used(used)
+    return result | _within(options.assignment, model, checkpoint, chosen=result, free=free)
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
@@ -174,10 +134,9 @@ def type_bytes(type_name: str, shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) * BLOCK_TYPES[type_name].row_bytes(shape[-1])
 
 
-def _matches(tensor: LogicalTensor, pattern: str) -> bool:
-    """Whether a pattern matches the name of a tensor in the file, or in the checkpoint."""
-    sources = tensor.sources if isinstance(tensor, View) else ()
-    return any(fnmatch.fnmatchcase(name, pattern) for name in (tensor.name, *(source.name for source in sources)))
+def _names(tensor: LogicalTensor) -> list[str]:
+    """Return the names of a tensor in the file, and of what it is made of in the checkpoint."""
+    return [tensor.name, *(source.name for source in (tensor.sources if isinstance(tensor, View) else ()))]
 
 
 def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
@@ -190,15 +149,16 @@ def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
 
 
 def _within(
-    target_bytes: int,
+    assignment: Assignment,
     model: GgufModel,
     checkpoint: Checkpoint,
     *,
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
-    known: Sensitivity | None,
 ) -> dict[str, TypeChoice]:
-    """Choose types for the free tensors, so that the predicted rise of the loss is least within a size."""
+    """Choose types for the free tensors, so that the predicted rise of the loss is least within the size, if any."""
+    if assignment.target_size is None:
+        return {}
     stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
     # The header does not depend on the types.
     tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
@@ -211,40 +171,22 @@ def _within(
         sources.setdefault(source.name, []).append(tensor)
     roles = {name: role_of(tensors[0]) for name, tensors in sources.items()}
     groups = groups_of(checkpoint, list(roles.items()))
-    alphas, _ = alphas_for(groups, roles=roles, known=known)
     members = {name: [tensor for source in names for tensor in sources[source]] for name, names in groups.items()}
-    choices = [[_choice(type_name, members[name], alphas[name]) for type_name in CANDIDATES] for name in groups]
-    solution = solve(choices, target_bytes - overhead)
-    if solution is None:
-        least = overhead + cheapest(choices)
-        raise RecipeError(f"target: {target_bytes} bytes: below the smallest possible, {least} bytes")
-    result = {}
-    for name, number in zip(groups, solution.choices, strict=True):
-        for tensor in members[name]:
-            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {target_bytes} bytes")
-    return result
+    layers = {name: [_candidate(type_name, of_layer) for type_name in CANDIDATES] for name, of_layer in members.items()}
+    types = chosen_within(
+        assignment.target_size, layers, overhead=overhead, weights=groups, roles=roles, known=assignment.known()
+    )
+    reason = f"chosen for {assignment.target_size} bytes"
+    return {tensor.name: _fitted(tensor, types[name], reason) for name in groups for tensor in members[name]}
 
 
-def _choice(type_name: str, tensors: Sequence[LogicalTensor], alpha: float) -> Choice:
-    """Return what a type costs for some tensors, and how much the loss is predicted to rise."""
+def _candidate(type_name: str, tensors: Sequence[LogicalTensor]) -> Candidate:
+    """Return what a type costs for some tensors, and their error in it."""
     cost, error, weights = 0, 0.0, 0
     for tensor in tensors:
         fitting = fitting_type(type_name, tensor.shape[-1])
         count = math.prod(tensor.shape)
         cost += aligned(type_bytes(fitting, tensor.shape), ALIGNMENT)
-        error += count * (F16_ERROR if fitting in PLAIN_TYPES else BLOCK_TYPES[fitting].distortion)
+        error += count * (PLAIN_ERROR if fitting in PLAIN_TYPES else BLOCK_TYPES[fitting].distortion)
         weights += count
-    return Choice(cost, alpha * error / weights)
-
-
-def _sensitivity(options: TypeOptions, fingerprint: str | None) -> Sensitivity | None:
-    """Read the sensitivities that were given; None stands for the rule of thumb."""
-    if options.sensitivity is None:
-        return None
-    known = read_sensitivity(options.sensitivity)
-    if fingerprint is not None and known.checkpoint != fingerprint:
-        raise SourceError(
-            f"{options.sensitivity}: expected sensitivities of the model that the master was made from (fingerprint "
-            f"{fingerprint[:12]}), found those of another ({known.checkpoint[:12]})"
-        )
-    return known
+    return Candidate(type_name, cost, error / weights)

@@ -23,6 +23,7 @@ from pqweights.exports.formats import BlockRule, Rounding, Stays
 from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.exports.target import GPTQ, IMPORTANCE
+from pqweights.exports.units import UnitJob, fused_weights, with_unit
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.rewrite.folding.fold import Fold
@@ -77,6 +78,11 @@ class IntegerExport:
         if self.fold is not None:
             made_by["fold"] = self.fold.describe()
         return Account(EXPORT, made_by)
+
+    @functools.cached_property
+    def fused(self) -> dict[str, tuple[LogicalTensor, ...]]:
+        """For each weight whose scales have a unit, the weights that share it, by name."""
+        return fused_weights(self.outline.tensors, self.outline.decisions)
 
     @property
     def inputs(self) -> TransformInputs:
@@ -145,6 +151,14 @@ class IntegerExport:
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             return CopyJob(planned, tensor)
+        if decision.unit_of is None:
+            return self._rounding_job(planned, tensor, decision)
+        return UnitJob(
+            self.fused[tensor.name],
+            lambda largest: self._rounding_job(planned, tensor, with_unit(decision, largest)),
+        )
+
+    def _rounding_job(self, planned: TensorPlan, tensor: LogicalTensor, decision: Rounding) -> Job:
         error, is_original = self.master_errors.get(tensor.name), self.original is not None
         if self.compensation is None:
             master = self.master.get(tensor.name) if self.target.compares_master else None

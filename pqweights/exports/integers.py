@@ -20,6 +20,7 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
+from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import Rounding, Rule, Stays, StoredPiece
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import BEST, Groups
@@ -72,6 +73,11 @@ class Outline:
 
 class IntegerTarget(Protocol):
     """A format of integers with its options."""
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which formats the user asks for."""
+        ...
 
     @property
     def compares_master(self) -> bool:
@@ -157,7 +163,9 @@ class IntegerJob:
                 f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
                 "damaged"
             )
-        pieces = self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups)
+        pieces = self._rounding.pieces(
+            self._planned.name, self._planned.shape, first_row=first, rows=count, groups=groups
+        )
         for piece in pieces:
             if piece.offset is not None:
                 sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.readers import LogicalTensor, element_count
@@ -20,7 +20,17 @@ from pqweights.codecs import DEFAULT_CODEC
 from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_architecture
-from pqweights.exports.bf16 import is_encoded, role_of
+from pqweights.exports.assignment import (
+    NOTHING,
+    PLAIN,
+    PLAIN_ERROR,
+    Assignment,
+    Candidate,
+    FormatRule,
+    chosen_within,
+    distortion,
+)
+from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
@@ -29,34 +39,72 @@ from pqweights.models.conventions import NEVER_QUANTIZED
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_smaller
-from pqweights.planning.plan import DEFAULT_METADATA
+from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
 from pqweights.planning.recipe import DEFAULT_BITS
 from pqweights.planning.roles import classify
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
+# What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
+HEADER_BYTES = 800
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
+
+
+class LinearFormat(Protocol):
+    """A format of linear layers."""
+
+    @property
+    def groups(self) -> GroupSize:
+        """How many weights of a row share a scale."""
+        ...
+
+    def rounding(self, shape: tuple[int, ...], size: int) -> Rounding:
+        """Return how a weight is rounded in groups of a size."""
+        ...
+
+    def why_not(self, shape: tuple[int, ...], size: int) -> str | None:
+        """Return why a weight whose rows groups of a size divide is not stored so; None if it is."""
+        ...
+
+
+class Chosen(NamedTuple):
+    """What a weight gets: a format, by name, in groups of a size, and why, if not by default."""
+
+    format: str
+    size: int
+    reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearWeights:
     """What can become of the weights that a master encodes.
 
-    sizes: the group size of each weight that can become integers, by name
+    model: what is known of the type of model
+    formats: the formats of the target, by name
+    chosen: what each weight gets that can become integers, by name
     plain: why each of the others stays plain, by name
     warnings: what the user should know of those that are fused with others, a sentence each
     """
 
-    sizes: Mapping[str, int]
+    model: ModelDescription
+    formats: Mapping[str, LinearFormat]
+    chosen: Mapping[str, Chosen]
     plain: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+
+    def rounding(self, tensor: LogicalTensor) -> Rounding:
+        """Return how a weight is rounded that can become integers."""
+        name, size, reason = self.chosen[tensor.name]
+        rounding = self.formats[name].rounding(tensor.shape, size)
+        if rounding.has_unit:
+            rounding = replace(rounding, unit_of=_joined_matrix(tensor, self.model))
+        return rounding if reason is None else replace(rounding, reason=reason)
 
     def outline(
         self,
         checkpoint: Checkpoint,
-        rounding: Callable[[LogicalTensor, int], Rounding],
         *,
         quantization: dict[str, Any],
         metadata: dict[str, str] = DEFAULT_METADATA,
@@ -64,13 +112,11 @@ class LinearWeights:
     ) -> Outline:
         """Return what a target makes of a model whose names and shapes stay those of the source.
 
-        rounding: returns how a weight is rounded in groups of a size
         quantization: the quantization_config
         warnings: others than those of fused layers
         """
-        by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
         decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in self.plain.items()}
-        decisions |= {name: rounding(by_name[name], size) for name, size in self.sizes.items()}
+        decisions |= {t.name: self.rounding(t) for t in checkpoint.tensors if t.name in self.chosen}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return Outline(
             tensors=checkpoint.tensors,
@@ -86,15 +132,19 @@ class LinearWeights:
 class LinearRules:
     """What a target takes for a linear layer.
 
-    groups: the group sizes
+    target: what messages call the target
+    formats: its formats, by name; the first is the default
+    ladder: those from which formats are chosen for a size
+    assignment: what the user asks for
     experts: why single experts stay plain; None if they need not
-    too_large: returns why a linear layer of a shape is not worth storing as integers in groups of a size; None if it is
     one_size: whether all layers outside of experts must have the same group size
     """
 
-    groups: GroupSize
+    target: str
+    formats: Mapping[str, LinearFormat]
+    ladder: tuple[str, ...] = ()
+    assignment: Assignment = NOTHING
     experts: str | None = None
-    too_large: Callable[[tuple[int, ...], int], str | None] = lambda shape, size: None
     one_size: bool = False
 
 
@@ -102,47 +152,112 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
 
     Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
-    does not divide the rows of a weight, and if no weight can become integers.
+    does not divide the rows of a weight, and if no weight can become integers; RecipeError for a rule that matches
+    nothing, and for a size that cannot be met.
     """
-    check_architecture(rules.groups.target, checkpoint.config)
+    check_architecture(rules.target, checkpoint.config)
     encoded = [tensor for tensor in checkpoint.tensors if is_encoded(tensor)]
     config = checkpoint.config or {}
     places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
     plain = {t.name: why for t in encoded if (why := _not_linear(t, rules.experts, tokens)) is not None}
-    groups = _one_size(rules.groups, [t for t in encoded if t.name not in plain]) if rules.one_size else rules.groups
-    of_experts = {t.shape[-1] for t in encoded if t.name not in plain and role_of(t) == "expert"}
-    of_experts = {columns for columns in of_experts if groups.fitting([columns]) is not None}
-    sizes: dict[str, int] = {}
+    linear = [tensor for tensor in encoded if tensor.name not in plain]
+    sizes = _Sizes(rules.formats, linear, one_size=rules.one_size)
+    model = text_model(checkpoint.config)
+    chosen: dict[str, Chosen] = {}
     removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
-    for layer in _fused_layers(checkpoint):
+    free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
+    used: list[FormatRule | None] = []
+    for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_encoded(tensor)]
         if kept and possible:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
             fused_with[kept[0].name] = possible
             continue
-        reasons, size = _reasons(possible, rules, groups, of_experts)
+        rule = rules.assignment.rule_of(([tensor.name], role_of(tensor)) for tensor in possible)
+        used.append(rule)
+        if rule is not None and rule.format == PLAIN:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), f"rule {rule.pattern}")
+            continue
+        name = next(iter(rules.formats)) if rule is None else rule.format
+        reasons, size = sizes.of_layer(possible, name)
         removable += reasons.values()
         if len(possible) < len(layer) or reasons:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
-        else:
-            sizes |= dict.fromkeys((tensor.name for tensor in possible), size)
-    if not sizes:
+            continue
+        reason = None if rule is None else f"rule {rule.pattern}"
+        chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, reason))
+        if rule is None and possible:
+            free[key] = possible
+    rules.assignment.check_used(used)
+    if not chosen:
         why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
-        raise ExportError(f"no weight of this model can become integers for {rules.groups.target}: {why}")
-    return LinearWeights(sizes=sizes, plain=plain, warnings=fused_warnings(fused_with))
+        raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")
+    warnings = fused_warnings(fused_with)
+    result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
+    return result if rules.assignment.target_size is None else _within(checkpoint, rules, result, free, sizes)
 
 
-def _fused_layers(checkpoint: Checkpoint) -> list[list[LogicalTensor]]:
+def _within(
+    checkpoint: Checkpoint,
+    rules: LinearRules,
+    weights: LinearWeights,
+    free: Mapping[str, Sequence[LogicalTensor]],
+    sizes: _Sizes,
+) -> LinearWeights:
+    """Return the weights with other formats for the free layers, so that the files have at most the size asked for."""
+    target = rules.assignment.target_size
+    assert target is not None
+    layers: dict[str, list[Candidate]] = {}
+    chosen_as: dict[tuple[str, str], Chosen] = {}
+    reason = f"chosen for {target} bytes"
+    for key, layer in free.items():
+        count = sum(map(element_count, layer))
+        layers[key] = [Candidate(PLAIN, 2 * count, PLAIN_ERROR)]
+        for name in rules.ladder:
+            reasons, size = sizes.of_layer(layer, name)
+            if reasons:
+                continue
+            roundings = [rules.formats[name].rounding(tensor.shape, size) for tensor in layer]
+            cost = sum(stored_bytes(how.specs(t.name, t.shape)) for how, t in zip(roundings, layer, strict=True))
+            layers[key].append(Candidate(name, cost, distortion(roundings[0].rule)))
+            chosen_as[key, name] = Chosen(name, size, reason)
+    in_layers = {tensor.name for layer in free.values() for tensor in layer}
+    overhead = HEADER_BYTES * (len(checkpoint.tensors) + 1)
+    for tensor in checkpoint.tensors:
+        if tensor.name in weights.chosen and tensor.name not in in_layers:
+            overhead += stored_bytes(weights.rounding(tensor).specs(tensor.name, tensor.shape))
+        elif tensor.name not in in_layers:
+            model = model_dtype(checkpoint.config, checkpoint.tensors)
+            overhead += plain_plan(tensor, model=model, dtype="BF16").bytes
+    formats = chosen_within(
+        target,
+        layers,
+        overhead=overhead,
+        weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
+        roles={tensor.name: role_of(tensor) for layer in free.values() for tensor in layer},
+        known=rules.assignment.known(),
+    )
+    chosen, plain = dict(weights.chosen), dict(weights.plain)
+    for key, layer in free.items():
+        for tensor in layer:
+            if formats[key] == PLAIN:
+                del chosen[tensor.name]
+                plain[tensor.name] = reason
+            else:
+                chosen[tensor.name] = chosen_as[key, formats[key]]
+    return replace(weights, chosen=chosen, plain=plain)
+
+
+def _fused_layers(checkpoint: Checkpoint, model: ModelDescription) -> dict[str, list[LogicalTensor]]:
     """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them."""
-    model = text_model(checkpoint.config)
     layers: dict[str, list[LogicalTensor]] = {}
     for tensor in checkpoint.tensors:
         if is_encoded(tensor) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
             layers.setdefault(_fused_layer(tensor, model), []).append(tensor)
-    return list(layers.values())
+    return layers
 
 
 def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
@@ -153,21 +268,36 @@ def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
     return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
-def _reasons(
-    layer: Sequence[LogicalTensor], rules: LinearRules, groups: GroupSize, of_experts: set[int]
-) -> tuple[dict[str, str], int]:
-    """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
-    columns = {tensor.shape[-1] for tensor in layer}
-    if any(role_of(tensor) == "expert" for tensor in layer):
-        columns |= of_experts  # transformers decodes the experts of all layers in one group size
-    size = groups.fitting(columns) or groups.size
-    reasons = {}
-    for tensor in layer:
-        groups.check(tensor.name, tensor.shape[-1])
-        why = groups.why_not(tensor.shape[-1]) or rules.too_large(tensor.shape, size)
-        if why is not None:
-            reasons[tensor.name] = why
-    return reasons, size
+def _joined_matrix(tensor: LogicalTensor, model: ModelDescription) -> str:
+    """Return the name of the matrix that a weight becomes part of: of experts, each has its own."""
+    role = "mlp" if role_of(tensor) == "expert" else role_of(tensor)
+    return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
+
+
+class _Sizes:
+    """The group sizes of layers in any format."""
+
+    def __init__(self, formats: Mapping[str, LinearFormat], linear: Sequence[LogicalTensor], *, one_size: bool) -> None:
+        """Prepare for the linear layers of a model. one_size: see LinearRules"""
+        self._formats = formats
+        self._groups = {n: _one_size(how.groups, linear) if one_size else how.groups for n, how in formats.items()}
+        self._expert_columns = {t.shape[-1] for t in linear if role_of(t) == "expert"}
+
+    def of_layer(self, layer: Sequence[LogicalTensor], name: str) -> tuple[dict[str, str], int]:
+        """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
+        groups = self._groups[name]
+        columns = {tensor.shape[-1] for tensor in layer}
+        if any(role_of(tensor) == "expert" for tensor in layer):
+            # transformers decodes the experts of all layers in one group size
+            columns |= {length for length in self._expert_columns if groups.fitting([length]) is not None}
+        size = groups.fitting(columns) or groups.size
+        reasons = {}
+        for tensor in layer:
+            groups.check(tensor.name, tensor.shape[-1])
+            why = groups.why_not(tensor.shape[-1]) or self._formats[name].why_not(tensor.shape, size)
+            if why is not None:
+                reasons[tensor.name] = why
+        return reasons, size
 
 
 def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
+from pqweights.exports.assignment import NOTHING
 from pqweights.exports.bf16 import is_encoded, plain_plan
 from pqweights.exports.formats import Rounding, Rule, Stays
 from pqweights.exports.integers import Outline
@@ -75,6 +76,7 @@ class MlxFormat:
     qparams: str
 
     compares_master = True
+    assignment = NOTHING
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""

@@ -17,6 +17,7 @@ from pqweights.exports.compensation import Compensation, sources_of
 from pqweights.exports.integer_export import IntegerExport, remarks
 from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
+from pqweights.exports.units import reading_together
 from pqweights.planning.plan import coder_of
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.rewrite.folding.fold import EQUALIZE, Fold
@@ -33,6 +34,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     model, OptionError for a second fold.
     """
     manifest, original = source.manifest, None
+    target.assignment.check_model(None if manifest is None else manifest.source_fingerprint)
     if source.original is not None:
         given = source.original
         original = open_local(given) if isinstance(given, Path) else open_address(given)
@@ -60,7 +62,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         is_found_again=original is not None and not source.fold,
         master_factors=None if manifest is None else manifest.factors,
     )
-    rewritten = replace(values, tensors=outline.tensors)
+    rewritten = replace(values, tensors=reading_together(outline.tensors, transform.fused))
     return rewritten if outline.companions is None else _with_companions(rewritten, outline.companions), transform
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.exports.assignment import NOTHING
 from pqweights.exports.formats import PADDED_COLUMNS, TILE_ROWS, Rounding, tile_shape
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearRules, linear_weights, patterns
@@ -54,6 +55,7 @@ class TorchaoInt4:
     qparams: str
 
     compares_master = True
+    assignment = NOTHING
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
@@ -62,25 +64,24 @@ class TorchaoInt4:
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""
-        rules = LinearRules(groups=self.groups, experts=EXPERTS, too_large=self._too_large)
-        linear = linear_weights(checkpoint, rules)
+        linear = linear_weights(checkpoint, LinearRules(target=NAME, formats={"int4": self}, experts=EXPERTS))
+        sizes = {name: choice.size for name, choice in linear.chosen.items()}
         quantization = {
             "quant_method": "torchao",
-            "quant_type": {"default": self._quant_type(linear.sizes)},
+            "quant_type": {"default": self._quant_type(sizes)},
             "modules_to_not_convert": None,
             "include_input_output_embeddings": False,
             "untie_embedding_weights": False,
         }
         return linear.outline(
             checkpoint,
-            lambda tensor, size: self._rounding(size),
             quantization=quantization,
-            metadata=self._metadata(checkpoint, linear.sizes),
-            warnings=self._padding_warnings(checkpoint, linear.sizes),
+            metadata=self._metadata(checkpoint, sizes),
+            warnings=self._padding_warnings(checkpoint, sizes),
         )
 
-    def _rounding(self, size: int) -> Rounding:
-        """How weights are rounded in groups of a size."""
+    def rounding(self, shape: tuple[int, ...], size: int) -> Rounding:
+        """Return how weights are rounded in groups of a size."""
         name = BEST if self.qparams == BEST else "torchao"
         rule = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=name)
         return Rounding(rule, "int4-tiles" if self.packing == TILE else "int4-plain")
@@ -131,9 +132,9 @@ class TorchaoInt4:
         }
         return {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": settings}
 
-    def _too_large(self, shape: tuple[int, ...], size: int) -> str | None:
+    def why_not(self, shape: tuple[int, ...], size: int) -> str | None:
         """Return why a linear layer is not worth storing as integers: padded, they take as much as BF16."""
-        bits = 8 * stored_bytes(self._rounding(size).specs("weight", shape)) / math.prod(shape)
+        bits = 8 * stored_bytes(self.rounding(shape, size).specs("weight", shape)) / math.prod(shape)
         if bits < TOO_MANY_BITS:
             return None
         return (
@@ -143,7 +144,7 @@ class TorchaoInt4:
 
     def _padding_warnings(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Return a warning if the other packing would save a good share of the integers."""
-        rounded = [(t, self._rounding(sizes[t.name])) for t in checkpoint.tensors if t.name in sizes]
+        rounded = [(t, self.rounding(t.shape, sizes[t.name])) for t in checkpoint.tensors if t.name in sizes]
         stored = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in rounded)
         least = sum(
             stored_bytes(replace(rounding, layout="int4-plain").specs(t.name, t.shape)) for t, rounding in rounded

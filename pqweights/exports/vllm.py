@@ -6,108 +6,40 @@ specification 1.0.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
-from pqweights.exports.architectures import renames_towers, uses_weights_early
+from pqweights.exports.architectures import uses_weights_early
+from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.bf16 import role_of
-from pqweights.exports.formats import Rounding, Rule
+from pqweights.exports.dialects import configuration, small_files
 from pqweights.exports.integers import Outline
-from pqweights.exports.linear import LinearRules, LinearWeights, linear_weights, module_of, patterns
+from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.original import integer_export
+from pqweights.exports.schemes import CHANNEL, INTEGERS, SCHEMES, SchemeFormat, WeightScheme
 from pqweights.exports.target import (
-    BEST,
+    ASSIGNMENT_OPTIONS,
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
-    MINMAX,
     ExportTarget,
     GroupSize,
     check_rounding,
     one_of,
 )
-from pqweights.kernels.groups import FloatRule, GroupRule
-from pqweights.models.names import tower_of
 from pqweights.options import ExportOptions
 
 NAME = "vllm"
 # What manifests call the target: the name that it had first.
 STATED_NAME = "vllm-int4"
-
-
-CHANNEL = (1,)  # any row can be a group
+# From which formats are chosen for a size, besides the one that was asked for.
+LADDER = ("w4a16", "w8a16", "nvfp4", "fp8")
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
 BASIS = "plain"
-# The modules of routers, by the names that they have in memory.
-ROUTERS = r"re:.*\.(gate|router)$"
-
-
-@dataclass(frozen=True)
-class WeightScheme:
-    """A format.
-
-    bits: the width of a code
-    sizes: the group sizes, the default first; CHANNEL if each row is a group
-    layout: how a weight is stored, by the name that compressed-tensors has for it
-    floats: of which kind the codes are, a key of FLOAT_MODES; None for integers
-    activations: whether the runtime also rounds what layers read, by what it finds there
-    """
-
-    bits: int
-    sizes: tuple[int, ...]
-    layout: str
-    floats: str | None = None
-    activations: bool = False
-
-    @property
-    def rules(self) -> tuple[str, ...]:
-        """The values of `qparams`: groups as long as rows have no better scale than that of the largest weight."""
-        return (MINMAX,) if self.sizes == CHANNEL else (BEST, MINMAX)
-
-    def rounding(self, size: int, qparams: str, columns: int) -> Rounding:
-        """Return what becomes of a weight with some columns in groups of a size."""
-        name = BEST if qparams == BEST else "compressed-tensors"
-        length, label = (columns, f"{self.floats or 'symmetric'}-channel") if self.sizes == CHANNEL else (size, None)
-        rule: Rule = GroupRule(bits=self.bits, group_size=length, symmetric=True, middle=True, rule=name)
-        if self.floats is not None:
-            rule = FloatRule(self.floats, self.bits, length, name)
-        return Rounding(rule, self.layout, label=label)
-
-    def group(self, size: int, targets: list[str]) -> dict[str, Any]:
-        """Return what config.json says of the layers that have groups of a size."""
-        codes = {"num_bits": self.bits, "type": "int" if self.floats is None else "float", "symmetric": True}
-        strategy: dict[str, Any] = {"strategy": "group", "group_size": size}
-        of_inputs = strategy
-        if self.sizes == CHANNEL:
-            strategy, of_inputs = {"strategy": "channel"}, {"strategy": "token"}
-        elif self.floats is not None:
-            codes |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-        return {
-            "targets": targets,
-            "format": self.layout,
-            "input_activations": codes | of_inputs | {"dynamic": True} if self.activations else None,
-            "output_activations": None,
-            "weights": codes | strategy | {"dynamic": False},
-        }
-
-
-GROUPS, INTEGERS = (128, 64, 32), "pack-quantized"
-# By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8.
-SCHEMES = {
-    "w4a16": WeightScheme(4, GROUPS, INTEGERS),
-    "w8a16": WeightScheme(8, GROUPS, INTEGERS),
-    "int8": WeightScheme(8, CHANNEL, "int-quantized", activations=True),
-    "fp8": WeightScheme(8, CHANNEL, "float-quantized", "fp8", activations=True),
-    "mxfp4": WeightScheme(4, (32,), "mxfp4-pack-quantized", "mxfp4", activations=True),
-    "mxfp4a16": WeightScheme(4, (32,), "mxfp4-pack-quantized", "mxfp4"),
-    "mxfp8": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8", activations=True),
-    "mxfp8a16": WeightScheme(8, (32,), "mxfp8-quantized", "mxfp8"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +49,7 @@ class VllmFormat:
     name: str
     groups: GroupSize
     qparams: str
+    assignment: Assignment = NOTHING
 
     compares_master = True
 
@@ -138,102 +71,61 @@ class VllmFormat:
             stated["format"] = self.name
         if self.scheme.sizes == CHANNEL:
             del stated["group_size"]
-        return stated
+        return stated | self.assignment.describe()
+
+    @property
+    def formats(self) -> dict[str, LinearFormat]:
+        """All formats, the default first."""
+        default = SchemeFormat(self.scheme, self.groups, self.qparams)
+        others = {name: _default_format(name, self.qparams) for name in _that_mix_with(self.name) if name != self.name}
+        return {self.name: default, **others}
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""
-        early = uses_weights_early(checkpoint.config)  # then transformers decodes all layers in one group size
-        linear = linear_weights(checkpoint, LinearRules(groups=self.groups, one_size=early))
-        return linear.outline(
-            checkpoint,
-            lambda tensor, size: self.scheme.rounding(size, self.qparams, tensor.shape[-1]),
-            quantization=self._quantization(checkpoint, linear.sizes),
-            warnings=_experts_warnings(checkpoint, linear),
+        rules = LinearRules(
+            target=NAME,
+            formats=self.formats,
+            ladder=_ladder(self.name),
+            assignment=self.assignment,
+            # transformers decodes all layers in one group size then
+            one_size=uses_weights_early(checkpoint.config),
         )
+        linear = linear_weights(checkpoint, rules)
+        quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
+        outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
+        files = small_files(quantization, self.scheme.dialect)
+        return replace(outline, small_files=lambda shards: files) if files else outline
 
-    def _quantization(self, checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """The quantization_config: all linear layers but those to be ignored. sizes: of the weights that are rounded"""
-        # What compressed-tensors may take for a linear layer, or vLLM for fused experts.
-        may_be = [t for t in checkpoint.tensors if len(t.shape) in (2, 3)]
-        layers = [t.name for t in may_be if role_of(t) not in ("bias", "buffer")]
-        quantization: dict[str, Any] = {
-            "quant_method": "compressed-tensors",
-            "format": self.scheme.layout,
-            "quantization_status": "compressed",
-            "config_groups": {
-                f"group_{number}": self.scheme.group(size, targets)
-                for number, (size, targets) in enumerate(_targets(layers, sizes))
-            },
-            "ignore": _ignored(checkpoint, layers, sizes),
-        }
-        if uses_weights_early(checkpoint.config):
-            # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
-            # packed until the first call, and such a model asks for them before.
-            quantization["dequantize"] = True
-        return quantization
+
+def _default_format(name: str, qparams: str) -> SchemeFormat:
+    """Return a format that a rule asks for, in its own group size."""
+    scheme = SCHEMES[name]
+    groups = GroupSize.of(NAME, scheme.sizes, None)
+    return SchemeFormat(scheme, groups, qparams if qparams in scheme.rules else scheme.rules[0])
+
+
+def _that_mix_with(name: str) -> tuple[str, ...]:
+    """Return the formats that one export may have besides a format, itself included."""
+    return tuple(other for other, scheme in SCHEMES.items() if scheme.dialect is SCHEMES[name].dialect)
+
+
+def _ladder(name: str) -> tuple[str, ...]:
+    """Return the formats from which those of a size are chosen: with rounded activations if the default has them."""
+    activations = SCHEMES[name].activations
+    others = (n for n in LADDER if n in _that_mix_with(name) and SCHEMES[n].activations == activations)
+    return tuple(dict.fromkeys([name, *others]))
 
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
     """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
     experts = [t.name for t in checkpoint.tensors if role_of(t) == "expert" and len(t.shape) == 2]
-    plain = [name for name in experts if name not in linear.sizes and name.endswith(".weight")]
+    plain = [name for name in experts if name not in linear.chosen and name.endswith(".weight")]
     if not plain:
         return ()
     return (
         f"single experts stay plain ({first_names(plain)}): vLLM loads them; transformers (5.23) looks for packed ones "
         "alone when it stacks experts, and fails",
     )
-
-
-def _targets(layers: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
-    """Return the group sizes with what matches their layers: one size is that of all linear layers.
-
-    Of several, each names its layers, and the largest takes all others, such as those that a loader renames. The size
-    of the experts comes first: transformers takes the first one whose expressions contain "experts" for theirs, and
-    those of a shared expert do, too.
-    """
-    different = sorted(set(sizes.values()), reverse=True)
-    if len(different) == 1:
-        return [(different[0], ["Linear"])]
-    result = []
-    for size in different:
-        own = [name for name in layers if sizes.get(name) == size]
-        targets = patterns(own, [name for name in layers if sizes.get(name) != size])
-        result.append((size, [*targets, "Linear"] if size == different[0] else targets))
-    of_experts = next((size for name, size in sizes.items() if ".experts." in name), None)
-    return sorted(result, key=lambda group: group[0] != of_experts)
-
-
-def _ignored(checkpoint: Checkpoint, layers: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
-    """Return expressions that match the layers that stay plain, and no others."""
-    rounded = [name for name in layers if name in sizes]
-    plain = sorted(set(layers) - set(rounded), key=layers.index)
-    result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
-    has_routers = any(role_of(tensor) == "router" for tensor in checkpoint.tensors)
-    if has_routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
-        result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
-    if renames_towers(checkpoint.config):  # all modules of those that stay plain, whatever they are called within
-        towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
-        result += [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
-    return [*result, _outside(rounded, plain)]
-
-
-def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:
-    """Return an expression that matches every module outside of the numbered layers, except for those that are rounded.
-
-    A model may have modules there that the file does not name: a head that is tied to the embedding, whose name is
-    lm_head in some models only, or a new head.
-    """
-    outside = [name for name in rounded if not _is_numbered(name)]
-    excluded = [r"(.*\.)?\d+(\..*)?$", *(e.removeprefix("re:") for e in patterns(outside, plain))]
-    # Not a match of the empty name, which modules of vLLM have that are built without one; and the same whether the
-    # expression is searched or matched.
-    return f"re:^(?!(?:{'|'.join(excluded)})).+$"
-
-
-def _is_numbered(weight: str) -> bool:
-    """Whether a weight belongs to one of several layers or experts."""
-    return any(component.isdigit() for component in module_of(weight).split("."))
 
 
 def read_options(options: ExportOptions) -> VllmFormat:
@@ -244,13 +136,13 @@ def read_options(options: ExportOptions) -> VllmFormat:
     scheme = SCHEMES[name]
     if options.bits not in (None, scheme.bits):
         raise OptionError(f"`bits` {options.bits}: the format {name} has {scheme.bits}")
-    has_rows = scheme.floats is None and scheme.sizes != CHANNEL
-    why_not = None if has_rows else f"expected integers in groups, found the format {name}"
+    why_not = None if scheme.has_integer_groups else f"expected integers in groups, found the format {name}"
     check_rounding(NAME, options, why_not=why_not)
     return VllmFormat(
         name=name,
         groups=GroupSize.of(NAME, scheme.sizes, options.group_size),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=scheme.rules),
+        assignment=Assignment.of(options, _that_mix_with(name)),
     )
 
 
@@ -270,8 +162,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=("format", *INTEGER_OPTIONS),
-    account=("basis",),
+    options=("format", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
+    account=("basis", "formats"),
     read_options=read_options,
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),

@@ -166,14 +166,6 @@ def find_mix(asked: str) -> Mix:
     return MIXES[ALIASES.get(name, name)]
 
 
-def find_type(where: str, asked: str) -> str:
-    """Return the name of a type of tensors, as GGUF spells it. Raises OptionError, which begins with `where`."""
-    name = asked.upper()
-    if name not in BLOCK_TYPES and name not in PLAIN_TYPES:
-        raise OptionError(f"{where}: {instead(name, [*BLOCK_TYPES, *PLAIN_TYPES])}")
-    return name
-
-
 def role_of(name: str) -> str | None:
     """Return the kind of a tensor, by its name in the file; None for one that the mixes do not tell apart."""
     return next((role for role, pattern in _ROLES if pattern.fullmatch(name)), None)

@@ -161,7 +161,7 @@ def test_rules_come_before_the_mix(master, tmp_path):
     assert found["blk.0.ffn_up.weight"] == "IQ4_NL" and found["blk.0.attn_k.weight"] is None
     assert (found["blk.0.attn_v.weight"], found["blk.1.attn_v.weight"]) == ("Q8_0", "Q6_K")
     assert (tmp_path / "out/model-Q8_0-mixed.gguf").is_file()
-    assert "matches no tensor" in refused(*asked, "--set-type", "*.nothing=q4_k")
+    assert "matches no weight" in refused(*asked, "--set", "*.nothing=q4_k")
 
 
 @pytest.mark.parametrize("size", [550_000, 700_000, 1_500_000])

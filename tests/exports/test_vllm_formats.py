@@ -14,12 +14,20 @@ from families import FAMILIES, IDS
 from helpers import as_float32, read_all
 from integer_exports import as_loaded, integer_names
 
-from pqweights.exports.vllm import SCHEMES
+from pqweights.errors import RecipeError
+from pqweights.exports.schemes import SCHEMES, Dialect
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
 
 # Their largest relative squared errors: half a step of the codes, about the square of 2**-4 over 3 for E4M3.
-ERRORS = {"int8": 1e-3, "fp8": 1.3e-3, "mxfp4": 0.02, "mxfp4a16": 0.02, "mxfp8": 1.3e-3, "mxfp8a16": 1.3e-3}
+ERRORS = {
+    "int8": 1e-3,
+    **dict.fromkeys(("fp8", "fp8-block", "fp8-deepseek", "mxfp8", "mxfp8a16"), 1.3e-3),
+    **dict.fromkeys(("mxfp4", "mxfp4a16"), 0.02),
+    **dict.fromkeys(("nvfp4", "nvfp4a16", "nvfp4-modelopt"), 0.01),
+}
+# What compressed-tensors calls them, if not by the same name.
+PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "INT8", "fp8-block": "FP8_BLOCK"}
 
 
 def exported(base: Path, name: str, **options: object) -> Path:
@@ -41,13 +49,16 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
     assert verify(folder, threads=2).ok
 
 
-@pytest.mark.parametrize("name", ERRORS)
+# transformers has no reader of Model-Optimizer's checkpoints.
+@pytest.mark.parametrize("name", [name for name in ERRORS if name != "nvfp4-modelopt"])
 def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
-    """With compressed-tensors, which decodes all weights at the first call."""
+    """With compressed-tensors, which decodes all weights at the first call; it decodes its own FP8 if asked to."""
     import torch
+    from transformers import FineGrainedFP8Config
 
     folder = exported(base, name)
-    model, tensors = families.load(folder, FAMILIES["llama"], dtype="bfloat16"), read_all(folder)
+    decoding = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if name == "fp8-deepseek" else {}
+    model, tensors = families.load(folder, FAMILIES["llama"], dtype="bfloat16", **decoding), read_all(folder)
     with torch.inference_mode():
         assert model(torch.tensor(IDS)).logits.isfinite().all()
     weights = dict(model.named_parameters())
@@ -61,19 +72,22 @@ def test_every_format_is_tested() -> None:
     assert {*ERRORS, "w4a16", "w8a16"} == SCHEMES.keys()
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.floats or "int8" in name])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, scheme in SCHEMES.items() if name in ERRORS and scheme.dialect is Dialect.COMPRESSED_TENSORS],
+)
 def test_configuration_names_a_format_that_compressed_tensors_knows(name: str, base: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     settings = json.loads((exported(base, name) / "config.json").read_text())["quantization_config"]
     parsed = QuantizationConfig.model_validate(settings)
     (group,) = parsed.config_groups.values()
-    preset = preset_name_to_scheme({"fp8": "FP8_DYNAMIC", "int8": "INT8"}.get(name, name.upper()), ["Linear"])
+    preset = preset_name_to_scheme(PRESETS.get(name, name.upper()), ["Linear"])
     assert group.weights == preset.weights or group.weights.model_dump(exclude={"zp_dtype", "observer"}) == (
         preset.weights.model_dump(exclude={"zp_dtype", "observer"})
     )
     assert (group.input_activations is None) == (preset.input_activations is None)
-    assert parsed.format == SCHEMES[name].layout
+    assert parsed.format == SCHEMES[name].format_name
 
 
 def test_bits_choose_a_format_of_integers(base: Path) -> None:
@@ -97,3 +111,60 @@ def test_what_a_format_has_not_is_refused(options: tuple[str, ...], message: str
         "export", families.master(base, "llama"), tmp_path / "out", "-t", "vllm", *options, code=2
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_fused_share_the_unit_of_their_scales(base: Path) -> None:
+    """And scales use the range of E4M3: the largest weight of the layer gets one near 256."""
+    tensors = read_all(exported(base, "nvfp4"))
+    units = {
+        name.removesuffix(".weight_global_scale"): as_float32(t)
+        for name, t in tensors.items()
+        if "weight_global" in name
+    }
+    assert len(units) == 14
+    for layer in ("model.layers.0", "model.layers.1"):
+        q, k, v, o = (units[f"{layer}.self_attn.{part}_proj"] for part in "qkvo")
+        assert q == k == v != o
+        assert units[f"{layer}.mlp.gate_proj"] == units[f"{layer}.mlp.up_proj"] != units[f"{layer}.mlp.down_proj"]
+    plain = read_all(families.exported(base, "llama", "bf16"))
+    for name, inverse in units.items():
+        joined = [n for n in units if units[n] == inverse]
+        largest = max(np.abs(as_float32(plain[f"{n}.weight"])).max() for n in joined)
+        assert inverse[0] == pytest.approx(256 * 6 / largest, rel=1e-2)
+        assert as_float32(tensors[f"{name}.input_global_scale"]).tolist() == [1]
+
+
+def test_rules_give_layers_different_formats(base: Path) -> None:
+    """A rule that matches a weight decides about all that are fused with it."""
+    import torch
+
+    rules = ("*.down_proj.weight=fp8-block", "*.0.self_attn.k_proj.weight=nvfp4", "role:attention=plain")
+    folder = families.exported(base, "llama", "vllm", format="fp8", set_format=rules)
+    found = {tensor.name: tensor.codec for tensor in read_manifest(folder).tensors}
+    assert {found[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"} == {"nvfp4-g16"}
+    assert {found[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkvo"} == {None}
+    assert found["model.layers.1.mlp.down_proj.weight"] == "fp8-128x128"
+    assert found["model.layers.1.mlp.up_proj.weight"] == "fp8-channel"
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "mixed-precision" and len(settings["config_groups"]) == 3
+    model, tensors = families.load(folder, FAMILIES["llama"], dtype="bfloat16"), read_all(folder)
+    with torch.inference_mode():
+        assert model(torch.tensor(IDS)).logits.isfinite().all()
+    weights = dict(model.named_parameters())
+    for layer in integer_names(folder):
+        expected = as_loaded(from_vllm_format(tensors, layer))
+        assert np.allclose(weights[layer].detach().float().numpy(), expected, rtol=2**-7, atol=0)
+
+
+def test_formats_are_chosen_for_a_size(base: Path) -> None:
+    whole = {name: weights_bytes(exported(base, name)) for name in ("w4a16", "w8a16")}
+    size = (whole["w4a16"] + whole["w8a16"]) // 2
+    folder = families.exported(base, "llama", "vllm", target_size=size)
+    assert 0.95 * size < weights_bytes(folder) <= size
+    assert {4, 8} <= {tensor.bits for tensor in read_manifest(folder).tensors}
+    with pytest.raises(RecipeError, match="below the smallest possible"):
+        families.exported(base, "llama", "vllm", target_size=1000)
+
+
+def weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

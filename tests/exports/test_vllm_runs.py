@@ -26,13 +26,17 @@ need("vLLM")
 SCRIPT = Path(__file__).parents[1] / "support" / "run_vllm.py"
 # Of the master; vLLM fuses q, k and v, also where a recipe keeps one of them.
 RECIPE = "{bits: 8, rules: [{name: model.layers.0.self_attn.k_proj.weight, keep: true}]}"
-# The family of the model of each format that vLLM has kernels for on a CPU; vLLM 0.32 has none for MXFP4 and MXFP8.
-FORMATS = {"w4a16": "llama-uneven", "int8": "llama", "fp8": "llama"}
+# The family of the model of each format that vLLM has kernels for on a CPU, and after int8 and fp8 those that it
+# emulates (run_vllm.py); it emulates NVFP4 with rounded inputs only, and MXFP4 with a package that is not here.
+FORMATS = {
+    "w4a16": "llama-uneven",
+    **dict.fromkeys(("int8", "fp8", "fp8-block", "fp8-deepseek", "mxfp8", "nvfp4", "nvfp4-modelopt"), "llama"),
+}
 # BF16 makes the log probabilities of a token differ by 0.008 on average and by 0.04 at most, INT4 by 0.25 on average.
 MOST_ON_AVERAGE, MOST = 0.02, 0.12
 LEAST_OF_INT4 = 0.1
 # So many times as much where vLLM rounds what layers read, too: 0.025 and 0.064 on average.
-ROUNDED_INPUTS = {"int8": 2, "fp8": 4}
+ROUNDED_INPUTS = {"int8": 2, "fp8": 4, "nvfp4": 10, "nvfp4-modelopt": 10}
 TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() for seed in range(4)]
 
 

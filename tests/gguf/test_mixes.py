@@ -16,7 +16,7 @@ from tiny_gguf import finish
 from pqweights.codecs import CODECS
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.errors import OptionError
-from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, find_type, fitting_type, may_be_quantized
+from pqweights.gguf.mixes import ALIASES, MIXES, Shape, find_mix, fitting_type, may_be_quantized
 from pqweights.inference.runtimes import llama_library
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -136,9 +136,6 @@ def test_names_are_found_in_any_case_and_the_nearest_is_named():
     assert set(ALIASES.values()) <= MIXES.keys()
     with pytest.raises(OptionError, match=r"`type` q4km: the nearest is 'Q4_K_M'"):
         find_mix("q4km")
-    assert find_type("x", "iq4_xs") == "IQ4_XS"
-    with pytest.raises(OptionError, match="x: the nearest is 'Q4_K'"):
-        find_type("x", "q4_kk")
 
 
 def test_every_type_of_a_mix_has_blocks_and_a_file_type():

@@ -59,9 +59,19 @@ def from_vllm_format(tensors: Tensors, name: str) -> Array:
     else:
         assert dtype == "I8"
         numbers = values.astype(np.float32)
-    scale_dtype, scales = tensors[f"{name}_scale"]
-    in_bytes = scale_dtype == "U8"
-    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127) if in_bytes else as_float32((scale_dtype, scales))
+    scale_dtype, scales = tensors[f"{name}_scale_inv" if f"{name}_scale_inv" in tensors else f"{name}_scale"]
+    if scale_dtype == "U8":
+        factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    elif scale_dtype == "F8_E4M3":
+        factors = torch.from_numpy(scales.view(np.uint8).copy()).view(torch.float8_e4m3fn).float().numpy()
+        if f"{name}_scale_2" in tensors:  # Model-Optimizer
+            factors = factors * as_float32(tensors[f"{name}_scale_2"])
+        else:
+            factors = factors / as_float32(tensors[f"{name}_global_scale"])
+    else:
+        factors = as_float32((scale_dtype, scales))
+    if len(factors) < len(numbers):  # of tiles
+        factors = factors.repeat(128, axis=0)[: len(numbers)]
     return np.asarray(numbers * spread(factors, numbers.shape[1]), np.float32)
 
 

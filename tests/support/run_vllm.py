@@ -19,6 +19,8 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 import torch
 import vllm
 from vllm import _custom_ops
+from vllm.model_executor.kernels import linear
+from vllm.platforms import PlatformEnum
 
 NIBBLES = 8  # in a word
 BLOCK = 16  # outputs whose words lie together
@@ -47,6 +49,44 @@ def product(
     return (result if bias is None else result + bias.float()).to(input.dtype)
 
 
+class Tiles(linear.Fp8BlockScaledMMLinearKernel):
+    """FP8 in tiles as vLLM loads it, times BF16 inputs: what its kernel for CPUs does on processors with AMX alone."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Anywhere."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave the weights as they were loaded."""
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        """Multiply by the decoded weights."""
+        parameters = self._get_layer_params(layer)
+        weight, scales = parameters.weight.float(), parameters.block_scale.float()
+        for axis, size in enumerate((self.weight_group_shape.row, self.weight_group_shape.col)):
+            scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
+        return torch.nn.functional.linear(x.float(), weight * scales, None if bias is None else bias.float()).to(
+            x.dtype
+        )
+
+    def apply_block_scaled_mm(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Not called."""
+        raise NotImplementedError
+
+
+def allow_emulation() -> None:
+    """Let vLLM's own emulations run on a CPU, for which it does not offer them; MXFP4's needs another package."""
+    linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CPU] = [linear.EmulationNvFp4LinearKernel]
+    linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [linear.EmulationMxfp8LinearKernel]
+    if not torch.cpu._is_amx_tile_supported():
+        linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Tiles]
+
+
 def scores(folder: str, tokens: list[list[int]]) -> list[list[float]]:
     """The log probability of each token but the first."""
     model = vllm.LLM(folder, dtype="bfloat16", max_model_len=LONGEST, enforce_eager=True, skip_tokenizer_init=True)
@@ -63,6 +103,7 @@ def main() -> None:
     job, result = json.load(sys.stdin), dict[str, Any]()
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         _custom_ops.cpu_gemm_wna16 = product
+    allow_emulation()
     for name, folder in job["folders"].items():
         try:
             result[name] = scores(folder, job["tokens"])

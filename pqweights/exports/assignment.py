@@ -1,0 +1,181 @@
+"""Which format each weight gets, for every target: by default, by rules, or so that the result has a given size.
+
+A target says which formats it has, what its runtime computes with as one layer, and what a format costs there.
+docs/exports.md has the rules as users see them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pqweights.checkpoint.writer import sha256_of_file
+from pqweights.common.advice import instead
+from pqweights.common.units import parse_size
+from pqweights.errors import OptionError, RecipeError, SourceError
+from pqweights.exports.formats import BlockRule, Rule, TileRule
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.options import ExportOptions
+from pqweights.planning.knapsack import Choice, cheapest, solve
+from pqweights.planning.roles import ROLES
+from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, read_sensitivity
+
+# The format of a weight that a rule keeps as it is.
+PLAIN = "plain"
+ROLE = "role:"
+# The relative squared error of 16 bits.
+PLAIN_ERROR = 1e-8
+SAMPLES = 1 << 16
+
+
+class FormatRule(NamedTuple):
+    """The format of the weights whose name matches a pattern, or of a role: role:expert."""
+
+    pattern: str
+    format: str
+
+    def matches(self, names: Iterable[str], role: str) -> bool:
+        """Whether it is about a weight. names: its name, and others by which it is known"""
+        if self.pattern.startswith(ROLE):
+            return role == self.pattern.removeprefix(ROLE)
+        return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a user asks for.
+
+    rules: the first that matches a weight, or another one of its fused layer, decides; others get the default
+    target_size: the largest size of the weights' files, in bytes, for which formats are then chosen where no rule
+        decides; None to take the default
+    sensitivity: by what they are chosen: a file that `pqweights sensitivity` wrote; None for the rule of thumb
+    """
+
+    rules: tuple[FormatRule, ...] = ()
+    target_size: int | None = None
+    sensitivity: Path | None = None
+
+    @staticmethod
+    def of(options: ExportOptions, formats: Sequence[str]) -> Assignment:
+        """Check what a user asks for. formats: those that the target has
+
+        Raises OptionError for an unknown format or role, and for options that contradict each other.
+        """
+        asked, size = options.set_format, options.target_size
+        rules = tuple(
+            FormatRule(pattern, known_format(f"`set_format` {pattern}={name}", name, (*formats, PLAIN)))
+            for pattern, name in (asked.items() if isinstance(asked, Mapping) else asked or ())
+        )
+        for rule in rules:
+            role = rule.pattern.removeprefix(ROLE)
+            if role != rule.pattern and role not in ROLES:
+                raise OptionError(f"`set_format` {rule.pattern}: {instead(role, ROLES)}")
+        if options.sensitivity is not None and size is None:
+            raise OptionError("`sensitivity`: expected `target_size` as well, for which formats are then chosen")
+        measured = options.sensitivity is not None and str(options.sensitivity) != HEURISTIC
+        return Assignment(
+            rules=rules,
+            target_size=None if size is None else parse_size(size),
+            sensitivity=Path(str(options.sensitivity)) if measured else None,
+        )
+
+    def describe(self, rules: str = "formats") -> dict[str, Any]:
+        """Return what a manifest says of the choice; what is not said is the default. rules: its key for the rules"""
+        stated: dict[str, Any] = {rules: [list(rule) for rule in self.rules]} if self.rules else {}
+        if self.target_size is not None:
+            stated["target_size"] = self.target_size
+        if self.sensitivity is not None:
+            stated["sensitivity"] = sha256_of_file(self.sensitivity)
+        return stated
+
+    def rule_of(self, weights: Iterable[tuple[Sequence[str], str]]) -> FormatRule | None:
+        """Return the rule of a layer. weights: the names of each of its weights, and its role"""
+        known = list(weights)
+        return next((r for r in self.rules if any(r.matches(names, role) for names, role in known)), None)
+
+    def check_used(self, used: Iterable[FormatRule | None]) -> None:
+        """Raise RecipeError for a rule that decides about nothing."""
+        unused = [rule for rule in self.rules if rule not in set(used)]
+        if unused:
+            raise RecipeError(
+                f"pattern {unused[0].pattern!r}: matches no weight that can be quantized before another rule does; "
+                "names are those of the checkpoint or of the runtime, and a role is written as role:attention"
+            )
+
+    def known(self) -> Sensitivity | None:
+        """Read the sensitivities that were given; None stands for the rule of thumb. Raises SourceError."""
+        return None if self.sensitivity is None else read_sensitivity(self.sensitivity)
+
+    def check_model(self, fingerprint: str | None) -> None:
+        """Raise SourceError if the sensitivities are of another model. fingerprint: that of the checkpoint, if known"""
+        known = self.known()
+        if known is not None and fingerprint is not None and known.checkpoint != fingerprint:
+            raise SourceError(
+                f"{self.sensitivity}: expected sensitivities of the model that the master was made from (fingerprint "
+                f"{fingerprint[:12]}), found those of another ({known.checkpoint[:12]})"
+            )
+
+
+# What is asked for if nothing is.
+NOTHING = Assignment()
+
+
+def known_format(where: str, name: str, formats: Sequence[str]) -> str:
+    """Return a format as the target spells it. Raises OptionError, which begins with `where`."""
+    by_name = {known.lower(): known for known in formats}
+    if name.lower() not in by_name:
+        asked = name.upper() if formats[0].isupper() else name.lower()
+        raise OptionError(f"{where}: {instead(asked, list(formats))}")
+    return by_name[name.lower()]
+
+
+class Candidate(NamedTuple):
+    """A format that a layer can have. cost: in bytes, of all its weights. error: their relative squared error."""
+
+    format: str
+    cost: int
+    error: float
+
+
+def chosen_within(
+    target_bytes: int,
+    layers: Mapping[str, Sequence[Candidate]],
+    *,
+    overhead: int,
+    weights: Mapping[str, Sequence[str]],
+    roles: Mapping[str, str],
+    known: Sensitivity | None,
+) -> dict[str, str]:
+    """Return the format of each layer, so that the predicted rise of the loss is least within a size.
+
+    layers: the formats that each layer can have, by name
+    overhead: what else the files hold, in bytes
+    weights: the names of the weights of each layer
+    roles: the role of each weight
+
+    Raises RecipeError for a size that cannot be met.
+    """
+    alphas, _ = alphas_for(weights, roles=roles, known=known)
+    choices = [[Choice(c.cost, alphas[name] * c.error) for c in candidates] for name, candidates in layers.items()]
+    solution = solve(choices, target_bytes - overhead)
+    if solution is None:
+        least = overhead + cheapest(choices)
+        raise RecipeError(f"target: {target_bytes} bytes: below the smallest possible, {least} bytes")
+    return {name: layers[name][number].format for name, number in zip(layers, solution.choices, strict=True)}
+
+
+@functools.cache
+def distortion(rule: Rule) -> float:
+    """Return the relative squared error of Gaussian weights, always the same ones."""
+    if isinstance(rule, BlockRule):
+        return BLOCK_TYPES[rule.kind].distortion
+    length = rule.row_length * rule.rows if isinstance(rule, TileRule) else rule.group_size
+    values = np.random.default_rng(0).standard_normal(-(-SAMPLES // length) * length, dtype=np.float32)
+    groups = rule.quantize(values)
+    return float(groups.errors.sum() / groups.energies.sum())

@@ -1,0 +1,70 @@
+"""What config.json says to vLLM of weights that are stored as other libraries than compressed-tensors store them.
+
+Formats: DeepSeek-V3's FP8 in tiles (arXiv:2412.19437, section 3.3; the quant_method fp8 of vLLM and transformers), and
+NVFP4 of NVIDIA's Model-Optimizer (https://github.com/NVIDIA/Model-Optimizer), whose hf_quant_config.json TensorRT-LLM
+reads. Each of these has one format for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.strict_json import json_bytes
+from pqweights.exports.compressed_tensors import linear_layers, quantization_config
+from pqweights.exports.linear import Chosen, module_of
+from pqweights.exports.schemes import SCHEMES, Dialect
+from pqweights.rewrite.transform import SmallFiles
+
+HEAD = "lm_head"
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+def configuration(checkpoint: Checkpoint, chosen: Mapping[str, Chosen], dialect: Dialect) -> dict[str, Any]:
+    """Return the quantization_config. chosen: the formats of the weights that are rounded, all of the dialect"""
+    if dialect is Dialect.FINE_GRAINED_FP8:
+        return _fine_grained_fp8(_plain_modules(checkpoint, chosen))
+    if dialect is Dialect.MODELOPT:
+        return _modelopt(_plain_modules(checkpoint, chosen))
+    return quantization_config(checkpoint, chosen)
+
+
+def small_files(quantization: Mapping[str, Any], dialect: Dialect) -> SmallFiles:
+    """Return what is written beside config.json, given the quantization_config."""
+    if dialect is not Dialect.MODELOPT:
+        return {}
+    settings = {
+        "quant_algo": quantization["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "group_size": quantization["group_size"],
+        "exclude_modules": quantization["ignore"],
+    }
+    return {MODELOPT_FILE: lambda: json_bytes({"producer": quantization["producer"], "quantization": settings})}
+
+
+def _plain_modules(checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> list[str]:
+    """Return the names of the modules that may be linear layers, and stay plain."""
+    return list(dict.fromkeys([HEAD, *(module_of(n) for n in linear_layers(checkpoint) if n not in chosen)]))
+
+
+def _fine_grained_fp8(plain: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(SCHEMES["fp8-deepseek"].tile or ()),
+        "modules_to_not_convert": list(plain),
+    }
+
+
+def _modelopt(plain: Sequence[str]) -> dict[str, Any]:
+    numbers = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "config_groups": {"group_0": {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}},
+        "ignore": list(plain),
+        "producer": {"name": "pqweights"},
+    }
