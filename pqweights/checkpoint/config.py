@@ -17,6 +17,7 @@ import yaml
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.models import text_config
 from pqweights.models.conventions import PARTS
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -62,12 +63,11 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
         return {}
     if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
         return {"quant_method": "mlx"}
-    for place in (config, config.get("text_config")):
-        if isinstance(place, dict):
-            for key in QUANTIZATION_KEYS:
-                if isinstance(place.get(key), dict):
-                    settings: dict[str, Any] = place[key]
-                    return settings
+    for place in (config, text_config(config)):
+        for key in QUANTIZATION_KEYS:
+            if isinstance(place.get(key), dict):
+                settings: dict[str, Any] = place[key]
+                return settings
     return {}
 
 

@@ -174,8 +174,8 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
             writer.add_sliding_window_pattern(layers)
     elif architecture.forced_window:
         writer.add_sliding_window(settings.number("max_position_embeddings"))
-    elif architecture.name == "PHI3":
-        writer.add_sliding_window(0)  # earlier versions of llama.cpp expect the key
+    elif architecture.stated_window:
+        writer.add_sliding_window(0)
 
 
 class GgufTensor(NamedTuple):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
-from pqweights.models import described
+from pqweights.models import described, text_config
 from pqweights.models.description import ModelDescription, stated_or_default
 from pqweights.models.llama_cpp import IGNORED, LAYERS, Architecture
 from pqweights.models.table import MODELS
@@ -89,8 +89,7 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     Raises ExportError if the architecture is not covered, or a value of the configuration is not.
     """
     config = config or {}
-    inner = config.get("text_config")
-    values = {**config, **inner} if isinstance(inner, dict) else dict(config)
+    values = {**config, **text_config(config)}
     # The outer type decides: models of images and text may share the type of their text model.
     model_type = config.get("model_type")
     model = described(model_type)
@@ -104,9 +103,8 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     _check_values(settings, config)
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
-    for key, value in (("num_key_value_heads", heads), ("head_dim", width)):
-        if settings.get(key) is None:
-            values[key] = value
+    computed = {"num_key_value_heads": heads, "head_dim": width}
+    values |= {key: value for key, value in computed.items() if settings.get(key) is None}
     free_head_dim = settings.architecture.free_head_dim
     if not free_head_dim and (width * heads != settings.number("hidden_size")):
         raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
@@ -164,14 +162,9 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
         raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
 
 
-# llama.cpp recognizes the 27B models of Gemma 2 and 3 by their number of layers; only they scale queries by the width
-# of the model over its heads.
-LAYERS_OF_27B = {"GEMMA2": 46, "GEMMA3": 62}
-
-
 def _scalar(settings: Settings) -> int:
     """The number by whose root llama.cpp divides the queries of Gemma."""
-    if settings.get("num_hidden_layers") == LAYERS_OF_27B.get(settings.architecture.name):
+    if settings.get("num_hidden_layers") == settings.architecture.layers_of_27b:
         return settings.number("hidden_size") // settings.number("num_attention_heads")
     return settings.number("head_dim")
 

@@ -222,8 +222,6 @@ def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, i
     queries = settings.number("num_attention_heads") * size
     keys = settings.number("num_key_value_heads") * size
     inner = settings.number("intermediate_size")
-    if tensor_type == "FFN_UP" and settings.architecture.name == "PHI3":
-        return 2 * inner, hidden  # gate and up in one
     shapes: dict[str, tuple[int | None, int | None]] = {
         "ATTN_Q": (queries, hidden),
         "ATTN_K": (keys, hidden),
@@ -231,7 +229,7 @@ def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, i
         "ATTN_QKV": (queries + 2 * keys, hidden),
         "ATTN_OUT": (hidden, queries),
         "FFN_GATE": (inner, hidden),
-        "FFN_UP": (inner, hidden),
+        "FFN_UP": (inner * (2 if settings.architecture.joined_mlp else 1), hidden),
         "FFN_DOWN": (hidden, inner),
         "ATTN_NORM": (hidden, None),
         "FFN_NORM": (hidden, None),

@@ -36,6 +36,7 @@ from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.steps import Continuation, TokenChoice, TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
+from pqweights.models import text_config
 from pqweights.options import GenerationOptions
 
 # Called with each piece of the text as it comes.
@@ -289,8 +290,7 @@ def read_settings(folder: Folder) -> tuple[frozenset[int], TokenChoice]:
     Raises SourceError for a file that cannot be read, or for a value that means nothing.
     """
     stated = {} if folder.runtime == LLAMA_CPP else _read(folder)
-    text = folder.config.get("text_config")
-    places = (stated, text if isinstance(text, dict) else {}, folder.config)
+    places = (stated, text_config(folder.config), folder.config)
     ends = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
     ids = ends if isinstance(ends, list) else [ends]
     sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}

@@ -21,7 +21,7 @@ from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, size
 from pqweights.inference.runtimes.models import AUTO
 from pqweights.inference.runtimes.packages import package
 from pqweights.kernels import BLOCK_SIZE
-from pqweights.models import has_trait
+from pqweights.models import has_trait, text_config
 from pqweights.models.traits import Trait
 
 # Models that multiply with the columns of their weights, which have to be decoded for it.
@@ -112,9 +112,7 @@ def check_fits(folder: Folder, needs: Needs, *, packed: bool) -> None:
 
 def _own_dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype that a configuration states, or float32."""
-    text = config.get("text_config")
-    nested = text if isinstance(text, dict) else {}
-    stated = (settings.get(key) for settings in (config, nested) for key in ("dtype", "torch_dtype"))
+    stated = (settings.get(key) for settings in (config, text_config(config)) for key in ("dtype", "torch_dtype"))
     return next((name for name in map(str, stated) if name in BYTES_PER_WEIGHT), "float32")
 
 

@@ -52,6 +52,10 @@ class Architecture:
     unrotated_period: the period in which llama.cpp has one layer without rotary embeddings; 0: none
     own_head: whether it needs a head although the embeddings are the head
     biases: the tensors, as in gguf.MODEL_TENSOR, of which it also takes a bias
+    layers_of_27b: how many layers the 27B model of Gemma has, by which llama.cpp recognizes it: only this model scales
+        queries by the width of the model over its heads
+    joined_mlp: whether gate and up are one tensor
+    stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
     """
 
@@ -70,6 +74,9 @@ class Architecture:
     unrotated_period: int = 0
     own_head: bool = False
     biases: frozenset[str] = frozenset()
+    layers_of_27b: int | None = None
+    joined_mlp: bool = False
+    stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -136,6 +143,7 @@ GEMMA2 = Architecture(
     windows=LAYERS,
     window_period=2,
     forced_window=True,
+    layers_of_27b=46,
     values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (False, None)},
 )
 GEMMA3 = Architecture(
@@ -144,6 +152,7 @@ GEMMA3 = Architecture(
     rope=LINEAR,
     windows=LAYERS,
     window_period=6,
+    layers_of_27b=62,
     values={
         "hidden_activation": TANH_GELU,
         "use_bidirectional_attention": (False, None),
@@ -156,6 +165,8 @@ PHI3 = Architecture(
     partial_rope=True,
     free_head_dim=False,
     windows=IGNORED,
+    joined_mlp=True,
+    stated_window=True,
     values=SILU,
 )
 

@@ -17,6 +17,7 @@ from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.gguf.file import is_gguf, open_gguf
 from pqweights.inference.runtimes.packages import Refused, package, quiet
+from pqweights.models import text_config
 from pqweights.rewrite.results.inspect import inspect
 
 MASTER = "master"
@@ -104,8 +105,7 @@ def read_folder(path: Path) -> Folder:
         refuse_transforms(path, settings)
     if method is None and "quantization" in config:
         runtime = MLX
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    text = text_config(config)
     limits = (_positive(text, key) for key in CONTEXT_KEYS)
     return Folder(
         path=path,
@@ -135,7 +135,7 @@ def transformers_config(folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _positive(config: dict[str, Any], key: str) -> int | None:
+def _positive(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     return value if isinstance(value, int) and value > 0 else None
 
