@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
+from pqweights.exports.experts import is_bias_of_experts
 from pqweights.options import PlanArguments, QuantizeArguments
 
 from . import options, output, report, tables
@@ -108,9 +109,11 @@ def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     if not fused:
         return []
     weights = sum(tensor.weights for tensor in fused)
+    biased = any(is_bias_of_experts(tensor.name) for tensor in tensors)
+    plain, others = ("vllm and torchao-int4 store", "") if biased else ("torchao-int4 stores", ", vllm")
     return [
-        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: vllm and torchao-int4 store them "
-        f"in BF16 ({size_text(2 * weights)}); gguf and mlx round them"
+        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: {plain} them "
+        f"in BF16 ({size_text(2 * weights)}); gguf{others} and mlx round them"
     ]
 
 

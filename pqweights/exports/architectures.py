@@ -30,10 +30,6 @@ _REFUSALS: dict[str, tuple[tuple[Trait, str], ...]] = {
     ),
     VLLM: (
         (Trait.TRANSPOSED, _TRANSPOSED),
-        (
-            Trait.UNPACKED_EXPERTS,
-            "transformers splits its fused experts when it loads compressed-tensors, and would not find them",
-        ),
         (Trait.RESHAPED, _RESHAPED),
         (
             Trait.RENAMED_PLAIN,

@@ -17,6 +17,7 @@ from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.dialects import configuration, small_files
+from pqweights.exports.experts import with_single_experts
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
@@ -81,7 +82,8 @@ class VllmFormat:
         return {self.name: default, **others}
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
-        """Decide which linear layers become integers; names and shapes are those of the source."""
+        """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
+        checkpoint = with_single_experts(checkpoint)
         rules = LinearRules(
             target=NAME,
             formats=self.formats,

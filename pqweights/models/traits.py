@@ -19,7 +19,6 @@ class Trait(StrEnum):
     ROTATES_WINDOWS_ONLY: layers with full attention have no rotary embeddings if others have a sliding window
     MISLABELLED_DECODER: its configuration has is_decoder = False, although it predicts the next token
     EXAMINED: it is known what transformers does with the layers
-    UNPACKED_EXPERTS: transformers splits fused experts, for compressed-tensors alone, into layers no checkpoint has
     RESHAPED: transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those
         that it joins it even loses the plain ones of a compressed-tensors checkpoint
     RENAMED: layers have other names in memory than in the file, and torchao's metadata has those in memory
@@ -37,7 +36,6 @@ class Trait(StrEnum):
     ROTATES_WINDOWS_ONLY = "rotates windows only"
     MISLABELLED_DECODER = "mislabelled decoder"
     EXAMINED = "examined"
-    UNPACKED_EXPERTS = "unpacked experts"
     RESHAPED = "reshaped"
     RENAMED = "renamed"
     RENAMED_PLAIN = "renamed plain"
@@ -53,7 +51,6 @@ TYPES_WITH: dict[Trait, str] = {
     Trait.ROTATES_NEIGHBOURS: "codegen cohere cohere2 deepseek_v2 gptj llama4_text",
     Trait.ROTATES_WINDOWS_ONLY: "cohere2 exaone4 exaone_moe",
     Trait.MISLABELLED_DECODER: "gpt_neox gpt_neox_japanese",
-    Trait.UNPACKED_EXPERTS: "llama4 llama4_text",
     Trait.RESHAPED: """
 bailing_hybrid depth_pro dinov2 dinov2_with_registers gradium_phonon_tts gte hrm_text inkling_mm_model
 jina_embeddings_v3 kimi_linear minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2

@@ -77,7 +77,6 @@ MLA: dict[str, Any] = {
 LOADS = "loads"
 UNKNOWN_TO_MLX = "it has no model of type"
 TRANSPOSED = "it stores its linear weights transposed"
-FUSED = "transformers splits its fused experts"
 RESHAPED = "transformers cuts or joins its weights"
 RENAMED = "transformers renames its layers"
 DIRECTLY = "computes with its weights directly"
@@ -210,11 +209,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": A("Nemotron", TEXT, mlx=LOADS),
     "hunyuan_v1_dense": A("HunYuanDenseV1", TEXT, mlx=LOADS),
     "llama4_text": A(
-        "Llama4", TEXT, EXPERTS, config="Llama4Text", vllm=FUSED, mlx="no place for 7 tensors: lm_head.weight",
+        "Llama4", TEXT, EXPERTS, config="Llama4Text", mlx="no place for 7 tensors: lm_head.weight",
         intermediate_size_mlp=WIDE, interleave_moe_layer_step=2
     ),
     "llama4": A(
-        "Llama4", head=GENERATES, vllm=FUSED, mlx=LOADS,
+        "Llama4", head=GENERATES, mlx=LOADS,
         text_config={**TEXT, **EXPERTS, "num_hidden_layers": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": WIDE,
             "interleave_moe_layer_step": 2},
         vision_config={**IMAGE, "vision_output_dim": WIDTH, "projector_input_dim": WIDTH, "projector_output_dim": WIDTH}
@@ -327,7 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # What the page says of a pattern of refusal.
 IN_SHORT = {
-    LOADS: "yes", TRANSPOSED: "no: its weights are stored transposed", FUSED: "no: transformers splits its experts",
+    LOADS: "yes", TRANSPOSED: "no: its weights are stored transposed",
     RESHAPED: "no: transformers cuts or joins its weights", RENAMED: "no: transformers renames its layers",
     DIRECTLY: "no: it computes with its weights directly", UNKNOWN_TO_MLX: "no",
 }  # fmt: skip

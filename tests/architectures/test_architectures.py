@@ -56,7 +56,15 @@ def with_integers(folder: Path, exported: Path, exact: bool = False) -> Path:
     decode = export_weight(exported)
     for name in integer_names(exported):
         values = decode(name)
-        tensors[name] = f32(values if exact and ".experts." not in name else as_loaded(values))
+        is_stacked = ".experts." in name and name in tensors
+        values = values if exact and not is_stacked else as_loaded(values)
+        if name in tensors:
+            tensors[name] = f32(values)
+        else:  # of an expert: [out, in], gate before up, in a stack [experts, in, out]
+            path, number, matrix, _ = name.rsplit(".", 3)
+            stack = f"{path}.{'down_proj' if matrix == 'down_proj' else 'gate_up_proj'}"
+            first = len(values) if matrix == "up_proj" else 0
+            tensors[stack][1][int(number)][:, first : first + len(values)] = values.T
     return write_checkpoint(exported.with_name(f"{exported.name}-plain"), tensors, config=config)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import families
 import numpy as np
 import pytest
-from commands import refused
+from commands import done, refused
 from export_decoders import from_vllm_format
 from families import FAMILIES, IDS
-from helpers import as_float32, read_all
+from helpers import as_float32, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, integer_names
 
 from pqweights.errors import RecipeError
@@ -26,6 +27,7 @@ ERRORS = {
     **dict.fromkeys(("mxfp4", "mxfp4a16"), 0.02),
     **dict.fromkeys(("nvfp4", "nvfp4a16", "nvfp4-modelopt"), 0.01),
 }
+BITS = {"w8a16": 8, "nvfp4a16": 4}
 # What compressed-tensors calls them, if not by the same name.
 PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "INT8", "fp8-block": "FP8_BLOCK"}
 
@@ -164,6 +166,55 @@ def test_formats_are_chosen_for_a_size(base: Path) -> None:
     assert {4, 8} <= {tensor.bits for tensor in read_manifest(folder).tensors}
     with pytest.raises(RecipeError, match="below the smallest possible"):
         families.exported(base, "llama", "vllm", target_size=1000)
+
+
+@pytest.mark.parametrize("name", ["w8a16", "nvfp4a16"])
+def test_stacks_of_experts_become_weights_of_single_ones(name: str, base: Path, tmp_path: Path) -> None:
+    """Llama 4 has [experts, in, out]; transformers takes them apart as well before it loads packed ones."""
+    folder = families.exported(base, "llama4", "vllm", format=name)
+    model, tensors = families.load(folder, FAMILIES["llama4"], dtype="bfloat16"), read_all(folder)
+    families.logits(model)  # decodes what is packed
+    weights, plain = dict(model.named_parameters()), read_all(families.exported(base, "llama4", "bf16"))
+    for layer in range(2):
+        experts = f"model.layers.{layer}.feed_forward.experts"
+        parts = {
+            part: np.stack(
+                [from_vllm_format(tensors, f"{experts}.{e}.{part}_proj.weight", BITS[name]) for e in range(4)]
+            )
+            for part in ("gate", "up", "down")
+        }
+        for part, values in parts.items():
+            found = [weights[f"{experts}.{e}.{part}_proj.weight"].detach().float().numpy() for e in range(4)]
+            assert np.allclose(found, as_loaded(values), rtol=2**-7, atol=0)
+        stacks = {"gate_up_proj": np.concatenate([parts["gate"], parts["up"]], 1), "down_proj": parts["down"]}
+        for stack, values in stacks.items():
+            exact = as_float32(plain[f"{experts}.{stack}"])
+            assert ((np.swapaxes(values, 1, 2) - exact) ** 2).sum() < 0.01 * (exact**2).sum()
+    assert verify(folder, threads=2).ok
+    asked = ("export", families.master(base, "llama4"), tmp_path / "out", "-t", "vllm", "--format", name)
+    done(*asked, "--source", families.model(base, "llama4"))
+    assert integer_names(tmp_path / "out") == integer_names(folder)
+
+
+def test_stacks_that_are_not_turned_give_the_same_file_as_single_experts(base: Path, tmp_path: Path) -> None:
+    """Qwen3.5 MoE is published with stacks [experts, out, in], and transformers saves single experts."""
+    tensors = read_all(families.model(base, "qwen3_5_moe"))
+    single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    layers = {match[1] for name in tensors if (match := single.fullmatch(name))}
+    for experts in layers:
+        gate, up, down = (
+            np.stack([tensors.pop(f"{experts}.{e}.{part}_proj.weight")[1] for e in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{experts}.gate_up_proj"] = ("BF16", np.concatenate([gate, up], 1))
+        tensors[f"{experts}.down_proj"] = ("BF16", down)
+    config = json.loads((families.model(base, "qwen3_5_moe") / "config.json").read_text())
+    source = write_checkpoint(tmp_path / "source", tensors, config=config)
+    run_command({"quantize": str(source), "recipe": "q6"}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm"}, tmp_path / "out")
+    expected, found = read_all(families.exported(base, "qwen3_5_moe", "vllm")), read_all(tmp_path / "out")
+    assert layers and found.keys() == expected.keys()
+    assert all(np.array_equal(values, expected[name][1]) for name, (_, values) in found.items())
 
 
 def weights_bytes(folder: Path) -> int:

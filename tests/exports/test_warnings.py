@@ -155,6 +155,7 @@ def test_plan_says_that_fused_experts_stay_plain_in_exports_of_linear_layers(bas
     said = f"fused experts: {len(stacks)} tensors of {weights} weights: vllm and torchao-int4 store them in BF16"
     assert f"{said} ({size_text(2 * weights)}); gguf and mlx round them\n" in shown
     assert "fused experts" not in done("plan", families.model(base, "qwen3_moe")).stdout
+    assert ": torchao-int4 stores them in BF16" in done("plan", families.model(base, "llama4")).stdout
 
 
 # The summary.

@@ -301,9 +301,6 @@ CASES = [
             "export master out --target int4": ("--target int4", "the nearest is 'vllm-int4'"),
         },
     ),
-    exporting(
-        "export-of-llama-4", {VLLM: ("llama4", "fused experts", "torchao-int4 or mlx")}, {"model_type": "llama4"}
-    ),
     Case(
         "export-of-no-linear-layer",
         dict.fromkeys((TORCHAO, VLLM), ("no weight of this model can become integers", "embedding")),

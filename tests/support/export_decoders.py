@@ -44,12 +44,12 @@ def from_compressed_tensors(tensors: Tensors, name: str, bits: int = 4) -> Array
     return codes * spread(as_float32(tensors[f"{name}_scale"]), codes.shape[1])
 
 
-def from_vllm_format(tensors: Tensors, name: str) -> Array:
+def from_vllm_format(tensors: Tensors, name: str, bits: int = 4) -> Array:
     """A weight of any format of the target vllm, in float32, by the specifications of its numbers."""
     import torch
 
     if f"{name}_shape" in tensors:
-        return from_compressed_tensors(tensors, name)
+        return from_compressed_tensors(tensors, name, bits)
     dtype, values = tensors[f"{name}_packed" if f"{name}_packed" in tensors else name]
     if dtype == "U8":  # the first in the low half of a byte
         nibbles = codes_of(values, 4)

@@ -90,6 +90,13 @@ FAMILIES = {
         "GptOss", ATTENTION, float32=("mlp.router.bias",), intermediate_size=128, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=32,
     ),
+    # Fused experts [E, in, out] without biases.
+    "llama4": Family(
+        "Llama4ForCausalLM", "Llama4TextConfig", {
+            **TEXT, "intermediate_size": 128, "intermediate_size_mlp": 256, "num_local_experts": 4,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "head_dim": 64, "tie_word_embeddings": False,
+        }, ATTENTION + MLP,
+    ),
     "qwen3_5": seeing("Qwen3_5", ATTENTION + MLP + DELTA_NET, **HYBRID),
     "qwen3_5_moe": seeing(
         "Qwen3_5Moe", ATTENTION + MLP + DELTA_NET, **HYBRID, **EXPERTS, shared_expert_intermediate_size=128
