@@ -164,8 +164,8 @@ def test_rules_give_modules_different_formats(base: Path, tmp_path: Path) -> Non
         assert records[name].relative_mse == pytest.approx(error, rel=1e-5)
     asked = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx")
     assert "*.nothing" in refused(*asked, "--set", "*.nothing=q8")
-    assert "--set *=q9: expected q2" in refused(*asked, "--set", "*=q9")
-    assert "leave out --mode and --bits" in refused(*asked, "--format", "q8", "--bits", "8")
+    assert "--set *=q9: expected q2" in refused(*asked, "--set", "*=q9", code=2)
+    assert "leave out --mode and --bits" in refused(*asked, "--format", "q8", "--bits", "8", code=2)
 
 
 def test_formats_are_chosen_for_a_size(base: Path) -> None:
