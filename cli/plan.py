@@ -110,7 +110,7 @@ def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
         return []
     weights = sum(tensor.weights for tensor in fused)
     biased = any(is_bias_of_experts(tensor.name) for tensor in tensors)
-    plain, others = ("vllm and torchao-int4 store", "") if biased else ("torchao-int4 stores", ", vllm")
+    plain, others = ("vllm and torchao store", "") if biased else ("torchao stores", ", vllm")
     return [
         f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: {plain} them "
         f"in BF16 ({size_text(2 * weights)}); gguf{others} and mlx round them"

@@ -326,7 +326,7 @@ class ExportOptions(FoldOptions):
         "For `rounding` and for `fold`: moments that pqweights calibrate --moments wrote.", default=None, metavar="FILE"
     )
     packing: str | None = option(
-        "For torchao-int4: the layout of the packed codes.",
+        "For torchao in INT4: the layout of the packed codes.",
         default=None,
         metavar="PACKING",
         default_text="tile_packed_to_4d",

@@ -28,9 +28,10 @@ EXPORTS = {
         "an ordinary checkpoint; --dtype source keeps the dtypes of the source. Everything loads it:\n"
         "AutoModelForCausalLM.from_pretrained(OUT), vllm serve OUT, ...",
     ),
-    "torchao-int4": RegisteredTarget(
-        "pqweights.exports.torchao_int4",
-        "linear layers in INT4, for PyTorch on CUDA (sm80 or newer; --packing plain also needs mslk):\n"
+    "torchao": RegisteredTarget(
+        "pqweights.exports.torchao",
+        "linear layers in INT4, for PyTorch on CUDA (sm80 or newer; --packing plain also needs mslk), or with\n"
+        "--format int8 or fp8 also on a CPU:\n"
         'pip install transformers accelerate torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")',
     ),
     "mlx": RegisteredTarget(
@@ -50,9 +51,9 @@ EXPORTS = {
     ),
 }
 
-# Other names of targets. Manifests keep the first names of mlx and vllm, so that an export that was made by an earlier
-# version is still the same result.
-ALIASES = {"torchao": "torchao-int4", "mlx-q4": "mlx", "vllm-int4": "vllm"}
+# Other names of targets. Manifests keep the first names of torchao, mlx and vllm, so that an export that was made by an
+# earlier version is still the same result.
+ALIASES = {"torchao-int4": "torchao", "mlx-q4": "mlx", "vllm-int4": "vllm"}
 
 
 def target_name(stated: object) -> str | None:

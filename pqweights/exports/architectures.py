@@ -14,7 +14,7 @@ from pqweights.models import has_trait
 from pqweights.models.conventions import TOWERS
 from pqweights.models.traits import Trait
 
-TORCHAO, VLLM, MLX = "torchao-int4", "vllm", "mlx"
+TORCHAO, VLLM, MLX = "torchao", "vllm", "mlx"
 PLAIN = "bf16"
 
 

@@ -319,6 +319,11 @@ def _tile_scales(name: str, dtype: str) -> StoredPart:
     )
 
 
+def _row_scales(name: str) -> StoredPart:
+    """Return the part of a scale of each row, in float32."""
+    return StoredPart(name, "F32", lambda s, r: (*s[:-1], 1), lambda g, s, r: from_float32(g.scales, "F32"))
+
+
 def _once(name: str, shape: Shape, number: Callable[[FloatRule], float]) -> StoredPart:
     """Return the part of a number that all groups have in common, in float32."""
     return StoredPart(
@@ -386,6 +391,15 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
     # mlx.core.quantize
     "mlx-affine": (_codes("{weight}", "U32"), _numbers("{module}.scales"), _numbers("{module}.biases", "offsets")),
     "mlx-floats": (_codes("{weight}", "U32"), _byte_scales("{module}.scales")),
+    # torchao's Int8Tensor and Float8Tensor, with a scale for each row.
+    "int8-rows": (
+        _bytes(_TORCHAO + "qdata", "I8", flipped=128),
+        _row_scales(_TORCHAO + "scale"),
+        StoredPart(
+            _TORCHAO + "zero_point", "I8", lambda s, r: (s[0], 1), lambda g, s, r: np.zeros(len(g.scales), np.uint8)
+        ),
+    ),
+    "fp8-rows": (_bytes(_TORCHAO + "qdata", "F8_E4M3"), _row_scales(_TORCHAO + "scale")),
     # torchao's Int4Tensor: codes minus 8 as nibbles, the even column low.
     "int4-plain": (
         StoredPart(

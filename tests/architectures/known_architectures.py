@@ -112,7 +112,7 @@ def A(
 ) -> Architecture:
     """Return an architecture whose classes are named by a stem, with the settings of some groups and its own."""
     merged = {key: value for group in (*groups, settings) for key, value in group.items()}
-    expected = {"bf16": LOADS, "vllm": vllm, "torchao-int4": torchao, "mlx": mlx}
+    expected = {"bf16": LOADS, "vllm": vllm, "torchao": torchao, "mlx": mlx}
     return Architecture(f"{stem}{head}", f"{config or stem}Config", merged, takes, expected)
 
 
@@ -337,10 +337,10 @@ def markdown() -> str:
     """The table of docs/exports.md: architectures with the same outcomes share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, about in ARCHITECTURES.items():
-        outcomes = (about.expected[target] for target in ("vllm", "torchao-int4", "mlx"))
+        outcomes = (about.expected[target] for target in ("vllm", "torchao", "mlx"))
         refusals = tuple(IN_SHORT.get(outcome, "refused by mlx-lm") for outcome in outcomes)
         rows.setdefault(refusals, []).append(name)
-    lines = ["| architectures | vllm | torchao-int4 | mlx |", "|---|---|---|---|"]
+    lines = ["| architectures | vllm | torchao | mlx |", "|---|---|---|---|"]
     ordered = sorted(rows.items(), key=lambda row: ([cell != "yes" for cell in row[0]], -len(row[1])))
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in ordered]
     return "\n".join(lines) + "\n"

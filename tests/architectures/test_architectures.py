@@ -116,7 +116,7 @@ def _cpu_kernel() -> Iterator[None]:
     library._destroy()
 
 
-CHECKS = {"vllm": check_vllm, "torchao-int4": check_torchao, "mlx": check_mlx}
+CHECKS = {"vllm": check_vllm, "torchao": check_torchao, "mlx": check_mlx}
 OPTIONS: dict[str, dict[str, Any]] = {"mlx": {"bits": 8, "group_size": 32}}
 
 
@@ -167,7 +167,7 @@ def test_list_has_every_type_of_transformers_that_generates_text() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "target", "warned"), [
-    ("llama_of_next_year", "vllm", True), ("llama_of_next_year", "torchao-int4", True), ("llama", "vllm", False),
+    ("llama_of_next_year", "vllm", True), ("llama_of_next_year", "torchao", True), ("llama", "vllm", False),
 ])  # fmt: skip
 def test_type_that_nobody_examined_is_warned_of(model_type: str, target: str, warned: bool, tmp_path: Path) -> None:
     tensors = {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(1024, 1024))}

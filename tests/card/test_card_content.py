@@ -29,7 +29,7 @@ from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
-TARGETS = ("bf16", "torchao-int4", "mlx", "vllm")
+TARGETS = ("bf16", "torchao", "mlx", "vllm")
 
 
 def test_front_matter_holds_the_facts_of_the_base_model(master: Path) -> None:
@@ -147,7 +147,7 @@ def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path
     found = facts(text)
     assert (found["base_model"], found["base_model_relation"]) == ("org/base", "quantized")
     assert found["library_name"] == ("mlx" if target == "mlx" else "transformers")
-    of_target = {"bf16": "bf16", "torchao-int4": "torchao", "mlx": "mlx", "vllm": "vllm"}[target]
+    of_target = {"bf16": "bf16", "torchao": "torchao", "mlx": "mlx", "vllm": "vllm"}[target]
     assert of_target in found["tags"] and ("4-bit" in found["tags"]) == (target != "bf16")
     manifest = inspect(folder).manifest
     if target != "bf16":

@@ -175,7 +175,7 @@ def test_card_says_codec_rate_and_effort(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "package"), [("torchao-int4", "torchao"), ("vllm", "compressed_tensors"), ("mlx", "mlx_lm")]
+    ("target", "package"), [("torchao", "torchao"), ("vllm", "compressed_tensors"), ("mlx", "mlx_lm")]
 )
 def test_computed_errors_of_exports_are_those_measured(target: str, package: str, folder: Path, tmp_path: Path) -> None:
     """Where errors are not orthogonal to the weights, the total cannot be computed from the master."""

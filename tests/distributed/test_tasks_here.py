@@ -78,7 +78,7 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
         ("bf16", {"dtype": "source"}),
         ("gguf", {"target_size": 500_000}),
         ("gguf", {"type": "q3_k_l", "calibration": "moments.safetensors"}),
-        ("torchao-int4", {"group_size": 32}),
+        ("torchao", {"group_size": 32}),
         ("vllm", {"group_size": 32, "rounding": "gptq", "calibration": "moments.safetensors"}),
         ("vllm", {"group_size": 32, "source": "source"}),
         ("mlx", {"group_size": 32, "fold": "equalize"}),

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 # name -> target, its options, the packages that evaluate it, and the largest relative error of logits
 EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {
     "bf16": ("bf16", {}, ("transformers",), 0.0),
-    "torchao tiles": ("torchao-int4", {}, ("transformers", "torchao"), 1e-5),
-    "torchao plain": ("torchao-int4", {"packing": "plain"}, ("transformers", "torchao"), 1e-5),
+    "torchao tiles": ("torchao", {}, ("transformers", "torchao"), 1e-5),
+    "torchao plain": ("torchao", {"packing": "plain"}, ("transformers", "torchao"), 1e-5),
     "vllm": ("vllm", {}, ("transformers", "compressed_tensors"), 1e-5),
     "mlx": ("mlx", {}, ("transformers", "mlx", "mlx_lm"), 1e-4),
 }

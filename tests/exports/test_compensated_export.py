@@ -24,8 +24,8 @@ from pqweights.rewrite.results.verify import verify
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
 COMPENSATED = {
-    "tile": {"target": "torchao-int4"},
-    "nibbles": {"target": "torchao-int4", "packing": "plain"},
+    "tile": {"target": "torchao"},
+    "nibbles": {"target": "torchao", "packing": "plain"},
     "vllm": {"target": "vllm"},
 }
 NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]

@@ -34,7 +34,7 @@ GROUPS = {"group_size": 32}
 TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {}),
     ("bf16", {"dtype": "source"}),
-    ("torchao-int4", GROUPS),
+    ("torchao", GROUPS),
     ("vllm", GROUPS),
     ("vllm", {**GROUPS, "fold": "equalize"}),
     ("vllm", {**GROUPS, "rounding": "gptq", "calibration": "moments.safetensors"}),

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 IDS = np.random.default_rng(0).integers(3, 128, 48)
-TARGETS = ("torchao-int4", "vllm", "mlx")
+TARGETS = ("torchao", "vllm", "mlx")
 
 
 LAYERS = 2
@@ -87,11 +87,11 @@ def export(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     ("target", "master", "source"),
     [
         ("vllm", "folded", False),
-        ("torchao-int4", "master", False),
+        ("torchao", "master", False),
         ("mlx", "master", False),
         ("vllm", "master", True),
         ("mlx", "folded", True),
-        ("torchao-int4", "folded", True),
+        ("torchao", "folded", True),
     ],
 )
 def test_outlier_channels_do_little_harm(

@@ -64,7 +64,7 @@ def test_every_layer_is_rounded_in_vllm_int4(
 def test_torchao_reads_the_sizes_of_the_configuration(tmp_path: Path) -> None:
     config_from_dict = pytest.importorskip("torchao.core.config").config_from_dict
     torchao = pytest.importorskip("torchao.quantization")
-    done("export", llama_master(tmp_path, 320, 864), tmp_path / "out", "-t", "torchao-int4", "--packing", "plain")
+    done("export", llama_master(tmp_path, 320, 864), tmp_path / "out", "-t", "torchao", "--packing", "plain")
     assert codecs(tmp_path / "out") == {"affine-g64": 6, "affine-g32": 1}
     config = config_from_dict(quantization(tmp_path / "out")["quant_type"]["default"])
     assert isinstance(config, torchao.FqnToConfig)
@@ -78,7 +78,7 @@ def test_torchao_reads_the_sizes_of_the_configuration(tmp_path: Path) -> None:
 
 def test_size_that_is_asked_for_is_exact(tmp_path: Path) -> None:
     folder = llama_master(tmp_path, 320, 864)
-    for target in ("vllm", "torchao-int4"):
+    for target in ("vllm", "torchao"):
         line = refused("export", folder, tmp_path / "out", "-t", target, "--group-size", "64")
         assert "would: 32; without --group-size each layer gets one that divides its rows" in line
         assert "down_proj" in line and "rows of 864" in line and not (tmp_path / "out").exists()

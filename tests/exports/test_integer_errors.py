@@ -96,7 +96,7 @@ def test_plain_weights_come_from_the_original_and_kept_tensors_from_the_master(d
     changed = read_safetensors(path)
     dtype, norm = changed["model.norm.weight"]
     path.write_bytes(safetensors_bytes({**changed, "model.norm.weight": (dtype, np.zeros_like(norm))}))
-    command = {"export": str(master), "target": "torchao-int4", "original": str(source)}
+    command = {"export": str(master), "target": "torchao", "original": str(source)}
     report = run_command(command, tmp_path / "out")
     found, of_master, of_source = read_all(tmp_path / "out"), read_all(master), read_all(source)
     assert found["model.norm.weight"][1].tobytes() == of_master["model.norm.weight"][1].tobytes()
@@ -110,10 +110,10 @@ def test_plain_weights_come_from_the_original_and_kept_tensors_from_the_master(d
 def test_total_error_is_unknown_without_the_manifest_of_the_master(driven: Path, tmp_path: Path) -> None:
     master = shutil.copytree(driven / "master", tmp_path / "master")
     (master / "pqweights.json").unlink()
-    result = done("export", master, tmp_path / "out", "-t", "torchao-int4")
+    result = done("export", master, tmp_path / "out", "-t", "torchao")
     assert "relative MSE against the original: unknown; pass --source to measure it" in result.stdout
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records)
-    given = done("export", master, tmp_path / "given", "-t", "torchao-int4", "--source", driven / "src")
+    given = done("export", master, tmp_path / "given", "-t", "torchao", "--source", driven / "src")
     assert re.search(
         r"relative MSE against the original: 0\.0\d+; exported from the master it would be 0\.0\d+", given.stdout
     )
@@ -155,6 +155,6 @@ def test_total_error_is_unknown_for_a_codec_with_inflated_weights(tmp_path: Path
     write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "torch_dtype": "bfloat16"})
     (tmp_path / "polar.yaml").write_text("codec: polar\nbits: 3.875\n")
     run_command({"quantize": str(tmp_path / "src"), "recipe": str(tmp_path / "polar.yaml")}, tmp_path / "master")
-    shown = done("export", tmp_path / "master", tmp_path / "out", "--target", "torchao-int4")
+    shown = done("export", tmp_path / "master", tmp_path / "out", "--target", "torchao")
     (record,) = read_manifest(tmp_path / "out").records
     assert record.total_mse is None and "unknown; pass --source to measure it" in shown.stdout

@@ -72,7 +72,7 @@ def test_refusals_that_are_known_are_shown_by_plan_and_at_the_end_of_quantize(tm
     for shown in (done("plan", source), done("quantize", source, tmp_path / "master")):
         text = " ".join(shown.stdout.split())
         assert "can be exported to: bf16, mlx (if mlx-lm takes its configuration and tensors)" in text
-        assert "cannot be exported to torchao-int4: config.json: torchao-int4 cannot hold a model of type gpt2" in text
+        assert "cannot be exported to torchao: config.json: torchao cannot hold a model of type gpt2" in text
         assert "cannot be exported to gguf: config.json: GGUF cannot hold a model of type gpt2" in text
 
 

@@ -1,4 +1,4 @@
-"""The torchao-int4 target: transformers loads what was rounded, in both packings and under every name."""
+"""The torchao target: transformers loads what was rounded, in both packings and under every name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_transformers_loads_torchao_int4_with_the_stored_integers(name: str, bas
     planned = {n for n in expected_layers(base, name, FAMILIES[name].linear) if ".experts." not in n}
     found = {}
     for packing in PACKINGS:
-        exported = families.exported(base, name, "torchao-int4", packing=packing)
+        exported = families.exported(base, name, "torchao", packing=packing)
         assert set(integer_names(exported)) == planned
         found[packing] = loaded_integers(exported, name, packing)
         assert found[packing].keys() == {in_memory(n) for n in planned}
@@ -76,7 +76,7 @@ def test_torchao_int4_metadata_lists_every_name_that_transformers_uses(
     config = {"model_type": "llama", "dtype": "bfloat16", **config}
     write_checkpoint(tmp_path / "src", {f"{stored}.weight": bf16(gaussian(64, 256))}, config=config)
     run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
-    run_command({"export": str(tmp_path / "master"), "target": "torchao-int4"}, tmp_path / "out")
+    run_command({"export": str(tmp_path / "master"), "target": "torchao"}, tmp_path / "out")
     metadata = read_manifest(tmp_path / "out").identity.metadata
     names = [f"{name}.weight" for name in (stored, *also)]
     assert json.loads(metadata["tensor_names"]) == names
@@ -91,7 +91,7 @@ def test_torchao_int4_values_are_the_rounded_weights_and_padding_is_zero(
     wide = {"hidden_size": 1152, "intermediate_size": 132, "num_hidden_layers": 1}
     families.build(families.causal("Llama", **wide), tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model")}, tmp_path / "master")
-    work = {"export": str(tmp_path / "master"), "target": "torchao-int4", "packing": packing}
+    work = {"export": str(tmp_path / "master"), "target": "torchao", "packing": packing}
     run_command(work, tmp_path / "out")
     names = integer_names(tmp_path / "out")
     layers = (*(f"self_attn.{n}" for n in ATTENTION), "mlp.gate_proj", "mlp.up_proj")
@@ -114,7 +114,7 @@ def test_torchao_int4_values_are_the_rounded_weights_and_padding_is_zero(
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_every_shard_of_torchao_int4_has_the_metadata_of_all_tensors(packing: str, base: Path, tmp_path: Path) -> None:
     """The loader keeps only the metadata of the last file that it reads."""
-    work = {"export": str(families.master(base, "llama")), "target": "torchao-int4", "packing": packing}
+    work = {"export": str(families.master(base, "llama")), "target": "torchao", "packing": packing}
     run_command({**work, "max_shard_bytes": 300_000}, tmp_path / "out")
     planned = set(integer_names(tmp_path / "out"))
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -125,7 +125,54 @@ def test_every_shard_of_torchao_int4_has_the_metadata_of_all_tensors(packing: st
         assert set(json.loads(metadata["tensor_names"])) == planned
         assert metadata.keys() == {"format", "tensor_names"} | planned
         assert {json.loads(metadata[n])["_type"] for n in planned} == {PACKINGS[packing]}
-    whole = families.exported(base, "llama", "torchao-int4", packing=packing)
+    whole = families.exported(base, "llama", "torchao", packing=packing)
     one, several = (loaded_integers(folder, "llama", packing) for folder in (whole, tmp_path / "out"))
     assert one.keys() == several.keys() == planned
     assert all(np.array_equal(one[n], several[n]) for n in planned)
+
+
+# torchao's classes and their largest relative squared errors.
+OF_ROWS = {"int8": ("Int8Tensor", 1e-3), "int8-dynamic": ("Int8Tensor", 1e-3), "fp8": ("Float8Tensor", 1.3e-3)}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_eight_bits_load_and_compute_on_a_cpu(name: str, base: Path) -> None:
+    """The tensors are those that torchao's own configuration makes, and decode to the rounded weights."""
+    torch, quantization = pytest.importorskip("torch"), pytest.importorskip("torchao.quantization")
+    exported = families.exported(base, "llama", "torchao", format=name)
+    loaded, decoded = families.load(exported, FAMILIES["llama"], "bfloat16"), 0
+    plain = master_weights(families.master(base, "llama"))
+    integers = set(integer_names(exported))
+    for parameter_name, parameter in loaded.named_parameters():
+        assert (type(parameter.data).__name__ == OF_ROWS[name][0]) == (parameter_name in integers)
+        if parameter_name in integers:
+            decoded += 1
+            numbers = parameter.qdata.float() * parameter.scale
+            assert torch.equal(numbers.bfloat16(), parameter.dequantize())
+            exact = plain[parameter_name]
+            assert ((numbers.numpy() - exact) ** 2).sum() < OF_ROWS[name][1] * (exact**2).sum()
+    assert decoded == len(integers) == 14
+    assert np.isfinite(families.logits(loaded)).all()
+    config = {
+        "int8": quantization.Int8WeightOnlyConfig,
+        "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
+        "fp8": quantization.Float8WeightOnlyConfig,
+    }[name]()
+    layer = torch.nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    quantization.quantize_(layer, config)
+    found = dict(loaded.named_modules())["model.layers.0.self_attn.k_proj"].weight
+    for attribute in (*found.tensor_attribute_names, *found.optional_tensor_attribute_names):
+        assert str(getattr(found, attribute)) == str(getattr(layer.weight, attribute)), attribute
+    from torchao.core.config import config_to_dict
+
+    stated = json.loads((exported / "config.json").read_text())["quantization_config"]["quant_type"]["default"]
+    assert stated == json.loads(json.dumps(config_to_dict(config)))
+
+
+def test_torchao_formats_mix(base: Path) -> None:
+    folder = families.exported(base, "llama", "torchao", format="int8", set_format=("*.mlp.*=fp8", "*.o_proj.*=plain"))
+    found = {tensor.name: tensor.codec for tensor in read_manifest(folder).tensors}
+    assert found["model.layers.0.mlp.up_proj.weight"] == "fp8-channel"
+    assert found["model.layers.0.self_attn.q_proj.weight"] == "symmetric-channel"
+    assert found["model.layers.0.self_attn.o_proj.weight"] is None
+    assert np.isfinite(families.logits(families.load(folder, FAMILIES["llama"], "bfloat16"))).all()

@@ -32,8 +32,8 @@ def warned(master: Path, out: Path, *options: object) -> list[str]:
         ("q5", ("-t", "vllm"), False),
         ("q5", ("-t", "vllm", "--bits", "8"), True),
         ("q8", ("-t", "vllm"), False),
-        ("q3", ("-t", "torchao-int4"), True),
-        ("q5", ("-t", "torchao-int4"), False),
+        ("q3", ("-t", "torchao"), True),
+        ("q5", ("-t", "torchao"), False),
     ],
 )
 def test_a_master_of_most_of_the_error_is_remarked(
@@ -55,18 +55,18 @@ def test_a_master_of_most_of_the_error_is_remarked(
 def test_layer_stays_plain_where_tiles_would_take_as_much_as_bf16(tmp_path: Path) -> None:
     """Rows of 256 weights are padded to four times their length; those of 384 to less than three times."""
     folder = linear_master(tmp_path, {ATTENTION: 256, MLP: 384})
-    shown = done("export", folder, tmp_path / "out", "-t", "torchao-int4")
+    shown = done("export", folder, tmp_path / "out", "-t", "torchao")
     assert integer_names(tmp_path / "out") == [MLP]
     reason = "rows of 256 weights, padded to 1024, would take 17 bits a weight; --packing plain pads nothing"
     assert f"plain: 1 tensor (16384 weights), {reason}: {ATTENTION}\n" in shown.stdout
     (kept,) = (tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.name == ATTENTION)
     assert kept.reason == reason and kept.stored[0].dtype == "BF16"
-    done("export", folder, tmp_path / "unpadded", "-t", "torchao-int4", "--packing", "plain")
+    done("export", folder, tmp_path / "unpadded", "-t", "torchao", "--packing", "plain")
     assert set(integer_names(tmp_path / "unpadded")) == {ATTENTION, MLP}
 
 
 def test_model_whose_every_layer_is_too_narrow_for_tiles_is_refused(tmp_path: Path) -> None:
-    line = refused("export", linear_master(tmp_path, {ATTENTION: 256}), tmp_path / "out", "-t", "torchao-int4")
+    line = refused("export", linear_master(tmp_path, {ATTENTION: 256}), tmp_path / "out", "-t", "torchao")
     assert "no weight of this model can become integers" in line and "--packing plain" in line
     assert not (tmp_path / "out").exists()
 
@@ -76,13 +76,13 @@ def test_padding_that_costs_a_good_share_of_the_integers_is_remarked(
     columns: int, share: str | None, tmp_path: Path
 ) -> None:
     folder = linear_master(tmp_path, {MLP: columns}, rows=1024)
-    found = warned(folder, tmp_path / "out", "-t", "torchao-int4")
+    found = warned(folder, tmp_path / "out", "-t", "torchao")
     if share is None:
         assert found == []
     else:
         (text,) = found
         assert "--packing plain" in text and "mslk" in text and text.endswith(f"make the integers {share} smaller")
-        assert warned(folder, tmp_path / "unpadded", "-t", "torchao-int4", "--packing", "plain") == []
+        assert warned(folder, tmp_path / "unpadded", "-t", "torchao", "--packing", "plain") == []
         before, after = (sum(v.nbytes for _, v in read_all(tmp_path / name).values()) for name in ("out", "unpadded"))
         assert f"{1 - after / before:.0%}" == share
 
@@ -107,17 +107,15 @@ def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> Non
     ("family", "target", "reason"),
     [
         ("gpt_oss", "vllm", "the format stores single linear layers"),
-        ("gpt_oss", "torchao-int4", "the format stores single linear layers"),
-        ("qwen3_moe", "torchao-int4", "transformers stacks experts as it loads them"),
+        ("gpt_oss", "torchao", "the format stores single linear layers"),
+        ("qwen3_moe", "torchao", "transformers stacks experts as it loads them"),
     ],
 )
 def test_experts_that_stay_plain_are_named_with_their_bytes(
     family: str, target: str, reason: str, base: Path, tmp_path: Path
 ) -> None:
     master = families.master(base, family)
-    packing = (
-        ("--packing", "plain") if target == "torchao-int4" else ()
-    )  # tiles of so narrow layers are as large as BF16
+    packing = ("--packing", "plain") if target == "torchao" else ()  # tiles of so narrow layers are as large as BF16
     found = warned(master, tmp_path / "out", "-t", target, *packing)
     (said,) = [text for text in found if text.startswith("experts stay in BF16: ")]
     plain = [t for t in read_manifest(tmp_path / "out").tensors if t.role == "expert" and t.action == "decode"]
@@ -152,17 +150,17 @@ def test_plan_says_that_fused_experts_stay_plain_in_exports_of_linear_layers(bas
     stacks = [v for n, (_, v) in read_all(source).items() if ".experts." in n and v.ndim == 3 and "bias" not in n]
     weights = sum(values.size for values in stacks)
     shown = done("plan", source).stdout
-    said = f"fused experts: {len(stacks)} tensors of {weights} weights: vllm and torchao-int4 store them in BF16"
+    said = f"fused experts: {len(stacks)} tensors of {weights} weights: vllm and torchao store them in BF16"
     assert f"{said} ({size_text(2 * weights)}); gguf and mlx round them\n" in shown
     assert "fused experts" not in done("plan", families.model(base, "qwen3_moe")).stdout
-    assert ": torchao-int4 stores them in BF16" in done("plan", families.model(base, "llama4")).stdout
+    assert ": torchao stores them in BF16" in done("plan", families.model(base, "llama4")).stdout
 
 
 # The summary.
 
 
 @pytest.mark.usefixtures("narrow_layers_packed")
-@pytest.mark.parametrize("target", ["torchao-int4", "vllm"])
+@pytest.mark.parametrize("target", ["torchao", "vllm"])
 def test_summary_says_which_tensors_stay_plain_and_why(target: str, driven: Path, tmp_path: Path) -> None:
     result = done("export", driven / "master", tmp_path / "out", "-t", target)
     lines = result.stdout.splitlines()
@@ -193,7 +191,7 @@ def test_summary_has_the_bits_of_inspect_and_no_records_of_pqweights(target: str
 
 @pytest.mark.usefixtures("narrow_layers_packed")
 def test_bits_per_weight_count_scales_and_padding(driven: Path, tmp_path: Path) -> None:
-    result = done("export", driven / "master", tmp_path / "out", "-t", "torchao-int4", "--json")
+    result = done("export", driven / "master", tmp_path / "out", "-t", "torchao", "--json")
     totals = json.loads(result.stdout)["totals"]
     stored = read_all(tmp_path / "out")
     of_integers = sum(values.nbytes for name, (_, values) in stored.items() if "._weight_" in name)

@@ -38,7 +38,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     babbler(folder / "babbler", template=TEMPLATE)
     for recipe in ("q4", "t4"):
         quantize(folder / "babbler", folder / recipe, load_recipe(recipe), threads=2)
-    for target in ("bf16", "torchao-int4", "mlx", "vllm"):
+    for target in ("bf16", "torchao", "mlx", "vllm"):
         export(folder / "q4", folder / target, target, threads=2)
     return folder
 
@@ -255,7 +255,7 @@ def test_scalar_masters_run_packed_and_trellis_masters_decoded(work):
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("bf16", "torch"), ("torchao-int4", "torchao"), ("mlx", "mlx"), ("vllm", "compressed_tensors")],
+    [("bf16", "torch"), ("torchao", "torchao"), ("mlx", "mlx"), ("vllm", "compressed_tensors")],
 )
 def test_exports_run_in_their_libraries(name, package, work):
     pytest.importorskip(package)

@@ -38,7 +38,7 @@ EXPORT_SRC: dict[str, Content] = {
     CONFIG: {"model_type": "llama"},
 }
 VLLM, MLX, GGUF = (f"export master out --target {target}" for target in ("vllm", "mlx", "gguf"))
-TORCHAO = "export master out --target torchao-int4 --packing plain"  # in tiles, layers as narrow as these stay plain
+TORCHAO = "export master out --target torchao --packing plain"  # in tiles, layers as narrow as these stay plain
 
 
 @functools.cache
@@ -136,7 +136,7 @@ CASES = [
     exporting(
         "group-size-that-no-target-has",
         {
-            TORCHAO + " --group-size 100": ("--group-size 100", "torchao-int4", "32, 64, 128, 256"),
+            TORCHAO + " --group-size 100": ("--group-size 100", "torchao", "32, 64, 128, 256"),
             VLLM + " --group-size 100": ("--group-size 100", "vllm", "32, 64, 128"),
             MLX + " --group-size 100": ("--group-size 100", "mlx", "32, 64, 128"),
             VLLM + " --group-size 0": ("--group-size 0", "32, 64, 128"),
@@ -153,7 +153,7 @@ CASES = [
     exporting(
         "bits-that-no-target-has",
         {
-            TORCHAO + " --bits 3": ("--bits 3", "torchao-int4", "takes 4"),
+            TORCHAO + " --bits 3": ("--bits 3", "the format int4 has 4"),
             VLLM + " --bits 3": ("--bits 3", "vllm", "takes 4, 8"),
             MLX + " --bits 7": ("--bits 7", "mlx", "2, 3, 4, 5, 6, 8"),
             MLX + " --mode mxfp4 --bits 8": ("--bits 8", "mode mxfp4", "takes 4"),
@@ -164,7 +164,7 @@ CASES = [
     exporting(
         "option-of-another-target",
         {
-            TORCHAO + " --mode affine": ("--mode", "torchao-int4"),
+            TORCHAO + " --mode affine": ("--mode", "torchao"),
             VLLM + " --packing plain": ("--packing", "vllm"),
             VLLM + " --dtype source": ("--dtype", "vllm"),
             MLX + " --packing plain": ("--packing", "mlx"),
@@ -211,8 +211,8 @@ CASES = [
         "export-onto-an-input",
         {
             "export master master -t vllm": ("master", "must not contain each other"),
-            "export master master/out -t torchao-int4": ("master/out", "must not contain each other"),
-            "export master src -t torchao-int4 --source src": ("src", "must not contain each other"),
+            "export master master/out -t torchao": ("master/out", "must not contain each other"),
+            "export master src -t torchao --source src": ("src", "must not contain each other"),
             "export master src/out -t vllm --source src": ("src/out", "must not contain each other"),
             "export master . -t vllm": ("must not contain each other",),
         },
@@ -317,7 +317,7 @@ CASES = [
     ),
     exporting(
         "export-of-a-model-unknown-to-mlx",
-        {MLX: ("mlx-lm", "no_such_model", "--target vllm or torchao-int4 or bf16")},
+        {MLX: ("mlx-lm", "no_such_model", "--target vllm or torchao or bf16")},
         {"model_type": "no_such_model"},
     ),
     exporting("export-of-an-unnamed-model-to-mlx", {MLX: ("mlx-lm", "model_type", "--target bf16")}, {}),

@@ -221,7 +221,7 @@ def test_guard_of_a_source_is_replaced_in_masters_and_removed_in_exports(tmp_pat
     run_command({"quantize": str(source)}, tmp_path / "master")
     written = json.loads((tmp_path / "master" / "config.json").read_bytes())
     assert written[GUARD_KEY] == written["text_config"][GUARD_KEY] == GUARD
-    for target in ("bf16", "torchao-int4", "vllm"):
+    for target in ("bf16", "torchao", "vllm"):
         run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
         assert GUARD_KEY not in (tmp_path / target / "config.json").read_text()
 
@@ -313,12 +313,12 @@ pqweights.load_model(sys.argv[1])
 @pytest.mark.parametrize(
     ("target", "needs"),
     [
-        ("torchao-int4", "needs torchao: pip install 'torch>=2.6' 'torchao>=0.18'"),
+        ("torchao", "needs torchao: pip install 'torch>=2.6' 'torchao>=0.18'"),
         ("vllm", "needs compressed_tensors: pip install 'compressed-tensors>=0.20' 'torch>=2.6'"),
     ],
 )
 def test_load_model_of_an_export_names_the_missing_package(target, needs, base, monkeypatch):
-    pytest.importorskip("torchao" if target == "torchao-int4" else "compressed_tensors")
+    pytest.importorskip("torchao" if target == "torchao" else "compressed_tensors")
     folder = families.exported(base, "llama", target)
     assert pqweights.load_model(folder).config.architectures == ["LlamaForCausalLM"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -201,7 +201,7 @@ def test_damaged_scales_of_a_master_are_found(master: Path, tmp_path: Path) -> N
     assert any("q_proj" in problem for problem in verify(out, threads=1).problems)
 
 
-@pytest.mark.parametrize("target", ["bf16", "torchao-int4", "vllm"])
+@pytest.mark.parametrize("target", ["bf16", "torchao", "vllm"])
 def test_exports_decode_scaled_weights(target: str, master: Path, tmp_path: Path) -> None:
     run_command({"export": str(master), "target": target}, tmp_path / "out")
     weight = master_weight(master)(MATRIX)

@@ -24,7 +24,7 @@ from shared import skip_flushes
 from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.exports import torchao_int4
+from pqweights.exports import torchao
 from pqweights.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs, shard
@@ -135,16 +135,16 @@ def read_all(folder: Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def narrow_layers_packed() -> Iterator[None]:
-    """Let torchao-int4 pack layers that are narrower than its tiles, as tiny models have them, instead of leaving them.
+    """Let torchao pack layers that are narrower than its tiles, as tiny models have them, instead of leaving them.
 
     Modules that need it ask for the fixture of that name, commands of run_command for the option.
     """
-    before = torchao_int4.TOO_MANY_BITS
-    torchao_int4.TOO_MANY_BITS = math.inf
+    before = torchao.TOO_MANY_BITS
+    torchao.TOO_MANY_BITS = math.inf
     try:
         yield
     finally:
-        torchao_int4.TOO_MANY_BITS = before
+        torchao.TOO_MANY_BITS = before
 
 
 def master_weights(folder: Path) -> dict[str, Array]:

@@ -83,8 +83,8 @@ def several_layers(folder: Path) -> Path:
 ROUNDED = {f"{LAYER}.self_attn.{n}_proj.weight" for n in "qkvo"}
 ROUNDED |= {f"{LAYER}.mlp.{n}_proj.weight" for n in ("down", "up")}
 KINDS = {
-    "tile": {"target": "torchao-int4"},
-    "nibbles": {"target": "torchao-int4", "packing": "plain", "qparams": "minmax"},
+    "tile": {"target": "torchao"},
+    "nibbles": {"target": "torchao", "packing": "plain", "qparams": "minmax"},
     "vllm": {"target": "vllm", "qparams": "minmax"},
     "original": {"target": "vllm", "original": True},
 }
