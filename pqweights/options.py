@@ -362,7 +362,7 @@ class ExportOptions(FoldOptions):
         "them. For gguf, a type. Can be repeated, the first that matches counts.",
         checks.formats_by_pattern,
         default=None,
-        flags=("--set", "--set-type"),
+        flags=("--set",),
         metavar="PATTERN=FORMAT",
     )
     target_size: int | str | None = option(

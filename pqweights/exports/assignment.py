@@ -15,16 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import View
 from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.common.advice import instead
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError, SourceError
+from pqweights.exports.bf16 import role_of
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.options import ExportOptions
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.roles import ROLES
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, read_sensitivity
+from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, read_sensitivity
 
 # The format of a weight that a rule keeps as it is.
 PLAIN = "plain"
@@ -168,6 +172,43 @@ def chosen_within(
         least = overhead + cheapest(choices)
         raise RecipeError(f"target: {target_bytes} bytes: below the smallest possible, {least} bytes")
     return {name: layers[name][number].format for name, number in zip(layers, solution.choices, strict=True)}
+
+
+class Layers(NamedTuple):
+    """Which tensors of a runtime share a format.
+
+    members: the names of the tensors of each layer
+    weights: the names of the weights of the checkpoint that those are made of
+    roles: the role of each of these weights
+    """
+
+    members: dict[str, list[str]]
+    weights: dict[str, list[str]]
+    roles: dict[str, str]
+
+    @staticmethod
+    def of(checkpoint: Checkpoint, sources: Mapping[str, LogicalTensor]) -> Layers:
+        """Put tensors together whose weights share a bit width in a master.
+
+        sources: the first weight that each tensor is made of, by its name; those of a stack have one
+        """
+        made: dict[str, list[str]] = {}
+        for name, source in sources.items():
+            made.setdefault(source.name, []).append(name)
+        roles = {source.name: role_of(source) for source in sources.values()}
+        weights = groups_of(checkpoint, list(roles.items()))
+        members = {layer: [name for source in names for name in made[source]] for layer, names in weights.items()}
+        return Layers(members, weights, roles)
+
+
+def made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
+    """Return the weights of the checkpoint that a tensor is put together from, or itself."""
+    return (tensor.sources if isinstance(tensor, View) else ()) or (tensor,)
+
+
+def known_names(tensor: LogicalTensor) -> list[str]:
+    """Return the names of a tensor that rules may mean: its own, and those of what it is made of."""
+    return [tensor.name, *(source.name for source in made_of(tensor))]
 
 
 @functools.cache

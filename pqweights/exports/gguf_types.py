@@ -10,15 +10,24 @@ from typing import Any, NamedTuple
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
-from pqweights.exports.assignment import NOTHING, PLAIN, PLAIN_ERROR, Assignment, Candidate, FormatRule, chosen_within
+from pqweights.exports.assignment import (
+    NOTHING,
+    PLAIN,
+    PLAIN_ERROR,
+    Assignment,
+    Candidate,
+    FormatRule,
+    Layers,
+    chosen_within,
+    known_names,
+    made_of,
+)
 from pqweights.exports.bf16 import role_of
 from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
 from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.options import ExportOptions
-from pqweights.planning.sensitivity_file import groups_of
 
 DEFAULT_TYPE = "q4_k_m"
 
@@ -95,7 +104,7 @@ def chosen_types(
         if not may_be_quantized(tensor.name, tensor.shape):
             result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
-        rule = options.assignment.rule_of([(_names(tensor), role_of(tensor))])
+        rule = options.assignment.rule_of([(known_names(tensor), role_of(tensor))])
         used.append(rule)
         if rule is None:
             free.append(tensor)
@@ -134,11 +143,6 @@ def type_bytes(type_name: str, shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) * BLOCK_TYPES[type_name].row_bytes(shape[-1])
 
 
-def _names(tensor: LogicalTensor) -> list[str]:
-    """Return the names of a tensor in the file, and of what it is made of in the checkpoint."""
-    return [tensor.name, *(source.name for source in (tensor.sources if isinstance(tensor, View) else ()))]
-
-
 def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
     """Return the type of a tensor whose rows the blocks of a type may not divide."""
     fitting = fitting_type(wanted, tensor.shape[-1])
@@ -165,19 +169,19 @@ def _within(
     header = encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors)))
     overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
     overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
-    sources: dict[str, list[LogicalTensor]] = {}  # of fused experts, several tensors have the same source
-    for tensor in free:
-        source = tensor.sources[0] if isinstance(tensor, View) and tensor.sources else tensor
-        sources.setdefault(source.name, []).append(tensor)
-    roles = {name: role_of(tensors[0]) for name, tensors in sources.items()}
-    groups = groups_of(checkpoint, list(roles.items()))
-    members = {name: [tensor for source in names for tensor in sources[source]] for name, names in groups.items()}
-    layers = {name: [_candidate(type_name, of_layer) for type_name in CANDIDATES] for name, of_layer in members.items()}
+    by_name, layers = {t.name: t for t in free}, Layers.of(checkpoint, {t.name: made_of(t)[0] for t in free})
+    members = {layer: [by_name[name] for name in names] for layer, names in layers.members.items()}
+    candidates = {layer: [_candidate(type_name, of) for type_name in CANDIDATES] for layer, of in members.items()}
     types = chosen_within(
-        assignment.target_size, layers, overhead=overhead, weights=groups, roles=roles, known=assignment.known()
+        assignment.target_size,
+        candidates,
+        overhead=overhead,
+        weights=layers.weights,
+        roles=layers.roles,
+        known=assignment.known(),
     )
     reason = f"chosen for {assignment.target_size} bytes"
-    return {tensor.name: _fitted(tensor, types[name], reason) for name in groups for tensor in members[name]}
+    return {tensor.name: _fitted(tensor, types[layer], reason) for layer, of in members.items() for tensor in of}
 
 
 def _candidate(type_name: str, tensors: Sequence[LogicalTensor]) -> Candidate:

@@ -28,17 +28,28 @@ from pqweights.common.advice import pip_install
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.markdown import fenced
 from pqweights.common.threads import ProcessLock
-from pqweights.errors import ExportError, MissingDependencyError
+from pqweights.errors import ExportError, MissingDependencyError, OptionError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
-from pqweights.exports.assignment import NOTHING
-from pqweights.exports.bf16 import is_encoded, plain_plan
-from pqweights.exports.formats import Rounding, Rule, Stays
+from pqweights.exports.assignment import (
+    NOTHING,
+    PLAIN,
+    PLAIN_ERROR,
+    Assignment,
+    Candidate,
+    Layers,
+    chosen_within,
+    distortion,
+    known_names,
+)
+from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
+from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
-from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
+from pqweights.exports.linear import FUSED_WITH_KEPT, HEADER_BYTES, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import (
+    ASSIGNMENT_OPTIONS,
     BEST,
     INTEGER_OPTIONS,
     MINMAX,
@@ -51,15 +62,22 @@ from pqweights.exports.target import (
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.options import ExportOptions
+from pqweights.planning.plan import stored_bytes
 
 if TYPE_CHECKING:
-    from pqweights.exports.mlx_model import MlxModel
+    from pqweights.exports.mlx_model import MlxModel, QuantizedModule
+    from pqweights.exports.mlx_trace import Traced
 
 NAME = "mlx"
 # What manifests call the target: the name that it had first.
 STATED_NAME = "mlx-q4"
 # Bit widths and group sizes of the modes; the first is the default.
 BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+# The formats by name: mode and bits. Formats are chosen for a size from those of integers.
+INTEGERS = {f"q{bits}": ("affine", bits) for bits in sorted(BITS["affine"])}
+FORMATS = INTEGERS | {mode: (mode, bits[0]) for mode, bits in BITS.items() if mode != "affine"}
+# Mixes of mlx-lm: the bits of most weights, and of those that get more.
+MIXES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 # The tensors that mlx computes, for the most part norms, are held in memory until they are written.
 MOST_EVALUATED_BYTES = 256_000_000
@@ -74,14 +92,16 @@ class MlxFormat:
     bits: int
     groups: GroupSize
     qparams: str
+    mix: str | None = None
+    assignment: Assignment = NOTHING
 
     compares_master = True
-    assignment = NOTHING
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         stated = {"target": STATED_NAME, "mode": self.mode, "bits": self.bits}
-        return stated | {"group_size": self.groups.size, "qparams": self.qparams}
+        stated |= {"group_size": self.groups.size, "qparams": self.qparams}
+        return stated | ({} if self.mix is None else {"mix": self.mix}) | self.assignment.describe()
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which weights become integers; names and shapes are those of mlx-lm.
@@ -124,7 +144,68 @@ class MlxFormat:
             dtypes=dtypes,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             smaller=self.groups.tried[1:],
+            mix=self.mix,
+            choose=None if self.assignment == NOTHING else functools.partial(self._choose, checkpoint),
         )
+
+    def _choose(
+        self, checkpoint: Checkpoint, outputs: Mapping[str, Traced], quantized: Mapping[str, QuantizedModule]
+    ) -> dict[str, QuantizedModule | None]:
+        """Return how modules are quantized otherwise than mlx-lm would, None for those that stay plain."""
+        weights = {f"{path}.weight": outputs[f"{path}.weight"] for path in quantized}
+        known = {name: ([name, *(t.name for t in o.sources)], role_of(o.sources[0])) for name, o in weights.items()}
+        rules = {name: self.assignment.rule_of([known[name]]) for name in weights}
+        self.assignment.check_used(rules.values())
+        formats = {name: rule.format for name, rule in rules.items() if rule is not None}
+        if self.assignment.target_size is not None:
+            formats |= self._within(checkpoint, outputs, weights=weights, ruled=formats)
+        return {
+            name.removesuffix(".weight"): None if how == PLAIN else self._module(how, weights[name].shape[-1])
+            for name, how in formats.items()
+        }
+
+    def _module(self, name: str, columns: int) -> QuantizedModule | None:
+        """Return how a module is quantized in a format; None if no group size divides its rows."""
+        from pqweights.exports.mlx_model import QuantizedModule
+
+        mode, bits = FORMATS[name]
+        groups = self.groups if mode == self.mode else GroupSize.of(NAME, GROUP_SIZES[mode], None)
+        size = groups.fitting([columns])
+        return None if size is None else QuantizedModule(bits, size, mode)
+
+    def _within(
+        self,
+        checkpoint: Checkpoint,
+        outputs: Mapping[str, Traced],
+        *,
+        weights: Mapping[str, Traced],
+        ruled: Mapping[str, str],
+    ) -> dict[str, str]:
+        """Choose formats for the weights about which no rule decides, so that the files have at most a size."""
+        assert self.assignment.target_size is not None
+        overhead = sum(HEADER_BYTES + _stored(o.shape, None) for n, o in outputs.items() if n not in weights)
+        for name, how in ruled.items():
+            columns = weights[name].shape[-1]
+            overhead += _stored(weights[name].shape, None if how == PLAIN else self._module(how, columns))
+        layers = Layers.of(checkpoint, {name: o.sources[0] for name, o in weights.items() if name not in ruled})
+        candidates: dict[str, list[Candidate]] = {}
+        for layer, names in layers.members.items():
+            shapes = [weights[name].shape for name in names]
+            candidates[layer] = [Candidate(PLAIN, 2 * sum(map(math.prod, shapes)), PLAIN_ERROR)]
+            for name in INTEGERS if self.mode == "affine" else (self.mode, "q8"):
+                modules = [self._module(name, shape[-1]) for shape in shapes]
+                if (first := modules[0]) is not None and None not in modules:
+                    cost = sum(HEADER_BYTES + _stored(shape, how) for shape, how in zip(shapes, modules, strict=True))
+                    candidates[layer].append(Candidate(name, cost, distortion(_rounding(first, self.qparams).rule)))
+        chosen = chosen_within(
+            self.assignment.target_size,
+            candidates,
+            overhead=overhead,
+            weights=layers.weights,
+            roles=layers.roles,
+            known=self.assignment.known(),
+        )
+        return {name: chosen[layer] for layer, names in layers.members.items() for name in names}
 
     def _decisions(
         self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
@@ -132,24 +213,41 @@ class MlxFormat:
         """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept."""
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
-            name, layout = BEST if self.qparams == BEST else "mlx", "mlx-floats"
-            rule: Rule = FloatRule(how.mode, how.bits, how.group_size, name)
-            if how.mode == "affine":
-                rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
-                layout = "mlx-affine"
-            decisions[f"{module}.weight"] = Rounding(rule, layout)
+            decisions[f"{module}.weight"] = _rounding(how, self.qparams)
         for tensor in outputs:
             if tensor.name in fused:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
             elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
-                decisions[tensor.name] = Stays(self.groups.why_not(columns) or "mlx-lm does not quantize it")
+                decisions[tensor.name] = Stays(self.groups.why_not(columns) or self._why_plain(tensor))
         if not model.quantized:
             reasons = (str(decision.reason) for decision in decisions.values())
             why = next(reasons, "mlx-lm quantizes no layer of it")
             raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
         return decisions
+
+    def _why_plain(self, tensor: LogicalTensor) -> str:
+        """Return why a weight stays plain whose rows groups divide."""
+        rule = self.assignment.rule_of([(known_names(tensor), role_of(tensor))])
+        if rule is not None and rule.format == PLAIN:
+            return f"rule {rule.pattern}"
+        size = self.assignment.target_size
+        return "mlx-lm does not quantize it" if size is None else f"chosen for {size} bytes"
+
+
+def _rounding(how: QuantizedModule, qparams: str) -> Rounding:
+    """Return how the weight of a module is rounded."""
+    name = BEST if qparams == BEST else "mlx"
+    if how.mode != "affine":
+        return Rounding(FloatRule(how.mode, how.bits, how.group_size, name), "mlx-floats")
+    rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
+    return Rounding(rule, "mlx-affine")
+
+
+def _stored(shape: tuple[int, ...], how: QuantizedModule | None) -> int:
+    """Return the bytes of a weight that is quantized, or of a tensor that is not."""
+    return 2 * math.prod(shape) if how is None else stored_bytes(_rounding(how, BEST).specs("", shape))
 
 
 def _check_packages() -> None:
@@ -260,15 +358,22 @@ class EvaluatedTensor:
 
 def read_options(options: ExportOptions) -> MlxFormat:
     """Return the format. Raises OptionError for an option that it does not have."""
-    mode = one_of(NAME, "mode", options.mode, allowed=tuple(BITS))
+    asked = None if options.format is None else one_of(NAME, "format", options.format, allowed=(*FORMATS, *MIXES))
+    if asked is not None and (options.mode is not None or options.bits is not None):
+        raise OptionError("`format`: says the mode and the bits; leave out `mode` and `bits`")
+    by_format = FORMATS.get(asked or "", ("affine", None)) if asked is not None else (options.mode, options.bits)
+    mode = one_of(NAME, "mode", by_format[0], allowed=tuple(BITS))
+    mix = asked if asked in MIXES else None
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     check_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     return MlxFormat(
         mode=mode,
-        bits=one_of(with_mode, "bits", options.bits, allowed=BITS[mode]),
+        bits=int(mix.split("_")[1]) if mix else one_of(with_mode, "bits", by_format[1], allowed=BITS[mode]),
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
         qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
+        mix=mix,
+        assignment=Assignment.of(options, tuple(FORMATS)),
     )
 
 
@@ -311,7 +416,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
     tags=("mlx",),
-    options=("mode", *INTEGER_OPTIONS),
+    options=("mode", "format", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
+    account=("mix", "formats"),
     read_options=read_options,
     prepare=integer_export,
     check=_check,

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
@@ -68,6 +69,12 @@ class QuantizedModule(NamedTuple):
     mode: str
 
 
+# How a module is quantized, by its name: a dict of the fields of QuantizedModule, or whether it is, as by default.
+Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
+Choose = Callable[[Mapping[str, Traced], Mapping[str, QuantizedModule]], Mapping[str, QuantizedModule | None]]
+MIXES: tuple[str, ...] = tuple(QUANT_RECIPES)
+
+
 class MlxModel(NamedTuple):
     """What mlx-lm makes of a checkpoint.
 
@@ -93,6 +100,8 @@ def read_model(
     dtypes: Mapping[str, str],
     default: QuantizedModule,
     smaller: Sequence[int],
+    mix: str | None = None,
+    choose: Choose | None = None,
 ) -> MlxModel:
     """Build the model of a configuration, and find out what mlx-lm makes of its tensors.
 
@@ -102,6 +111,9 @@ def read_model(
     default: how a module is quantized for which mlx-lm has no settings of its own
     smaller: other group sizes, the largest first, for modules of which the master encodes a part, and whose rows that
         of `default` does not divide
+    mix: a recipe of mlx-lm's for the bits of each module, one of MIXES
+    choose: returns how modules are quantized otherwise than mlx-lm would, None for not at all, by their names, given
+        how mlx-lm would quantize each that it can
 
     Raises ExportError if mlx-lm does not support the model.
     """
@@ -112,23 +124,43 @@ def read_model(
     model_type = config["model_type"]
     with checked():
         build = _builder(config)
+
+    def loaded() -> tuple[Any, dict[str, Traced]]:
         model = build()
         # With the sanitize of this very model: some models drop parts of themselves in it.
         outputs = trace(_sanitize(model, model_type), tensors, dtypes)
         model.eval()
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
-    _cast(model, config)
+        _cast(model, config)
+        return model, outputs
+
+    with checked():
+        model, outputs = loaded()
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     kept = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(kept_by_recipe, o.sources))}
     in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
-    with checked():
-        model, config = _quantize(model, config, default, predicate, lambda path: path not in kept)
+    if mix is not None:
+        with checked():
+            predicate = mixed_quant_predicate_builder(mix, model, default.group_size)
+
+    def quantized_model(model: Any, predicate: Predicate | None, plain: Collection[str]) -> tuple[Any, dict[str, Any]]:
+        quantized, described = _quantize(model, config, default, predicate, lambda path: path not in plain)
         for size in smaller:
-            if left := in_codes - kept - set(_quantized(model)):
+            if left := in_codes - set(plain) - set(_quantized(quantized)):
                 how = default._replace(group_size=size)
-                model, config = _quantize(model, config, how, predicate, left.__contains__, only_size=True)
-        quantized, config = _quantized(model), _saved(config, "vision_tower" in getattr(model, "model", {}))
+                quantized, described = _quantize(
+                    quantized, described, how, predicate, left.__contains__, only_size=True
+                )
+        return quantized, described
+
+    with checked():
+        model, described = quantized_model(model, predicate, kept)
+        if choose is not None:
+            chosen = choose(outputs, _quantized(model))
+            plain = kept | {path for path, how in chosen.items() if how is None}
+            model, described = quantized_model(loaded()[0], _with_choices(predicate, chosen), plain)
+        quantized, config = _quantized(model), _saved(described, "vision_tower" in getattr(model, "model", {}))
 
     def compute() -> dict[str, npt.NDArray[np.uint8]]:
         names = [name for name, output in outputs.items() if output.segments is None]
@@ -174,11 +206,21 @@ def _checked(model_type: object, advice: str) -> Iterator[None]:
         raise ExportError(f"{what}: {textwrap.shorten(said, MOST_QUOTED, placeholder=' ...')}; {advice}") from error
 
 
+def _with_choices(predicate: Predicate | None, chosen: Mapping[str, QuantizedModule | None]) -> Predicate:
+    """Return a function for how modules are quantized that some were chosen for."""
+
+    def decided(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        how = chosen.get(path)
+        return (predicate is None or predicate(path, module)) if how is None else how._asdict()
+
+    return decided
+
+
 def _quantize(
     model: Any,
     config: dict[str, Any],
     how: QuantizedModule,
-    predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None,
+    predicate: Predicate | None,
     wanted: Callable[[str], bool],
     only_size: bool = False,
 ) -> tuple[Any, dict[str, Any]]:

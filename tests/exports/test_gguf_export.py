@@ -156,7 +156,7 @@ def test_rules_come_before_the_mix(master, tmp_path):
     """They name tensors as in the file, or as in the checkpoint."""
     asked = ("export", master, tmp_path / "out", "-t", "gguf", "--type", "q8_0", "--overwrite")
     rules = ("*ffn*=iq4_nl", "model.layers.1.self_attn.v_proj.weight=q6_k", "*.attn_k.weight=bf16")
-    done(*asked, *(part for rule in rules for part in ("--set-type", rule)))
+    done(*asked, *(part for rule in rules for part in ("--set", rule)))
     found = {tensor.name: tensor.codec for tensor in read_manifest(tmp_path / "out").tensors}
     assert found["blk.0.ffn_up.weight"] == "IQ4_NL" and found["blk.0.attn_k.weight"] is None
     assert (found["blk.0.attn_v.weight"], found["blk.1.attn_v.weight"]) == ("Q8_0", "Q6_K")

@@ -135,6 +135,52 @@ def test_modes_and_bit_widths_match_mlx_lm_convert(options: dict[str, Any], base
             assert record.relative_mse == pytest.approx(found[tensor.name], rel=1e-5)
 
 
+@pytest.mark.parametrize("mix", ["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"])
+def test_mixes_are_those_of_mlx_lm(mix: str, base: Path, tmp_path: Path) -> None:
+    assert_same(
+        families.exported(base, "llama", "mlx", qparams="minmax", format=mix),
+        converted("llama", base, tmp_path, quant_predicate=mix, q_bits=int(mix[6]), q_group_size=64),
+    )
+
+
+@pytest.mark.parametrize(("name", "options"), [("q6", {"bits": 6}), ("nvfp4", {"mode": "nvfp4"})])
+def test_formats_by_name_are_modes_with_bits(name: str, options: dict[str, Any], base: Path) -> None:
+    by_name = families.exported(base, "llama", "mlx", format=name)
+    assert folder_bytes(by_name) == folder_bytes(families.exported(base, "llama", "mlx", **options))
+
+
+def test_rules_give_modules_different_formats(base: Path, tmp_path: Path) -> None:
+    rules = ("*.down_proj.weight=q8", "*.1.self_attn.q_proj.weight=mxfp4", "role:embedding=plain")
+    folder = families.exported(base, "llama", "mlx", format="q3", set_format=rules)
+    found = {tensor.name: (tensor.codec, tensor.bits) for tensor in read_manifest(folder).tensors}
+    assert found["model.layers.0.mlp.down_proj.weight"] == ("affine-g64", 8)
+    assert found["model.layers.1.self_attn.q_proj.weight"] == ("mxfp4-g32", 4)
+    assert found["model.layers.0.self_attn.q_proj.weight"] == ("affine-g64", 3)
+    assert found["model.embed_tokens.weight"][0] is None
+    assert mlx_lm.load(str(folder))
+    weights = master_weights(families.master(base, "llama"))
+    records = {record.name: record for record in read_manifest(folder).records}
+    for name, error in errors(folder, weights).items():
+        assert records[name].relative_mse == pytest.approx(error, rel=1e-5)
+    asked = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx")
+    assert "*.nothing" in refused(*asked, "--set", "*.nothing=q8")
+    assert "--set *=q9: expected q2" in refused(*asked, "--set", "*=q9", code=2)
+    assert "leave out --mode and --bits" in refused(*asked, "--format", "q8", "--bits", "8", code=2)
+
+
+def test_formats_are_chosen_for_a_size(base: Path) -> None:
+    whole = {name: weights_bytes(families.exported(base, "llama", "mlx", format=name)) for name in ("q3", "q6")}
+    size = sum(whole.values()) // 2
+    folder = families.exported(base, "llama", "mlx", target_size=size)
+    assert 0.93 * size < weights_bytes(folder) <= size
+    assert len({tensor.bits for tensor in read_manifest(folder).tensors if tensor.action == "integer"}) > 1
+    assert mlx_lm.load(str(folder))
+
+
+def weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def test_tensors_that_mlx_lm_does_not_hold_are_named(base: Path, tmp_path: Path) -> None:
     name = "qwen3_vl"
     master = families.master(base, name)

@@ -275,7 +275,7 @@ CASES = [
         {
             GGUF + " --type q4_k_n": ("--type q4_k_n", "the nearest is 'Q4_K_S'"),
             GGUF + " --type fp8": ("--type fp8", "expected F32, F16, BF16, Q8_0"),
-            GGUF + " --set-type *.attn_v.weight": ("--set", "expected PATTERN=FORMAT"),
+            GGUF + " --set *.attn_v.weight": ("--set", "expected PATTERN=FORMAT"),
             GGUF + " --set *=q9_k": ("--set *=q9_k", "expected Q8_0"),
         },
     ),
