@@ -42,7 +42,8 @@ class ModelDescription:
     flow: which modules of a layer read what; None if that is not known, and `fold` leaves the model as it is
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
     mlx: where mlx-lm differs from transformers
-    roles: the roles of modules, by expressions for the last component of their names, before those of the conventions
+    roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
+        in plans, folding and what becomes a linear layer of vllm and torchao-int4
     fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
