@@ -14,9 +14,10 @@ from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, one_of
+from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.names import role_name
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
-from pqweights.planning.roles import classify
 from pqweights.rewrite.folding.folded import unfolded
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
@@ -80,10 +81,10 @@ class Bf16Export:
         return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, old_dtype=model)
 
 
-def role_of(tensor: LogicalTensor) -> str:
-    """Return the role of a tensor; one that is put together from others has that of the first of them."""
+def role_of(tensor: LogicalTensor, model: ModelDescription = UNKNOWN) -> str:
+    """Return the role of a tensor of a model; one that is put together from others has that of the first of them."""
     named = tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
-    return classify(named, tensor.dtype, tensor.shape).name
+    return role_name(named, tensor.dtype, tensor.shape, model)
 
 
 def plain_plan(

@@ -14,6 +14,7 @@ from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.linear import Chosen, module_of, patterns
 from pqweights.exports.schemes import CHANNEL, SCHEMES, WeightScheme
+from pqweights.models import text_model
 from pqweights.models.names import tower_of
 
 # The modules of routers, by the names that they have in memory.
@@ -48,7 +49,8 @@ def quantization_config(checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) ->
 def linear_layers(checkpoint: Checkpoint) -> list[str]:
     """Return the names of the weights that may be taken for linear layers, or by vLLM for fused experts."""
     may_be = [t for t in checkpoint.tensors if len(t.shape) in (2, 3)]
-    return [t.name for t in may_be if role_of(t) not in ("bias", "buffer")]
+    model = text_model(checkpoint.config)
+    return [t.name for t in may_be if role_of(t, model) not in ("bias", "buffer")]
 
 
 def _group(scheme: WeightScheme, size: int, targets: list[str]) -> dict[str, Any]:
@@ -104,7 +106,8 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], chosen: Mapping[str,
     rounded = [name for name in layers if name in chosen]
     plain = sorted(set(layers) - set(rounded), key=layers.index)
     result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
-    has_routers = any(role_of(tensor) == "router" for tensor in checkpoint.tensors)
+    model = text_model(checkpoint.config)
+    has_routers = any(role_of(tensor, model) == "router" for tensor in checkpoint.tensors)
     if has_routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
     if renames_towers(checkpoint.config):  # all modules of those that stay plain, whatever they are called within

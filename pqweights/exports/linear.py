@@ -160,10 +160,10 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     config = checkpoint.config or {}
     places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
-    plain = {t.name: why for t in encoded if (why := _not_linear(t, rules.experts, tokens)) is not None}
-    linear = [tensor for tensor in encoded if tensor.name not in plain]
-    sizes = _Sizes(rules.formats, linear, one_size=rules.one_size)
     model = text_model(checkpoint.config)
+    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules.experts, tokens)) is not None}
+    linear = [tensor for tensor in encoded if tensor.name not in plain]
+    sizes = _Sizes(rules.formats, linear, model, one_size=rules.one_size)
     chosen: dict[str, Chosen] = {}
     removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
@@ -176,7 +176,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
             fused_with[kept[0].name] = possible
             continue
-        rule = rules.assignment.rule_of(([tensor.name], role_of(tensor)) for tensor in possible)
+        rule = rules.assignment.rule_of(([tensor.name], role_of(tensor, model)) for tensor in possible)
         used.append(rule)
         if rule is not None and rule.format == PLAIN:
             plain |= dict.fromkeys((tensor.name for tensor in possible), f"rule {rule.pattern}")
@@ -237,7 +237,7 @@ def _within(
         layers,
         overhead=overhead,
         weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
-        roles={tensor.name: role_of(tensor) for layer in free.values() for tensor in layer},
+        roles={tensor.name: role_of(tensor, weights.model) for layer in free.values() for tensor in layer},
         known=rules.assignment.known(),
     )
     chosen, plain = dict(weights.chosen), dict(weights.plain)
@@ -262,7 +262,7 @@ def _fused_layers(checkpoint: Checkpoint, model: ModelDescription) -> dict[str, 
 
 def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
     """Return the name of the layer that a weight becomes part of."""
-    role = role_of(tensor)
+    role = role_of(tensor, model)
     if not tensor.name.endswith(".weight") and role != "expert":
         return tensor.name
     return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
@@ -270,24 +270,31 @@ def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
 
 def _joined_matrix(tensor: LogicalTensor, model: ModelDescription) -> str:
     """Return the name of the matrix that a weight becomes part of: of experts, each has its own."""
-    role = "mlp" if role_of(tensor) == "expert" else role_of(tensor)
+    role = "mlp" if role_of(tensor, model) == "expert" else role_of(tensor, model)
     return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
 class _Sizes:
     """The group sizes of layers in any format."""
 
-    def __init__(self, formats: Mapping[str, LinearFormat], linear: Sequence[LogicalTensor], *, one_size: bool) -> None:
+    def __init__(
+        self,
+        formats: Mapping[str, LinearFormat],
+        linear: Sequence[LogicalTensor],
+        model: ModelDescription,
+        *,
+        one_size: bool,
+    ) -> None:
         """Prepare for the linear layers of a model. one_size: see LinearRules"""
-        self._formats = formats
+        self._formats, self._model = formats, model
         self._groups = {n: _one_size(how.groups, linear) if one_size else how.groups for n, how in formats.items()}
-        self._expert_columns = {t.shape[-1] for t in linear if role_of(t) == "expert"}
+        self._expert_columns = {t.shape[-1] for t in linear if role_of(t, model) == "expert"}
 
     def of_layer(self, layer: Sequence[LogicalTensor], name: str) -> tuple[dict[str, str], int]:
         """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
         groups = self._groups[name]
         columns = {tensor.shape[-1] for tensor in layer}
-        if any(role_of(tensor) == "expert" for tensor in layer):
+        if any(role_of(tensor, self._model) == "expert" for tensor in layer):
             # transformers decodes the experts of all layers in one group size
             columns |= {length for length in self._expert_columns if groups.fitting([length]) is not None}
         size = groups.fitting(columns) or groups.size
@@ -330,9 +337,9 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
-def _not_linear(tensor: LogicalTensor, experts: str | None, tokens: set[int]) -> str | None:
+def _not_linear(tensor: LogicalTensor, model: ModelDescription, experts: str | None, tokens: set[int]) -> str | None:
     """Return why a weight is no linear layer that the format stores; None if it is one. tokens: vocabulary sizes"""
-    role = role_of(tensor)
+    role = role_of(tensor, model)
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):

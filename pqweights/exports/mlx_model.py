@@ -36,7 +36,7 @@ from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
 from pqweights.models import described
-from pqweights.models.mlx_lm import STACKED_EXPERTS, TURNED_EXPERTS, UNPREFIXED
+from pqweights.models.description import STACKED, TURNED, UNPREFIXED
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
@@ -395,6 +395,6 @@ def _unprefixed_gpt2(weights: Weights) -> Weights:
 # By the layouts that mlx-lm's sanitize expects: what makes them of what transformers writes.
 CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
     UNPREFIXED: _unprefixed_gpt2,
-    TURNED_EXPERTS: _unfused_gpt_oss,
-    STACKED_EXPERTS: _stacked_experts,
+    TURNED: _unfused_gpt_oss,
+    STACKED: _stacked_experts,
 }

@@ -120,7 +120,7 @@ def _ladder(name: str) -> tuple[str, ...]:
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
     """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
-    experts = [t.name for t in checkpoint.tensors if role_of(t) == "expert" and len(t.shape) == 2]
+    experts = [t.name for t in checkpoint.tensors if role_of(t, linear.model) == "expert" and len(t.shape) == 2]
     plain = [name for name in experts if name not in linear.chosen and name.endswith(".weight")]
     if not plain:
         return ()

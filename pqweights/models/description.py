@@ -9,8 +9,30 @@ from typing import Any
 from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.layers import LayerFlow
 from pqweights.models.llama_cpp import Architecture
-from pqweights.models.mlx_lm import MlxDifferences
 from pqweights.models.traits import Trait
+
+# What is done to the tensors of transformers before mlx-lm's own sanitize.
+UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlxDifferences:
+    """Where mlx-lm differs from transformers.
+
+    layout: UNPREFIXED, TURNED or STACKED: what its sanitize expects, and transformers does not write
+    other_head_dim: whether its default for head_dim is not that of transformers
+    head_in_text: whether the text_config of a model of images and text must say whether the head is tied
+    tied: what it takes if that does not say it, where it is known
+    vocabulary: its default for the size, which it looks for in the outer configuration only
+    rope_names: keys, and the keys in rope_parameters under which transformers 5 writes them
+    """
+
+    layout: str | None = None
+    other_head_dim: bool = False
+    head_in_text: bool = False
+    tied: bool | None = None
+    vocabulary: int | None = None
+    rope_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +42,8 @@ class ModelDescription:
     flow: which modules of a layer read what; None if that is not known, and `fold` leaves the model as it is
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
     mlx: where mlx-lm differs from transformers
-    roles: the roles of modules, by expressions for the last component of their names, before those of the conventions
+    roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
+        in plans, folding and what becomes a linear layer of vllm and torchao-int4
     fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -114,9 +115,14 @@ def fused_layer(name: str, role: str, *, tied: bool, in_masters: bool, model: Mo
         return TIED_EMBEDDINGS
     if role == "expert" and (experts := conventions.EXPERTS_OF_LAYER.fullmatch(module)):
         return experts[1]
-    layers = (layer for layer in model.fused if layer.in_masters or not in_masters)
-    fused = next((layer.whole for layer in layers if re.fullmatch(layer.parts, last)), last)
+    fused = _whole(last, model.fused, in_masters)
     return f"{path}.{fused}" if path else fused
+
+
+@functools.lru_cache(maxsize=1024)  # a model has a dozen names for thousands of modules
+def _whole(part: str, layers: tuple[conventions.FusedLayer, ...], in_masters: bool) -> str:
+    fitting = (layer for layer in layers if layer.in_masters or not in_masters)
+    return next((layer.whole for layer in fitting if re.fullmatch(layer.parts, part)), part)
 
 
 def names_in_memory(weight: str, has_vision: bool) -> list[str]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import layers, llama_cpp
-from pqweights.models.description import UNKNOWN, ModelDescription
-from pqweights.models.mlx_lm import STACKED_EXPERTS, TURNED_EXPERTS, UNPREFIXED, MlxDifferences
+from pqweights.models.description import STACKED, TURNED, UNKNOWN, UNPREFIXED, MlxDifferences
+from pqweights.models.description import ModelDescription as Row
 from pqweights.models.traits import TYPES_WITH, Trait
 
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -35,34 +35,33 @@ _LATER_GEMMA = _GEMMA | {"num_key_value_heads": 4, "hidden_activation": "gelu_py
 _LATER_GEMMA |= {"query_pre_attn_scalar": 256, "sliding_window": 4096}
 _COHERE = _TIED | _SILU | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-_ZERO_CENTRED = frozenset({Trait.ZERO_CENTRED_NORMS})
+_OLMO = _LLAMA | {"rms_norm_eps": 1e-5}
+_ZERO_CENTRED, _TURNED = frozenset({Trait.ZERO_CENTRED_NORMS}), frozenset({Trait.TURNED_EXPERTS})
 
-_GEMMA3 = ModelDescription(
-    flow=layers.GEMMA2,
-    llama_cpp=llama_cpp.GEMMA3,
-    traits=_ZERO_CENTRED,
-    defaults=_sizes(2304, 9216, 26, 8, 131072)
-    | _LATER_GEMMA
-    | {"use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-)
-_QWEN3_5_MOE = ModelDescription(flow=layers.QWEN3_5, defaults=_sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED)
+_GEMMA3 = Row(
+    flow=layers.GEMMA2, llama_cpp=llama_cpp.GEMMA3, traits=_ZERO_CENTRED,
+    defaults=_sizes(2304, 9216, 26, 8, 131072) | _LATER_GEMMA | {
+        "use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+)  # fmt: skip
+_QWEN3_5_MOE = Row(flow=layers.QWEN3_5, defaults=_sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED)
+
 # What is known of a type beyond its traits in TYPES_WITH.
-_ROWS: dict[str, ModelDescription] = {
-    "cohere": ModelDescription(
-        llama_cpp=llama_cpp.COHERE,
-        defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {"use_qk_norm": False, "rope_theta": 5e5},
-    ),
-    "cohere2": ModelDescription(
-        llama_cpp=llama_cpp.COHERE2, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {"sliding_window": 4096},
-    ),
-    "falcon_h1": ModelDescription(mlx=MlxDifferences(other_head_dim=True)),
-    "gemma": ModelDescription(
+_ROWS: dict[str, Row] = {
+    "cohere": Row(llama_cpp=llama_cpp.COHERE, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
+        "use_qk_norm": False, "rope_theta": 5e5,
+    }),
+    "cohere2": Row(llama_cpp=llama_cpp.COHERE2, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
+        "sliding_window": 4096,
+    }),
+    "falcon_h1": Row(mlx=MlxDifferences(other_head_dim=True)),
+    "gemma": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.GEMMA, traits=_ZERO_CENTRED,
         defaults=_sizes(3072, 24576, 28, 16, 8192) | _GEMMA | {
             "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh",
         },
     ),
-    "gemma2": ModelDescription(
+    "gemma2": Row(
         flow=layers.GEMMA2, llama_cpp=llama_cpp.GEMMA2, traits=_ZERO_CENTRED,
         defaults=_sizes(2304, 9216, 26, 8, 8192) | _LATER_GEMMA | {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -70,99 +69,81 @@ _ROWS: dict[str, ModelDescription] = {
     ),
     "gemma3": replace(_GEMMA3, mlx=MlxDifferences(vocabulary=262208)),
     "gemma3_text": _GEMMA3,
-    "gpt2": ModelDescription(mlx=MlxDifferences(layout=UNPREFIXED)),
-    "gpt_neox": ModelDescription(mlx=MlxDifferences(
+    "gpt2": Row(mlx=MlxDifferences(layout=UNPREFIXED)),
+    "gpt_neox": Row(mlx=MlxDifferences(
         rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
     )),
-    "gpt_oss": ModelDescription(
-        flow=layers.GPT_OSS, defaults=_sizes(2880, 64, 8, 64), mlx=MlxDifferences(layout=TURNED_EXPERTS),
-        traits=frozenset({Trait.TURNED_EXPERTS}),
+    "gpt_oss": Row(
+        flow=layers.GPT_OSS, defaults=_sizes(2880, 64, 8, 64), mlx=MlxDifferences(layout=TURNED), traits=_TURNED,
     ),
-    "granite": ModelDescription(
+    "granite": Row(
         llama_cpp=llama_cpp.GRANITE,
         defaults=_sizes(4096, 11008, 32, 32, 2048) | _LLAMA | dict.fromkeys(_MULTIPLIERS, 1.0),
     ),
-    "llama": ModelDescription(
-        flow=layers.LLAMA, llama_cpp=llama_cpp.LLAMA, defaults=_sizes(4096, 11008, 32, 32, 2048) | _LLAMA,
-    ),
-    **dict.fromkeys(("llama4", "llama4_text"), ModelDescription(traits=frozenset({Trait.TURNED_EXPERTS}))),
-    "mistral": ModelDescription(
+    "llama": Row(flow=layers.LLAMA, llama_cpp=llama_cpp.LLAMA, defaults=_sizes(4096, 11008, 32, 32, 2048) | _LLAMA),
+    "llama4": Row(traits=_TURNED),
+    "llama4_text": Row(traits=_TURNED),
+    "mistral": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.MISTRAL,
         defaults=_sizes(4096, 14336, 32, 32, 131072) | _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "mixtral": ModelDescription(
+    "mixtral": Row(
         flow=layers.MIXTRAL, llama_cpp=llama_cpp.MIXTRAL,
         defaults=_sizes(4096, 14336, 32, 32, 131072) | _LLAMA | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "num_experts": 8,
             "num_experts_per_tok": 2,
         },
     ),
-    "olmo2": ModelDescription(
-        llama_cpp=llama_cpp.OLMO2, defaults=_sizes(4096, 11008, 32, 32, 2048) | _LLAMA | {"rms_norm_eps": 1e-5},
-    ),
-    "olmo3": ModelDescription(
-        llama_cpp=llama_cpp.OLMO3,
-        defaults=_sizes(4096, 11008, 32, 32, 2048) | _LLAMA | {
-            "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5,
-        },
-    ),
-    "phi3": ModelDescription(
+    "olmo2": Row(llama_cpp=llama_cpp.OLMO2, defaults=_sizes(4096, 11008, 32, 32, 2048) | _OLMO),
+    "olmo3": Row(llama_cpp=llama_cpp.OLMO3, defaults=_sizes(4096, 11008, 32, 32, 2048) | _OLMO | {
+        "sliding_window": 4096, "rope_theta": 5e5,
+    }),
+    "phi3": Row(
         flow=layers.PHI3, llama_cpp=llama_cpp.PHI3,
         defaults=_sizes(3072, 8192, 32, 32, 4096) | _LLAMA | {
             "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
         },
     ),
-    "qwen2": ModelDescription(
+    "qwen2": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
         defaults=_sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32},
     ),
-    "qwen2_moe": ModelDescription(
-        llama_cpp=llama_cpp.QWEN2_MOE,
-        defaults=_sizes(2048, 5632, 24, 16, 32768) | _QWEN | _SPARSE | {
-            "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-    ),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ModelDescription(mlx=MlxDifferences(head_in_text=True, tied=True))),
-    "qwen3": ModelDescription(
+    "qwen2_moe": Row(llama_cpp=llama_cpp.QWEN2_MOE, defaults=_sizes(2048, 5632, 24, 16, 32768) | _QWEN | _SPARSE | {
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    }),
+    "qwen2_vl": Row(mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_5_vl": Row(mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen3": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
         defaults=_sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
     ),
-    "qwen3_moe": ModelDescription(
+    "qwen3_moe": Row(
         flow=layers.QWEN_MOE, llama_cpp=llama_cpp.QWEN3_MOE,
         defaults=_sizes(2048, 6144, 24, 32, 32768) | _QWEN | _SPARSE | {
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         },
     ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), ModelDescription(
-        flow=layers.QWEN3_5, defaults=_sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED,
-    )),
-    "qwen3_5_moe": replace(_QWEN3_5_MOE, mlx=MlxDifferences(layout=STACKED_EXPERTS)),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _QWEN3_5_MOE),
-    "qwen3_vl": ModelDescription(mlx=MlxDifferences(head_in_text=True)),
-    "smollm3": ModelDescription(
-        llama_cpp=llama_cpp.SMOLLM3,
-        defaults=_sizes(2048, 11008, 36, 16, 32768) | _QWEN | _TIED | {
-            "num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4,
-        },
-    ),
-    "stablelm": ModelDescription(
-        llama_cpp=llama_cpp.STABLELM,
-        defaults=_sizes(2560, 6912, 32, 32, 4096) | _OWN_HEAD | _SILU | {
-            "layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25,
-            "use_parallel_residual": False, "qk_layernorm": False,
-        },
-    ),
-    "starcoder2": ModelDescription(
-        llama_cpp=llama_cpp.STARCODER2,
-        defaults=_sizes(3072, 12288, 30, 24, 4096) | _TIED | {
-            "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2, "use_bias": True,
-        },
-    ),
+    "qwen3_next": _QWEN3_5_MOE,
+    "qwen3_5": replace(_QWEN3_5_MOE, defaults=_sizes(4096, 16, 4, 256)),
+    "qwen3_5_text": replace(_QWEN3_5_MOE, defaults=_sizes(4096, 16, 4, 256)),
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, mlx=MlxDifferences(layout=STACKED)),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_vl": Row(mlx=MlxDifferences(head_in_text=True)),
+    "smollm3": Row(llama_cpp=llama_cpp.SMOLLM3, defaults=_sizes(2048, 11008, 36, 16, 32768) | _QWEN | _TIED | {
+        "num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4,
+    }),
+    "stablelm": Row(llama_cpp=llama_cpp.STABLELM, defaults=_sizes(2560, 6912, 32, 32, 4096) | _OWN_HEAD | _SILU | {
+        "layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25,
+        "use_parallel_residual": False, "qk_layernorm": False,
+    }),
+    "starcoder2": Row(llama_cpp=llama_cpp.STARCODER2, defaults=_sizes(3072, 12288, 30, 24, 4096) | _TIED | {
+        "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2, "use_bias": True,
+    }),
 }  # fmt: skip
 
 
-def _with_traits() -> dict[str, ModelDescription]:
+def _with_traits() -> dict[str, Row]:
     models = dict(_ROWS)
     for trait, types in TYPES_WITH.items():
         for model_type in types.split():

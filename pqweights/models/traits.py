@@ -6,43 +6,30 @@ What transformers does with weights was found with version 5.23 by building each
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum, auto
 
 
-class Trait(StrEnum):
-    """A fact about a type of model.
+class Trait(Enum):
+    """A fact about a type of model."""
 
-    TRANSPOSED: linear weights are stored transposed, [in, out] (transformers' Conv1D)
-    TURNED_EXPERTS: stacks of experts are stored as [experts, in, out]
-    ZERO_CENTRED_NORMS: norms multiply by 1 + weight
-    ROTATES_NEIGHBOURS: rotary embeddings turn neighbouring channels, which no function of transformers' module shows
-    ROTATES_WINDOWS_ONLY: layers with full attention have no rotary embeddings if others have a sliding window
-    MISLABELLED_DECODER: its configuration has is_decoder = False, although it predicts the next token
-    EXAMINED: it is known what transformers does with the layers
-    RESHAPED: transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those
-        that it joins it even loses the plain ones of a compressed-tensors checkpoint
-    RENAMED: layers have other names in memory than in the file, and torchao's metadata has those in memory
-    RENAMED_PLAIN: layers of the text model that stay plain have other names in memory, where `ignore` misses them
-    RENAMED_TOWERS: layers of a tower, which stay plain, have other names in memory: `ignore` must name the whole tower
-    USED_DIRECTLY: the model computes with a weight otherwise than by F.linear, the only product of torchao's tensors
-    USED_EARLY: code of the model that initializes linear weights needs them as they are loaded
-    RUN_BY_MLX: another target refuses it, and mlx makes a model of it that mlx-lm runs
-    """
-
-    TRANSPOSED = "transposed"
-    TURNED_EXPERTS = "turned experts"
-    ZERO_CENTRED_NORMS = "zero-centred norms"
-    ROTATES_NEIGHBOURS = "rotates neighbours"
-    ROTATES_WINDOWS_ONLY = "rotates windows only"
-    MISLABELLED_DECODER = "mislabelled decoder"
-    EXAMINED = "examined"
-    RESHAPED = "reshaped"
-    RENAMED = "renamed"
-    RENAMED_PLAIN = "renamed plain"
-    RENAMED_TOWERS = "renamed towers"
-    USED_DIRECTLY = "used directly"
-    USED_EARLY = "used early"
-    RUN_BY_MLX = "run by mlx"
+    TRANSPOSED = auto()  # linear weights are stored transposed, [in, out] (transformers' Conv1D)
+    TURNED_EXPERTS = auto()  # stacks of experts are stored as [experts, in, out]
+    ZERO_CENTRED_NORMS = auto()  # norms multiply by 1 + weight
+    ROTATES_NEIGHBOURS = auto()  # RoPE turns neighbouring channels, which no function of transformers' module shows
+    ROTATES_WINDOWS_ONLY = auto()  # layers with full attention have no RoPE if others have a sliding window
+    MISLABELLED_DECODER = auto()  # its configuration has is_decoder = False, although it predicts the next token
+    EXAMINED = auto()  # it is known what transformers does with the layers
+    # transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those that it
+    # joins it even loses the plain ones of a compressed-tensors checkpoint.
+    RESHAPED = auto()
+    RENAMED = auto()  # layers have other names in memory than in the file, and torchao's metadata has those in memory
+    RENAMED_PLAIN = auto()  # the same of layers of the text model that stay plain: `ignore` misses them
+    RENAMED_TOWERS = auto()  # the same of layers of a tower, which stay plain: `ignore` must name the whole tower
+    USED_DIRECTLY = (
+        auto()
+    )  # it computes with a weight otherwise than by F.linear, the only product of torchao's tensors
+    USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
+    RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
 
 
 # A row of the table may state its traits itself; where little else is known of a type, a word here is shorter.

@@ -42,7 +42,7 @@ ROW = ModelDescription(
         others=(r"hop\.sieve",),
     ),
     llama_cpp=replace(llama_cpp.QWEN3, modules=MODULES),
-    roles={"sieve": "router", "ask|offer|tell|blend": "attention"},
+    roles={"sieve": "router", "board": "embedding", "ask|offer|tell|blend": "attention"},
     fused=(*FUSED, FusedLayer("ask|offer|tell", "mixed"), FusedLayer("open|wide", "hopped")),
     defaults={"num_key_value_heads": 1, "use_sliding_window": False},
     traits=frozenset({Trait.ZERO_CENTRED_NORMS, Trait.EXAMINED}),
@@ -102,7 +102,8 @@ def test_its_fused_layers_share_bits(checkpoint: Checkpoint) -> None:
 
 
 def test_its_fused_layers_stay_plain_together(tmp_path: Path) -> None:
-    names = [f"model.layers.0.{name}.weight" for name in ("mix.ask", "mix.offer", "mix.tell", "mix.blend")]
+    modules = ("mix.ask", "mix.offer", "mix.tell", "mix.blend", "hop.board")
+    names = [f"model.layers.0.{name}.weight" for name in modules]
     weights = {name: bf16(gaussian(64, 128, seed=place)) for place, name in enumerate(names)}
     write_checkpoint(tmp_path / "src", weights, config={"model_type": NAME, "dtype": "bfloat16"})
     done("quantize", tmp_path / "src", tmp_path / "master", "--keep", "*.offer.weight")
@@ -110,6 +111,7 @@ def test_its_fused_layers_stay_plain_together(tmp_path: Path) -> None:
     assert integer_names(tmp_path / "out") == [names[3]]
     reasons = {tensor.name: tensor.reason for tensor in read_manifest(tmp_path / "out").tensors}
     assert (reasons[names[0]], reasons[names[2]]) == (FUSED_WITH_KEPT, FUSED_WITH_KEPT)
+    assert reasons[names[4]] == "embedding: the runtime does not quantize it"
     assert not any("nobody has examined" in line for line in report.warnings)
 
 
