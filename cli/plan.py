@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.exports.experts import is_bias_of_experts
+from pqweights.models.names import is_bias_of_experts
 from pqweights.options import PlanArguments, QuantizeArguments
 
 from . import options, output, report, tables

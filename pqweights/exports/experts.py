@@ -5,7 +5,6 @@ Runtimes of compressed-tensors look for a matrix of each expert, by the names th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,10 +13,9 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.exports.bf16 import is_encoded
 from pqweights.models import text_model
+from pqweights.models.conventions import STACKED_EXPERTS
+from pqweights.models.names import is_bias_of_experts
 from pqweights.models.traits import Trait
-
-STACK = re.compile(r"(?P<experts>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(\.weight)?")
-_BIAS = re.compile(r".*\.experts\.(gate_up|down)_proj_bias")
 
 
 def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
@@ -30,17 +28,12 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     turned, cache = Trait.TURNED_EXPERTS in text_model(checkpoint.config).traits, MatrixCache()
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
-        match = STACK.fullmatch(tensor.name)
+        match = STACKED_EXPERTS.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 3 or not is_encoded(tensor):
             tensors.append(tensor)
         else:
-            tensors += _singles(tensor, match["experts"], match["matrix"], turned=turned, cache=cache)
+            tensors += _singles(tensor, match["layer"], match["matrix"], turned=turned, cache=cache)
     return replace(checkpoint, tensors=tuple(tensors))
-
-
-def is_bias_of_experts(name: str) -> bool:
-    """Whether a tensor holds the biases of a stack of experts."""
-    return _BIAS.fullmatch(name) is not None
 
 
 def _singles(

@@ -60,11 +60,11 @@ def with_integers(folder: Path, exported: Path, exact: bool = False) -> Path:
         values = values if exact and not is_stacked else as_loaded(values)
         if name in tensors:
             tensors[name] = f32(values)
-        else:  # of an expert: [out, in], gate before up, in a stack [experts, in, out]
+        else:  # of an expert: [out, in], gate before up, in a stack [experts, out, in], of Llama 4 [experts, in, out]
             path, number, matrix, _ = name.rsplit(".", 3)
-            stack = f"{path}.{'down_proj' if matrix == 'down_proj' else 'gate_up_proj'}"
+            stack = tensors[f"{path}.{'down_proj' if matrix == 'down_proj' else 'gate_up_proj'}"][1][int(number)]
             first = len(values) if matrix == "up_proj" else 0
-            tensors[stack][1][int(number)][:, first : first + len(values)] = values.T
+            (stack.T if config["model_type"].startswith("llama4") else stack)[first : first + len(values)] = values
     return write_checkpoint(exported.with_name(f"{exported.name}-plain"), tensors, config=config)
 
 
