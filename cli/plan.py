@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.models.names import is_bias_of_experts
 from pqweights.options import PlanArguments, QuantizeArguments
 
 from . import options, output, report, tables
@@ -109,11 +108,10 @@ def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     if not fused:
         return []
     weights = sum(tensor.weights for tensor in fused)
-    biased = any(is_bias_of_experts(tensor.name) for tensor in tensors)
-    plain, others = ("vllm and torchao store", "") if biased else ("torchao stores", ", vllm")
     return [
-        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: {plain} them "
-        f"in BF16 ({size_text(2 * weights)}); gguf{others} and mlx round them"
+        f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: torchao stores them in BF16 "
+        f"({size_text(2 * weights)}), and so does vllm unless transformers takes single ones of this model; gguf and "
+        "mlx round them"
     ]
 
 

@@ -14,18 +14,18 @@ from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.exports.bf16 import is_encoded
 from pqweights.models import text_model
 from pqweights.models.conventions import STACKED_EXPERTS
-from pqweights.models.names import is_bias_of_experts
 from pqweights.models.traits import Trait
 
 
 def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with a weight for each expert in the place of the stacks that the master encodes.
 
-    Stacks with biases stay as they are: no runtime looks for the biases of single experts.
+    Stacks of models of which transformers does not take single experts stay as they are.
     """
-    if any(is_bias_of_experts(tensor.name) for tensor in checkpoint.tensors):
+    traits = text_model(checkpoint.config).traits
+    if Trait.TAKES_SINGLE_EXPERTS not in traits:
         return checkpoint
-    turned, cache = Trait.TURNED_EXPERTS in text_model(checkpoint.config).traits, MatrixCache()
+    turned, cache = Trait.TURNED_EXPERTS in traits, MatrixCache()
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)

@@ -19,7 +19,6 @@ HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 # Whole names: of one expert's matrix, and of that of all experts in one tensor.
 OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
 STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(\.weight)?")
-BIAS_OF_STACK = re.compile(r".*\.experts\.(gate_up|down)_proj_bias")
 # Whole names of modules: what holds all experts of a layer.
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
 

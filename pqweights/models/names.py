@@ -18,11 +18,6 @@ _PATH_PATTERNS = (("mtp", conventions.MTP), ("vision", conventions.VISION))
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 
-def is_bias_of_experts(name: str) -> bool:
-    """Whether a tensor holds the biases of a stack of experts."""
-    return conventions.BIAS_OF_STACK.fullmatch(name) is not None
-
-
 def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescription = UNKNOWN) -> str:
     """Return the role of a tensor, one of planning.roles.ROLES."""
     path = _Path.of(name)

@@ -18,6 +18,8 @@ class Trait(Enum):
     ROTATES_NEIGHBOURS = auto()  # RoPE turns neighbouring channels, which no function of transformers' module shows
     ROTATES_WINDOWS_ONLY = auto()  # layers with full attention have no RoPE if others have a sliding window
     MISLABELLED_DECODER = auto()  # its configuration has is_decoder = False, although it predicts the next token
+    # In a compressed-tensors checkpoint, transformers takes weights of single experts where others have stacks.
+    TAKES_SINGLE_EXPERTS = auto()
     EXAMINED = auto()  # it is known what transformers does with the layers
     # transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those that it
     # joins it even loses the plain ones of a compressed-tensors checkpoint.
@@ -25,9 +27,8 @@ class Trait(Enum):
     RENAMED = auto()  # layers have other names in memory than in the file, and torchao's metadata has those in memory
     RENAMED_PLAIN = auto()  # the same of layers of the text model that stay plain: `ignore` misses them
     RENAMED_TOWERS = auto()  # the same of layers of a tower, which stay plain: `ignore` must name the whole tower
-    USED_DIRECTLY = (
-        auto()
-    )  # it computes with a weight otherwise than by F.linear, the only product of torchao's tensors
+    # It computes with a weight otherwise than by F.linear, the only product of torchao's tensors.
+    USED_DIRECTLY = auto()
     USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
     RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
 
@@ -38,6 +39,7 @@ TYPES_WITH: dict[Trait, str] = {
     Trait.ROTATES_NEIGHBOURS: "codegen cohere cohere2 deepseek_v2 gptj llama4_text",
     Trait.ROTATES_WINDOWS_ONLY: "cohere2 exaone4 exaone_moe",
     Trait.MISLABELLED_DECODER: "gpt_neox gpt_neox_japanese",
+    Trait.TAKES_SINGLE_EXPERTS: "llama4 llama4_text qwen3_5_moe qwen3_5_moe_text",
     Trait.RESHAPED: """
 bailing_hybrid depth_pro dinov2 dinov2_with_registers gradium_phonon_tts gte hrm_text inkling_mm_model
 jina_embeddings_v3 kimi_linear minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2
