@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from calls import make_card, plan_quantize, quantize
 from commands import answer, done, refused
+from export_decoders import export_weight
 from helpers import (
     as_float32,
     bf16,
@@ -172,6 +173,26 @@ def test_card_says_codec_rate_and_effort(folder: Path, tmp_path: Path) -> None:
 
 
 # --- exports, loading ---
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits"), [(SCALAR, 2), (SCALAR, 8), (TRELLIS, 1.5), (TRELLIS, 5), (TRELLIS, 8), (POLAR, 3.875)]
+)
+def test_zeros_stay_exact_zeros_through_masters_and_exports(codec: str, bits: float, tmp_path: Path) -> None:
+    """A weight of nothing else, and rows and a block of them among other numbers."""
+    weights = {name: gaussian(64, 256, seed=1) for name in (UP, "model.layers.0.self_attn.q_proj.weight")}
+    for values, where in zip(weights.values(), (np.s_[:], np.s_[8:24]), strict=True):
+        values[where] = values[40, 128:] = 0
+    tensors = {name: bf16(values) for name, values in weights.items()}
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
+    (tmp_path / "r.yaml").write_text(f"{{codec: {codec}, bits: {bits}}}")
+    report = run_command({"quantize": str(source), "recipe": str(tmp_path / "r.yaml")}, tmp_path / "master")
+    assert [(r.name, r.relative_mse) for r in report.records if not r.energy] == [(UP, 0.0)]
+    for target in ("bf16", "torchao-int4", "vllm"):
+        run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
+        decoded = {name: export_weight(tmp_path / target)(name) for name in weights}
+        assert not any(decoded[name][values == 0].any() for name, values in weights.items()), target
+        assert all(decoded[name].any() == values.any() for name, values in weights.items()), target
 
 
 @pytest.mark.parametrize(
