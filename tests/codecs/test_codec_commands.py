@@ -360,6 +360,27 @@ def test_superblock_that_cannot_be_decoded_is_named(folder: Path, tmp_path: Path
     assert torch.nn.functional.embedding(torch.tensor([0, 1]), weight).shape == (2, weight.shape[1])
 
 
+def test_flipped_bits_of_a_trellis_are_found_by_verify_and_nearly_all_by_the_decoder_alone(tmp_path: Path) -> None:
+    """Without hashes, decoding shows all but those of a step, the four bytes with which a superblock begins."""
+    source = write_checkpoint(tmp_path / "model", {UP: bf16(gaussian(512, 256))})
+    quantize(source, tmp_path / "master", parse_recipe(f"{{codec: {TRELLIS}, bits: 3}}", "r.yaml"))
+    (tensor,) = open_local(tmp_path / "master").tensors
+    (part,) = tensor.parts
+    shard, manifest = tmp_path / "master" / part.file, tmp_path / "master/pqweights.json"
+    data, stated, noticed = shard.read_bytes(), manifest.read_bytes(), 0
+    for at, bit in np.random.default_rng(3).integers(0, (part.byte_count, 8), (50, 2)).tolist():
+        wrong = bytearray(data)
+        wrong[part.offset + at] ^= 1 << bit
+        shard.write_bytes(wrong)
+        assert any(UP in problem for problem in verify(tmp_path / "master", threads=1).problems), (at, bit)
+        try:
+            master_weights(restate_hashes(tmp_path / "master"))
+        except MasterError as error:
+            noticed += "the master is damaged" in str(error)
+        manifest.write_bytes(stated)
+    assert noticed == 50
+
+
 def test_weight_in_memory_that_cannot_be_decoded_is_named() -> None:
     values = gaussian(900, 128)
     coder = CODECS[TRELLIS].coder(2.5)
