@@ -20,9 +20,9 @@ from pqweights.errors import OutputError, SourceError
 
 PARTIAL_SUFFIX = ".partial"
 COPY_BYTES = 1 << 20
-# What the system says of a full disk, of one that may not be written to, and of one that fails.
+# What the system says of a full disk, of a name under which no file may be written, and of a disk that fails.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR)
 FAILING = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -68,13 +68,17 @@ def write_whole(work: Path, final: Path, pieces: Iterable[bytes]) -> str:
     with disk_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)
-        with open(partial, "xb") as stream:  # which follows no link that somebody else has put there
-            for data in pieces:
-                digest.update(data)
-                stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, final)
+        try:
+            with open(partial, "xb") as stream:  # which follows no link that somebody else has put there
+                for data in pieces:
+                    digest.update(data)
+                    stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(partial, final)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
     return digest.hexdigest()
 
 

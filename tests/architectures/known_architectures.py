@@ -25,6 +25,7 @@ SEQ2SEQ: dict[str, Any] = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "decoder_start_token_id": 1, "forced_eos_token_id": 2,
 }  # fmt: skip
+BLT: dict[str, Any] = {**ENCODER, "num_key_value_heads": 4, "hidden_size_global": WIDTH, "tie_word_embeddings": False}
 GPT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2,
@@ -120,6 +121,13 @@ GENERATES = "ForConditionalGeneration"
 ARCHITECTURES: dict[str, Architecture] = {
     "bert": A("Bert", ENCODER, head="ForMaskedLM"),
     "modernbert": A("ModernBert", ENCODER, head="ForMaskedLM", cls_token_id=1, sep_token_id=2),
+    "electra": A("Electra", ENCODER, head="ForMaskedLM", embedding_size=WIDE),
+    "rembert": A("RemBert", ENCODER, head="ForMaskedLM", input_embedding_size=WIDE, output_embedding_size=WIDE),
+    # The layers of its four transformers have the same names; 32 does not divide the rows of one of them.
+    "blt": A(
+        "Blt", TOKENS, BLT, encoder_config={**BLT, "intermediate_size": 150}, decoder_config=BLT, global_config=BLT,
+        patcher_config=BLT, encoder_hash_byte_group_vocab=64, encoder_hash_byte_group_size=[3], use_cache=False,
+    ),
     "gte": A("Gte", ENCODER, head="ForMaskedLM", vllm=RESHAPED, torchao=RESHAPED),
     "t5": A("T5", T5, head=GENERATES, takes="seq2seq"),
     "bart": A("Bart", SEQ2SEQ, head=GENERATES, takes="seq2seq"),

@@ -93,10 +93,14 @@ def test_quantize_continues(event: str, name: str, source: Path, master: Path, t
 
 COMMANDS = [
     ("plan SOURCE", "open", "config.json", ENDED),
+    ("inspect MASTER", "open", "pqweights.json", ENDED),
+    ("card MASTER", "open", "pqweights.json", ENDED),
     ("verify MASTER", "open", "model-00001-of-00001.safetensors", ENDED),
     ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", NOTHING),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
+    ("eval SOURCE --text TEXT", "import", "pqweights.quality.evaluation", ENDED),
+    ("calibrate SOURCE OUT --text TEXT", "import", "pqweights.quality.calibrate", ENDED),
     ("sensitivity SOURCE OUT --text TEXT", "import", "pqweights.quality.sensitivity", ENDED),
 ]
 

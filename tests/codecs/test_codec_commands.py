@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from calls import make_card, plan_quantize, quantize
 from commands import answer, done, refused
+from export_decoders import export_weight
 from helpers import (
     as_float32,
     bf16,
@@ -172,6 +173,26 @@ def test_card_says_codec_rate_and_effort(folder: Path, tmp_path: Path) -> None:
 
 
 # --- exports, loading ---
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits"), [(SCALAR, 2), (SCALAR, 8), (TRELLIS, 1.5), (TRELLIS, 5), (TRELLIS, 8), (POLAR, 3.875)]
+)
+def test_zeros_stay_exact_zeros_through_masters_and_exports(codec: str, bits: float, tmp_path: Path) -> None:
+    """A weight of nothing else, and rows and a block of them among other numbers."""
+    weights = {name: gaussian(64, 256, seed=1) for name in (UP, "model.layers.0.self_attn.q_proj.weight")}
+    for values, where in zip(weights.values(), (np.s_[:], np.s_[8:24]), strict=True):
+        values[where] = values[40, 128:] = 0
+    tensors = {name: bf16(values) for name, values in weights.items()}
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "dtype": "bfloat16"})
+    (tmp_path / "r.yaml").write_text(f"{{codec: {codec}, bits: {bits}}}")
+    report = run_command({"quantize": str(source), "recipe": str(tmp_path / "r.yaml")}, tmp_path / "master")
+    assert [(r.name, r.relative_mse) for r in report.records if not r.energy] == [(UP, 0.0)]
+    for target in ("bf16", "torchao", "vllm"):
+        run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
+        decoded = {name: export_weight(tmp_path / target)(name) for name in weights}
+        assert not any(decoded[name][values == 0].any() for name, values in weights.items()), target
+        assert all(decoded[name].any() == values.any() for name, values in weights.items()), target
 
 
 @pytest.mark.parametrize(
@@ -337,6 +358,27 @@ def test_superblock_that_cannot_be_decoded_is_named(folder: Path, tmp_path: Path
     with torch.inference_mode(), pytest.raises(MasterError, match=place):
         torch.nn.functional.linear(torch.zeros(1, weight.shape[1]), weight)
     assert torch.nn.functional.embedding(torch.tensor([0, 1]), weight).shape == (2, weight.shape[1])
+
+
+def test_flipped_bits_of_a_trellis_are_found_by_verify_and_nearly_all_by_the_decoder_alone(tmp_path: Path) -> None:
+    """Without hashes, decoding shows all but those of a step, the four bytes with which a superblock begins."""
+    source = write_checkpoint(tmp_path / "model", {UP: bf16(gaussian(512, 256))})
+    quantize(source, tmp_path / "master", parse_recipe(f"{{codec: {TRELLIS}, bits: 3}}", "r.yaml"))
+    (tensor,) = open_local(tmp_path / "master").tensors
+    (part,) = tensor.parts
+    shard, manifest = tmp_path / "master" / part.file, tmp_path / "master/pqweights.json"
+    data, stated, noticed = shard.read_bytes(), manifest.read_bytes(), 0
+    for at, bit in np.random.default_rng(3).integers(0, (part.byte_count, 8), (50, 2)).tolist():
+        wrong = bytearray(data)
+        wrong[part.offset + at] ^= 1 << bit
+        shard.write_bytes(wrong)
+        assert any(UP in problem for problem in verify(tmp_path / "master", threads=1).problems), (at, bit)
+        try:
+            master_weights(restate_hashes(tmp_path / "master"))
+        except MasterError as error:
+            noticed += "the master is damaged" in str(error)
+        manifest.write_bytes(stated)
+    assert noticed == 50
 
 
 def test_weight_in_memory_that_cannot_be_decoded_is_named() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import trellis_decoder
 import trellis_writer
 from blocks import examples
@@ -163,3 +165,27 @@ def test_property_page_and_kernel_refuse_the_same_bytes(
             .reshape(-1)
             .view(np.uint32),
         )
+
+
+@pytest.mark.parametrize(("unused", "begin", "step"), [(0, 80, 3), (9, -9, 1)])
+def test_flipped_bits_of_words_and_unused_bytes_are_noticed(unused: int, begin: int, step: int) -> None:
+    """What follows a wrong word is random, and ends in sixteen states of 2**16 by chance hardly ever."""
+    made = trellis_writer.superblock(np.random.default_rng(1), 17, step=0.1, state_bits=3, first=4, unused=unused)
+    row = made if unused else sound(17, 0)
+    for at in range(begin % len(row), len(row), step):
+        wrong = bytearray(row)
+        wrong[at] ^= 1 << at % 8
+        assert decode(bytes(wrong), 17) and (not unused or page_refuses(bytes(wrong), 17)), at
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_flipped_bit_of_zeros_is_noticed_or_harmless(bit: int) -> None:
+    """Nothing is read of zeros but their header, in which the step may be -0."""
+    coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, 3, 100))
+    for at in range(100):
+        row, values = np.zeros((1, 100), dtype=np.uint8), np.full(3 * 128, 7, dtype=np.float32)
+        row[0, at] = 1 << bit
+        harmless = at >= 7 or (at, bit) == (3, 7)
+        with contextlib.nullcontext() if harmless else pytest.raises(DamagedBlock):
+            coder.decode([row], values.view(np.uint8), dtype="F32", state=RotatedState("hadamard"))
+        assert not harmless or not values.any()

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from commands import refused
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from ray_cluster import QUIET, Faulty, RayCluster, kill_process, wait_until
 from remote_server import SECRETS, ObjectServer
@@ -140,6 +142,16 @@ with engine_of({cluster.address!r}) as engine:
     report = pqweights.quantize(source, tmp_path / "out", max_shard_size=SHARD)
     assert report.resumed >= LAYERS - 1
     assert folder_bytes(tmp_path / "out") == plain
+
+
+def test_a_damaged_source_is_refused_in_the_line_of_one_machine(cluster: RayCluster, tmp_path: Path) -> None:
+    values = gaussian(256, 256)
+    values[3, 5] = np.nan
+    write_checkpoint(tmp_path / "model", {weight(0): bf16(gaussian(256, 256)), weight(1): bf16(values)})
+    command = ("quantize", tmp_path / "model", tmp_path / "out", "--max-shard-size", SHARD)
+    alone, on_cluster = refused(*command), refused(*command, "--ray", cluster.address)
+    assert alone == on_cluster and f"{weight(1)!r}" in alone and "NaN" in alone
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_path: Path) -> None:

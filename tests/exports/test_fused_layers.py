@@ -60,6 +60,13 @@ def test_fused_layer_stays_plain_if_the_master_keeps_a_part(layer: str, tmp_path
     assert f"WARNING: {said}\n" in shown.stderr and f", {FUSED_WITH_KEPT}: {rest[0]}" in shown.stdout
 
 
+def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
+    modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo")
+    warnings = exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "torchao-int4", "--packing", "plain")
+    assert integer_names(tmp_path / "out") == [f"{ATTENTION}.o_proj.weight"]
+    assert any("plain because runtimes fuse them" in text for text in warnings)
+
+
 def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(tmp_path: Path) -> None:
     """As its should_ignore_layer does: of the parts of a layer, `ignore` matches all or none."""
     match_name = pytest.importorskip("compressed_tensors.utils.match").match_name

@@ -15,6 +15,7 @@ from families import ATTENTION, FAMILIES
 from helpers import Array, as_float32, bf16, gaussian, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import LAYER, expected_layers, in_memory, integer_names
 
+from pqweights.kernels.groups import GroupRule
 from pqweights.rewrite.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
@@ -42,7 +43,7 @@ def loaded_integers(folder: Path, name: str, packing: str) -> dict[str, Array]:
 
 
 # Of each kind of layers one; test_architectures.py loads others.
-@pytest.mark.parametrize("name", ["llama-tied", "llama-uneven", "gpt_oss", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["llama-tied", "llama-uneven", "llama-biased", "gpt_oss", "qwen3_5_moe", "qwen3_vl"])
 def test_transformers_loads_torchao_int4_with_the_stored_integers(name: str, base: Path) -> None:
     """Exactly the planned parameters are integers, and both packings hold the same values."""
     planned = {n for n in expected_layers(base, name, FAMILIES[name].linear) if ".experts." not in n}
@@ -83,15 +84,36 @@ def test_torchao_int4_metadata_lists_every_name_that_transformers_uses(
     assert len({metadata[name] for name in names}) == 1
 
 
+def rounded_by_torchao(weights: Array) -> Array:
+    """Weights in groups of 128, rounded and decoded by torchao's own functions; it takes BF16."""
+    torch, primitives = pytest.importorskip("torch"), pytest.importorskip("torchao.quantization.quant_primitives")
+    values, block, how = torch.from_numpy(weights).bfloat16(), (1, 128), (torch.int32, 0, 15)
+    of_numbers = dict.fromkeys(("scale_dtype", "zero_point_dtype"), torch.bfloat16)
+    asymmetric = primitives.MappingType.ASYMMETRIC
+    numbers = primitives._choose_qparams_affine_tinygemm(values, asymmetric, block, *how, **of_numbers)
+    codes = primitives._quantize_affine_tinygemm(values, block, *numbers, *how)
+    exact = [each.float() for each in numbers]
+    decoded = primitives._dequantize_affine_tinygemm(codes, block, *exact, *how, output_dtype=torch.float32)
+    return np.asarray(decoded.numpy())
+
+
+def rounded_best(weights: Array) -> Array:
+    rule = GroupRule(bits=4, group_size=128, symmetric=False, middle=True, rule="best")
+    groups = rule.quantize(weights.reshape(-1))
+    decoded = (groups.codes.astype(np.float32) - 8) * groups.scales[:, None] + groups.offsets[:, None]
+    return decoded.reshape(weights.shape)
+
+
+@pytest.mark.parametrize("qparams", ["best", "minmax"])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_torchao_int4_values_are_the_rounded_weights_and_padding_is_zero(
-    packing: str, base: Path, tmp_path: Path
+    packing: str, qparams: str, base: Path, tmp_path: Path
 ) -> None:
     """132 rows and 1152 columns do not fill whole tiles."""
     wide = {"hidden_size": 1152, "intermediate_size": 132, "num_hidden_layers": 1}
     families.build(families.causal("Llama", **wide), tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model")}, tmp_path / "master")
-    work = {"export": str(tmp_path / "master"), "target": "torchao", "packing": packing}
+    work = {"export": str(tmp_path / "master"), "target": "torchao", "packing": packing, "qparams": qparams}
     run_command(work, tmp_path / "out")
     names = integer_names(tmp_path / "out")
     layers = (*(f"self_attn.{n}" for n in ATTENTION), "mlp.gate_proj", "mlp.up_proj")
@@ -102,7 +124,8 @@ def test_torchao_int4_values_are_the_rounded_weights_and_padding_is_zero(
     tensors = read_all(tmp_path / "out")
     for name in names:
         rows, columns = exact[name].shape
-        assert np.square(loaded[name] - exact[name]).sum() < 0.01 * np.square(exact[name]).sum(), name
+        expected = rounded_best(exact[name]) if qparams == "best" else rounded_by_torchao(exact[name])
+        assert np.array_equal(loaded[name], expected), name
         if packing == "tile_packed_to_4d":
             stem = name.removesuffix("weight") + "_weight"
             whole = from_tiles(tensors[f"{stem}_qdata"][1], as_float32(tensors[f"{stem}_scale_and_zero"]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import helpers
 import independent_reader
+import independent_writer
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from blocks import (
     exponent_for,
     same_bits,
 )
+from hard_weights import one_hot_norms
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,6 +179,39 @@ def test_a_negative_coordinate_that_underflows_goes_to_the_upper_level(backend, 
     blocks[:, :3] = [[4, 4, 2.0**-149], [2.0**20, 2.0**20, 2.0**-133]]
     assert (normalised(blocks)[0] == 0).any() and np.signbit(normalised(blocks)[0][normalised(blocks)[0] == 0]).any()
     assert_same_encoding(encode_floats(blocks, bits, backend=backend), encode_floats(blocks, bits, backend="reference"))
+
+
+@each_backend
+@pytest.mark.parametrize(("bits", "exponent"), [(2, 0), (5, 0), (8, 0), (2, 16), (5, 16)])
+def test_norms_half_way_between_two_float16_round_to_even(backend, bits, exponent):
+    """Between normal numbers (exponent 0), by the independent writer as well, and between subnormal ones (16)."""
+    values, norms = one_hot_norms(codebook(bits))
+    exact, halves = norms * 2.0**-exponent, np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+    ties = np.flatnonzero(np.isin(exact, (halves[:-1] + halves[1:]) / 2))
+    expected = 2 * (np.searchsorted(halves, exact[ties]) // 2)  # the even one of the two patterns around the tie
+    assert len(ties) >= 8 and len(set(expected)) > 3
+    blocks = np.zeros((len(ties), 128), np.float32)
+    blocks[:, 40] = values[ties]
+    assert np.array_equal(encode_floats(blocks, bits, False, exponent, backend)[1], expected)
+    if exponent == 0:
+        theirs = independent_writer.encode_rotated(blocks, codebook(bits).levels, bits, "hadamard")
+        assert theirs.norm_exponent == 0 and np.array_equal(theirs.norms, expected)
+
+
+@each_backend
+@pytest.mark.parametrize("bits", BITS)
+def test_products_are_rounded_before_they_are_added(backend, bits):
+    """As by the independent writer; fused, the first sums of squares, of two numbers here, would all differ."""
+    pairs = helpers.gaussian(2000, 2, seed=bits)
+    fused = (pairs[:, 0].astype(np.float64) ** 2 + pairs[:, 1] ** 2).astype(np.float32)
+    pairs = pairs[fused != (pairs**2).sum(axis=1)][:100]
+    blocks = np.zeros((100, 128), np.float32)
+    blocks[:, (5, 69)] = pairs
+    blocks = np.concatenate([blocks, FAMILIES["gaussian"]])
+    _, norms, energies, errors, _ = encode_floats(blocks, bits, backend=backend)
+    for block, *measures in zip(blocks, norms, energies, errors, strict=True):
+        theirs = independent_writer.encode_rotated(block, codebook(bits).levels, bits, "hadamard")
+        assert measures == [theirs.norms[0], theirs.energy, theirs.squared_error]
 
 
 def test_the_butterfly_is_the_sylvester_matrix():

@@ -203,3 +203,15 @@ def test_a_checkout_without_ziglang_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(build_kernels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install ziglang, or name a clang in CXX"):
         build_kernels.Compiler(build_kernels.own_target())
+
+
+@pytest.mark.parametrize("level", LEVELS[1:] or LEVELS)
+def test_nothing_is_fused_by_the_compiler_alone(level: str, tmp_path: Path) -> None:
+    """On processors that can fuse; without the flag the compiler does."""
+    source, fuses = tmp_path / "sum.cpp", dict[str, bool]()
+    source.write_text("float sum(float a, float b, float c) { return a * b + c; }\n")
+    command = build_kernels.Compiler(build_kernels.own_target()).compile(level)
+    for kind, more in (("ours", []), ("fast", ["-ffp-contract=fast"])):
+        build_kernels.run_to([*command, *more, "-S", str(source)], tmp_path / kind)
+        fuses[kind] = "fmadd" in (tmp_path / kind).read_text()
+    assert fuses == {"ours": False, "fast": True}

@@ -217,21 +217,27 @@ def test_damaged_record_is_refused(recorded: Path) -> None:
         assert (recorded / FILE).read_bytes() == content
 
 
-@pytest.mark.parametrize("fault", ["damaged", "full disk"])
+@pytest.mark.parametrize("fault", ["damaged", "a folder in its place", errno.ENOSPC, errno.EROFS])
 def test_record_that_cannot_be_written_is_noted(
-    fault: str, recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str | int, recorded: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """By whomever: root may write into folders that nobody else may."""
+
+    def fail(descriptor: int) -> None:
+        assert isinstance(fault, int)
+        raise OSError(fault, os.strerror(fault))
 
     if fault == "damaged":
         (recorded / FILE).write_text("{")
-    before = (recorded / FILE).read_bytes()
+    elif fault == "a folder in its place":
+        (recorded / FILE).unlink()
+        (recorded / FILE).mkdir()
+    before = folder_bytes(recorded)
     with monkeypatch.context() as patch:
-        if fault == "full disk":
-            patch.setattr("os.fsync", full)
+        if isinstance(fault, int):
+            patch.setattr("os.fsync", fail)
         result = invoke("eval", recorded, "--text", work / "text.txt", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["models"]
     (note,) = notes(result)
-    assert note.startswith(f"not recorded: {FILE}: ")
-    assert (recorded / FILE).read_bytes() == before
+    assert note.startswith("not recorded: ") and f"{FILE}: " in note
+    assert folder_bytes(recorded) == before

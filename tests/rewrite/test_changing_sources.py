@@ -16,7 +16,7 @@ from calls import quantize
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
 from memory_storage import put
-from rewriting import command, finished, interrupt, watched
+from rewriting import Killed, command, finished, interrupt, marks, watched
 
 from pqweights.checkpoint import file_reader
 from pqweights.checkpoint.file_reader import FileState
@@ -24,6 +24,7 @@ from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
 from pqweights.quantizing import Quantize
+from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.storage.local import LocalStore
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -115,15 +116,27 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     assert folder_bytes(out) == folder_bytes(tmp_path / "fresh") != undisturbed
 
 
+@pytest.mark.parametrize("most", [2, 99])
 @pytest.mark.parametrize(("file", "at"), [(FIRST, 1), (FIRST, 4), (LAST, 1)])
 def test_no_tensor_of_a_changed_file_is_recorded(
-    file: str, at: int, own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    most: int, file: str, at: int, own_source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """The file gets its old content and time again: what was read meanwhile must not count."""
+    """The file gets its old content and time again: what was read meanwhile must not count.
+
+    most: so many shards are recorded at most before the run is killed, and cannot notice the change at its end
+    """
     status, data = (own_source / file).stat(), (own_source / file).read_bytes()
-    out = tmp_path / "out"
-    with pytest.raises(SourceChangedError):
-        run_command(command(own_source, progress=once(lambda: in_place(own_source / file), at)), out)
+    out, add = tmp_path / "out", FinishedShards.add
+
+    def add_or_die(*given: Any) -> None:
+        add(*given)
+        if len(marks(out)) == most:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FinishedShards, "add", add_or_die)
+        with pytest.raises((SourceChangedError, Killed)):
+            run_command(command(own_source, progress=once(lambda: in_place(own_source / file), at)), out)
     (own_source / file).write_bytes(data)
     os.utime(own_source / file, ns=(status.st_mtime_ns, status.st_mtime_ns))
     run_command(command(own_source), out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import folder_bytes, run_command
-from rewriting import command, interrupt
+from rewriting import SHARD_BYTES, command, interrupt, marks
 
 from pqweights.errors import MasterError, OutputError
 from pqweights.quantizing import Quantize
@@ -86,6 +88,36 @@ def test_manifest_of_another_format_than_it_says_is_refused(
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"manifest_version": version} | stated))
     with pytest.raises(MasterError, match="manifest_version"):
         read_manifest(tmp_path / "out")
+
+
+# Options of a quantize and of exports, each of which changes bytes.
+MASTERS: list[dict[str, Any]] = [{}, {"recipe": "q4"}, {"fold": "equalize"}, {"max_shard_bytes": 30_000}]
+VLLM: list[dict[str, Any]] = [{}, {"bits": 8}, {"format": "int8"}, {"qparams": "minmax"}, {"fold": "equalize"}]
+
+
+def test_key_of_shards_changes_with_everything_that_changes_their_bytes(
+    source: Path, own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with nothing else: runs with other options never mix their shards, and the same run finds its own."""
+    outs, master = (tmp_path / str(number) for number in itertools.count()), tmp_path / "master"
+
+    def key(work: dict[str, Any]) -> str:
+        out = next(outs)
+        interrupt(monkeypatch, work, out, shards=1)
+        return marks(out)[0].parent.name
+
+    run_command(command(source), master)
+    export = {"export": str(master), "max_shard_bytes": SHARD_BYTES}
+    originals = [{"original": str(path)} for path in (source, own_source)]  # the same but for their times
+    works = [command(source, **other) for other in MASTERS] + [command(own_source)]
+    works += [export | {"target": "vllm"} | other for other in (*VLLM, *originals)]
+    works += [export | {"target": "bf16", "dtype": dtype} for dtype in ("bf16", "source")]
+    keys = [key(work) for work in works]
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
+        keys.append(key(command(source)))
+    assert len(set(keys)) == len(keys)
+    assert [key(command(source, **same)) for same in ({"strict": True}, {"overwrite": True})] == keys[:1] * 2
 
 
 def test_run_of_a_version_with_other_bytes_is_not_continued(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 from pathlib import Path
@@ -78,6 +79,29 @@ def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, byte
     report = run_command(command(source), out)
     assert report.resumed == 5
     assert folder_bytes(out) == undisturbed
+
+
+def test_run_killed_at_random_moments_leaves_only_listed_files_and_resumes(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Each folder is that of one kill more, each of a run that continues those before it; the seed is fixed."""
+    chance, counts = random.Random(1), range(1, 9)
+    functions = [chance.choice(["replace", "pwrite", "posix_fallocate", "unlink"]) for _ in counts]
+    kills = [
+        {"function": f, "number": chance.randint(1, 4), "when": chance.choice(["before", "after"])} for f in functions
+    ]
+    points = [kill | {"out": str(tmp_path / str(n)), "may_end": True} for n in counts for kill in kills[:n]]
+    killed_runs(command(source), points)
+    outs = [tmp_path / str(n) for n in counts]
+    assert len({len(marks(out)) for out in outs}) > 1
+    names = {Path(name).name for name in undisturbed}
+    names |= {"lock", "journal.jsonl"} | {f"{name}.json" for name in names}
+    for out in outs:
+        check_final_names(out, undisturbed)
+        left = {path.name for path in (out / ".pqweights").rglob("*") if path.is_file()}
+        assert {re.sub(r"(\.[0-9a-f]{8})?\.partial$", "", name) for name in left} <= names
+        run_command(command(source), out)
+        assert folder_bytes(out) == undisturbed, out.name
 
 
 def test_resumed_run_reads_only_unfinished_shards_and_shows_what_is_done(

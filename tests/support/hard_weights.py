@@ -80,12 +80,17 @@ def nearest_bf16(values: Floats) -> Floats:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def norm_ties(book: Codebook) -> Floats:
-    """Numbers from 1.5 on whose one-hot blocks have a norm half-way between two float16, above the even one."""
+def one_hot_norms(book: Codebook) -> tuple[Floats, Floats]:
+    """Numbers from 1.5 on, and the norm of a block in which each is alone among zeros."""
     level = book.levels[np.searchsorted(book.thresholds, 1, side="right")]  # that of all coordinates
     values = (np.arange(2**20, dtype=np.uint32) + np.float32(1.5).view(np.uint32)).view(np.float32)
     radius = np.sqrt(values * values)
     z = values * (np.float32(1) / radius)
-    norms = np.asarray(radius * ((z * level) / (level * level)), np.float32)
+    return values, np.asarray(radius * ((z * level) / (level * level)), np.float32)
+
+
+def norm_ties(book: Codebook) -> Floats:
+    """Those of the numbers whose norm is half-way between two float16, above the even one."""
+    values, norms = one_hot_norms(book)
     # Normal float16 numbers lack the last 13 bits of float32; the bit before them is 0 in even ones.
     return values[norms.view(np.uint32) & 0x3FFF == 0x1000]

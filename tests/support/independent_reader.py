@@ -12,6 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 128
+SETTINGS = ("codec", "bits", "dtype", "rotation")
+KEYS = {*SETTINGS, "quant_method", "format_version", "block_size", "levels", "overrides", "kept"}
+OVERRIDE_KEYS = {*SETTINGS, "norm_exponent", "shape"}
 FIELDS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 SIGN_HEX = "243F6A8885A308D313198A2E03707344"
 SIGNS = np.array([int(SIGN_HEX, 16) >> (127 - j) & 1 for j in range(BLOCK)], dtype=bool)
@@ -112,13 +115,15 @@ def quantization_config(folder: Path) -> dict:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     if config["quant_method"] != "pqweights" or config["format_version"] != 1 or config["block_size"] != BLOCK:
         raise ValueError("not a pqweights master of version 1")
+    if unknown := (set(config) ^ KEYS) | set().union(*config["overrides"].values()) - OVERRIDE_KEYS:
+        raise ValueError(f"unknown or missing keys {sorted(unknown)}")
     return config
 
 
 def decode_weight(name: str, codes: Stored, norms: Stored, scales: Stored | None, config: dict) -> Tensor:
     """One weight in its own dtype."""
     override = config["overrides"].get(name, {})
-    setting = {key: override.get(key, config[key]) for key in ("codec", "bits", "dtype", "rotation")}
+    setting = {key: override.get(key, config[key]) for key in SETTINGS}
     bits = setting["bits"]
     level = np.array(config["levels"][setting["codec"]][str(bits)], dtype=np.float64).astype(np.float32)
     if codes.dtype != "U8" or norms.dtype != "F16" or len(level) != 2**bits:

@@ -59,6 +59,7 @@ SLOW = {
     "rewrite/test_resuming.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
     "rewrite/test_resuming.py::test_kills_cover_every_state": KILLS,
     "rewrite/test_resuming.py::test_run_killed_repeatedly_resumes": KILLS,
+    "rewrite/test_resuming.py::test_run_killed_at_random_moments_leaves_only_listed_files_and_resumes": KILLS,
     "rewrite/test_remote_resuming.py::test_run_killed_at_any_change_of_the_storage_resumes": KILLS,
     "rewrite/test_remote_resuming.py::test_run_that_replaces_another_is_killed_and_resumes": KILLS,
     "remote/test_results_on_server.py::test_run_that_loses_the_storage_is_continued": KILLS,
