@@ -56,8 +56,8 @@ class WeightScheme:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The values of `qparams`: groups as long as rows have no better scale than that of the largest weight."""
-        return (MINMAX,) if self.sizes == CHANNEL or self.tile is not None else (BEST, MINMAX)
+        """The values of `qparams`: rows and FP8 have no better scale than that of the largest weight, or hardly."""
+        return (MINMAX,) if self.sizes == CHANNEL or self.floats == "fp8" else (BEST, MINMAX)
 
     @property
     def has_integer_groups(self) -> bool:

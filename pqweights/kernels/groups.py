@@ -198,8 +198,8 @@ def fit_floats(
     importance: how much errors count by column, [K], of which groups are parts; None: all the same.
     """
     groups, size = out.codes.shape
-    if size % 16 or not 16 <= size <= MOST_WEIGHTS:
-        raise ValueError(f"expected groups of a multiple of 16 up to {MOST_WEIGHTS} weights, found {size}")
+    if kind == "fp8" or size % 16 or not 16 <= size <= MOST_WEIGHTS:
+        raise ValueError(f"expected groups of a multiple of 16 up to {MOST_WEIGHTS} weights, found {size} of {kind}")
     factors = np.empty(0, np.float32) if importance is None else importance
     row_groups, rest = divmod(len(factors), size)
     if rest or (row_groups and groups % row_groups):

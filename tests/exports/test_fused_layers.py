@@ -62,7 +62,7 @@ def test_fused_layer_stays_plain_if_the_master_keeps_a_part(layer: str, tmp_path
 
 def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
     modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo")
-    warnings = exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "torchao-int4", "--packing", "plain")
+    warnings = exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "torchao", "--packing", "plain")
     assert integer_names(tmp_path / "out") == [f"{ATTENTION}.o_proj.weight"]
     assert any("plain because runtimes fuse them" in text for text in warnings)
 
