@@ -8,8 +8,9 @@ from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
-from pqweights.errors import SourceError
+from pqweights.errors import OptionError, SourceError
 from pqweights.exports import get_target, target_name
+from pqweights.exports.recipe import with_recipe
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
 from pqweights.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
@@ -81,6 +82,9 @@ def export(
     StorageError or MissingDependencyError.
     """
     to = get_target(target)
+    if options.recipe is not None and "recipe" not in to.options:
+        raise OptionError(f"`recipe`: the target {to.name} does not take this option")
+    options = with_recipe(options)
     settings = to.settings(options)
     store = open_store(out)
     for where in (_location(master.folder), master.original):

@@ -338,11 +338,11 @@ class ExportOptions(FoldOptions):
         default_text="affine",
     )
     format: str | None = option(
-        "For vllm: w4a16, w8a16, int8, fp8, fp8-block, nvfp4, mxfp4 or mxfp8, of which the last three round weights "
-        "alone with a16 behind.",
+        "Format of the weights, of those that the target has: w4a16, w8a16, int8, fp8, nvfp4, mxfp4, ... for vllm; q2 "
+        "to q8, mxfp4, mxfp8, nvfp4 or a mix for mlx; int4, int8, int8-dynamic or fp8 for torchao; a type for gguf.",
         default=None,
         metavar="FORMAT",
-        default_text="w4a16",
+        default_text="w4a16, q4, int4, q4_k_m",
     )
     dtype: str | None = option(
         "For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
@@ -357,6 +357,13 @@ class ExportOptions(FoldOptions):
         default_text="q4_k_m",
     )
     pure: bool = option("For gguf: all matrices in the type of the mix, none of them wider.", default=False)
+    recipe: StrPath | None = option(
+        "YAML FILE that says which format each weight gets: format, rules, target_size, sensitivity.",
+        checks.location,
+        default=None,
+        flags=("--recipe", "-r"),
+        metavar="FILE",
+    )
     set_format: Mapping[str, str] | tuple[tuple[str, str], ...] | None = option(
         "Format of the weights whose name matches a shell-style PATTERN, or of a role as in role:expert; plain keeps "
         "them. For gguf, a type. Can be repeated, the first that matches counts.",

@@ -104,12 +104,13 @@ class Assignment:
         return next((r for r in self.rules if any(r.matches(names, role) for names, role in known)), None)
 
     def check_used(self, used: Iterable[FormatRule | None]) -> None:
-        """Raise RecipeError for a rule that decides about nothing."""
-        unused = [rule for rule in self.rules if rule not in set(used)]
+        """Raise RecipeError for a pattern of names that decides about nothing; a model need not have each role."""
+        known = set(used)
+        unused = [rule for rule in self.rules if rule not in known and not rule.pattern.startswith(ROLE)]
         if unused:
             raise RecipeError(
                 f"pattern {unused[0].pattern!r}: matches no weight that can be quantized before another rule does; "
-                "names are those of the checkpoint or of the runtime, and a role is written as role:attention"
+                "names are those of the checkpoint or of the runtime"
             )
 
     def known(self) -> Sensitivity | None:

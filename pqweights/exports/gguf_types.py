@@ -64,8 +64,11 @@ def read_types(options: ExportOptions) -> TypeOptions:
 
     Raises OptionError for an unknown type and for options that contradict each other.
     """
-    mix = find_mix(options.type or DEFAULT_TYPE)
-    if options.target_size is not None and (options.type is not None or options.pure):
+    if options.type is not None and options.format is not None:
+        raise OptionError("`format`: is another name of `type`; leave out one of the two")
+    asked = options.type or options.format
+    mix = find_mix(asked or DEFAULT_TYPE)
+    if options.target_size is not None and (asked is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
     assignment = Assignment.of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
     return TypeOptions(mix=replace(mix, pure=options.pure), assignment=assignment)

@@ -27,7 +27,7 @@ LLAMA_CPP = "llama.cpp"
 # The options of a target of integers beside its own.
 INTEGER_OPTIONS = ("bits", "group_size", "qparams", "fold", "rounding", "calibration")
 # Those of a target that can give weights different formats.
-ASSIGNMENT_OPTIONS = ("set_format", "target_size", "sensitivity")
+ASSIGNMENT_OPTIONS = ("format", "recipe", "set_format", "target_size", "sensitivity")
 
 BEST, MINMAX = "best", "minmax"
 PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"

@@ -271,10 +271,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
+    data = parse_yaml(text, where)
     if data is None:
         raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
     file = as_document(data, RecipeFile, lambda problem: RecipeError(f"{where}: {problem}"))
@@ -296,6 +293,14 @@ def parse_recipe(text: str, where: str) -> Recipe:
     if effort is None:
         return recipe
     return replace(recipe, effort=_checked(f"{where}: effort", lambda: checked_effort(recipe.codecs, effort)))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse a text as YAML. where: what messages call it. Raises RecipeError if it is none."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
 
 
 def _yaml_problem(text: str, error: Exception) -> str:

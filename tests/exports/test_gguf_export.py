@@ -161,6 +161,12 @@ def test_rules_come_before_the_mix(master, tmp_path):
     assert found["blk.0.ffn_up.weight"] == "IQ4_NL" and found["blk.0.attn_k.weight"] is None
     assert (found["blk.0.attn_v.weight"], found["blk.1.attn_v.weight"]) == ("Q8_0", "Q6_K")
     assert (tmp_path / "out/model-Q8_0-mixed.gguf").is_file()
+    (tmp_path / "r.yaml").write_text(
+        '{format: q8_0, rules: [{name: "*ffn*", format: iq4_nl}, {role: expert, format: q2_k}]}'
+    )
+    done("export", master, tmp_path / "by-recipe", "-t", "gguf", "-r", tmp_path / "r.yaml")
+    found = {tensor.name: tensor.codec for tensor in read_manifest(tmp_path / "by-recipe").tensors}
+    assert (found["blk.0.ffn_up.weight"], found["blk.1.attn_v.weight"]) == ("IQ4_NL", "Q8_0")
     assert "matches no weight" in refused(*asked, "--set", "*.nothing=q4_k")
 
 

@@ -168,6 +168,35 @@ def test_rules_give_modules_different_formats(base: Path, tmp_path: Path) -> Non
     assert "leave out --mode and --bits" in refused(*asked, "--format", "q8", "--bits", "8", code=2)
 
 
+RECIPE = """
+format: {default}
+rules:
+  - {{name: "*.down_proj.weight", format: {down}}}
+  - {{role: [embedding, lm_head], name: "*.0.self_attn.*", format: plain}}
+"""
+# What a recipe says of each target: the default, and another format.
+OF_TARGETS = {"mlx": ("q3", "q8"), "vllm": ("fp8", "nvfp4"), "torchao": ("int8", "fp8")}
+
+
+@pytest.mark.parametrize("target", OF_TARGETS)
+def test_one_recipe_gives_formats_for_every_target(target: str, base: Path, tmp_path: Path) -> None:
+    """The command line comes before it, and what is wrong in the file is one line."""
+    default, down = OF_TARGETS[target]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE.format(default=default, down=down))
+    master = families.master(base, "llama")
+    done("export", master, tmp_path / "out", "-t", target, "-r", recipe, "--set", "*.1.mlp.up_proj.weight=plain")
+    same = ("--set", f"*.down_proj.weight={down}", "--set", "*.0.self_attn.*=plain", "--set", "role:embedding=plain")
+    rules = ("--set", "*.1.mlp.up_proj.weight=plain", *same, "--set", "role:lm_head=plain")
+    done("export", master, tmp_path / "set", "-t", target, "--format", default, *rules)
+    found, expected = (read_manifest(tmp_path / out).tensors for out in ("out", "set"))
+    assert [(t.name, t.codec, t.bits) for t in found] == [(t.name, t.codec, t.bits) for t in expected]
+    assert len({(t.codec, t.bits) for t in found}) > 2
+    for text, said in (("formats: q4", "formats"), ("rules: [{format: q4}]", "name or role"), ("- 1", "r.yaml")):
+        recipe.write_text(text)
+        assert said in refused("export", master, tmp_path / "other", "-t", target, "-r", recipe)
+
+
 def test_formats_are_chosen_for_a_size(base: Path) -> None:
     whole = {name: weights_bytes(families.exported(base, "llama", "mlx", format=name)) for name in ("q3", "q6")}
     size = sum(whole.values()) // 2
