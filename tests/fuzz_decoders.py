@@ -53,6 +53,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "factor": (0,),
     "compensate": (0, 1, 2, 3, 4),
     "output_errors": (0, 1),
+    "add_in_order": (0, 1, 2),
     "pack_bits": (0,),
     "pack_tiles": (0,),
 }

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, Doubles, Measures, NormRange, PassResult, State
+from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, Measures, NormRange, PassResult, State
 from pqweights.common.dtypes import item_bytes, to_float32
 from pqweights.errors import MasterError, SourceError
+from pqweights.kernels import load_backend
 
 
 class PassTotals:
@@ -22,27 +23,18 @@ class PassTotals:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._energy, self._error = 0.0, 0.0
+        self._sums = np.zeros(2)  # the energy and the error
         self._norms = NormRange()
 
     def add(self, measures: Measures) -> None:
         """Add the measures of the next blocks."""
-        self._energy = add_in_order(self._energy, measures.energies)
-        self._error = add_in_order(self._error, measures.errors)
+        load_backend("cpu").add_in_order(self._sums, measures.energies, measures.errors)
         self._norms = self._norms.merged(measures.norms)
 
     def result(self) -> PassResult:
         """Return the totals of all blocks."""
-        return PassResult(state=self._state, energy=self._energy, error=self._error, norms=self._norms)
-
-
-def add_in_order(total: float, values: Doubles) -> float:
-    """Return total + values[0] + values[1] + ..., added one after the other."""
-    if not len(values):
-        return total
-    sums = values.copy()
-    sums[0] += total
-    return float(np.add.accumulate(sums, out=sums)[-1])
+        energy, error = self._sums.tolist()
+        return PassResult(state=self._state, energy=energy, error=error, norms=self._norms)
 
 
 def encode_chunk(
@@ -66,7 +58,7 @@ def encode_chunk(
         coder.decode([part[-1:] for part in parts], decoded, dtype="F32", state=state)
         last = to_float32(values[-coder.block_size * size :], dtype)[:used].astype(np.float64)
         difference = last - decoded.view(np.float32)[:used].astype(np.float64)
-        measures.errors[-1] = add_in_order(0.0, difference * difference)
+        measures.errors[-1] = np.add.accumulate(difference * difference)[-1]
     return measures
 
 

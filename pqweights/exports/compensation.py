@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import View
-from pqweights.codecs.weight import add_in_order
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import ProcessLock
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.formats import BlockRule, Rule
 from pqweights.exports.integers import IntegerJob, RoundedChunk
+from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import (
     TILE,
     MomentsFactor,
@@ -44,7 +44,6 @@ from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 
 Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
 
 # The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
 FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4
@@ -259,7 +258,7 @@ class CompensatedJob(_InformedJob):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """Prepare the job of one weight; see IntegerJob."""
         super().__init__(*arguments, **keywords)
-        self._before, self._after = [0.0] * self._matrices, [0.0] * self._matrices
+        self._outputs = np.zeros((self._matrices, 2))  # sums of errors, before and after
         self._plain_rows = 0
         self._dampings: dict[int, float | None] = {}  # by matrix
 
@@ -286,8 +285,7 @@ class CompensatedJob(_InformedJob):
         super().collect(result)
         about = result.about
         if about is not None:
-            self._before[about.matrix] = add_in_order(self._before[about.matrix], about.plain)
-            self._after[about.matrix] = add_in_order(self._after[about.matrix], about.stored)
+            load_backend("cpu").add_in_order(self._outputs[about.matrix], about.plain, about.stored)
             self._plain_rows += about.plain_rows
             self._dampings[about.matrix] = about.damping
 
@@ -295,7 +293,7 @@ class CompensatedJob(_InformedJob):
         dampings = [damping for damping in self._dampings.values() if damping is not None]
         if len(dampings) < len(self._dampings):
             reasons["its moments could not be factorized"] += len(self._dampings) - len(dampings)
-        before, after = sum(self._before), sum(self._after)
+        before, after = map(sum, self._outputs.T.tolist())
         return {
             "compensated": len(dampings),
             "rows_rounded_plainly": self._plain_rows,

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs.weight import add_in_order
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
 from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import Rounding, Rule, Stays, StoredPiece
+from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import BEST, Groups
 from pqweights.kernels.workers import scratch
@@ -96,18 +96,16 @@ class IntegerTarget(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RoundedChunk:
-    """What is still to be written of a chunk, and what was measured: sums of squares by group.
+class RoundedChunk(NamedTuple):
+    """What is still to be written of a chunk, and what was measured of it.
 
+    measures: sums of squares by group: of the values, of their errors and, if there is one, of the errors of the master
     about: what else the job is to know of it
     """
 
     columns: list[StoredPiece]
-    energies: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-    errors_by_master: npt.NDArray[np.float64]
-    about: Any = None
+    measures: tuple[Doubles, ...]
+    about: Any
 
 
 class IntegerJob:
@@ -139,7 +137,7 @@ class IntegerJob:
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
-        self._energy = self._error = self._error_by_master = 0.0
+        self._sums = np.zeros(2 if master is None else 3)
 
     @property
     def chunks(self) -> int:
@@ -169,17 +167,11 @@ class IntegerJob:
         for piece in pieces:
             if piece.offset is not None:
                 sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
-        by_master = np.empty(0)
+        measures: tuple[Doubles, ...] = (groups.energies, groups.errors)
         if self._master is not None:
             of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
-            by_master = _errors(values, of_master, self._rounding.rule)
-        return RoundedChunk(
-            columns=[piece for piece in pieces if piece.offset is None],
-            energies=groups.energies,
-            errors=groups.errors,
-            errors_by_master=by_master,
-            about=about,
-        )
+            measures = (*measures, _errors(values, of_master, self._rounding.rule))
+        return RoundedChunk([piece for piece in pieces if piece.offset is None], measures, about)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
@@ -205,9 +197,7 @@ class IntegerJob:
         """Keep the columns of a chunk, and add up its errors."""
         for piece in result.columns:
             self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
-        self._energy = add_in_order(self._energy, result.energies)
-        self._error = add_in_order(self._error, result.errors)
-        self._error_by_master = add_in_order(self._error_by_master, result.errors_by_master)
+        load_backend("cpu").add_in_order(self._sums, *result.measures)
 
     def finish(self, sink: Sink) -> TensorRecord | Job:
         """Write what came by columns, and return the record with the errors as far as they are known."""
@@ -218,11 +208,12 @@ class IntegerJob:
             for row in range(0, len(columns[0]), step):
                 strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
                 sink.write(stored_name, row * row_bytes, strip.reshape(-1))
-        own = self._error / self._energy if self._energy else 0.0
+        energy, *errors = self._sums.tolist()
+        own, *by_masters = (error / energy if energy else 0.0 for error in errors)
         total = own if self._is_original else None
         by_master = None
         if self._master is not None:
-            by_master = self._error_by_master / self._energy if self._energy else 0.0
+            (by_master,) = by_masters
         elif not self._is_original and self._master_error is not None:
             # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
             # of rounding: the squares add up.
@@ -230,13 +221,13 @@ class IntegerJob:
         return TensorRecord(
             name=self._planned.name,
             relative_mse=rounded(own),
-            energy=rounded(self._energy),
+            energy=rounded(energy),
             total_mse=None if total is None else rounded(total),
             master_mse=None if by_master is None else rounded(by_master),
         )
 
 
-def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> npt.NDArray[np.float64]:
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> Doubles:
     """Return the squared errors of codes against other values than they were made from, summed by group."""
     decoded = rule.decode(groups)
     return sums_of_squares(values.reshape(decoded.shape) - decoded)

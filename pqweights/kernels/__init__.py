@@ -19,6 +19,8 @@ import numpy.typing as npt
 from pqweights.errors import PqweightsWarning
 from pqweights.kernels.codebook import Codebook
 
+Doubles = npt.NDArray[np.float64]
+
 BLOCK_SIZE = 128
 
 # The first 128 bits of the fraction of pi, most significant first. A one flips the sign of its coordinate.
@@ -73,8 +75,8 @@ class EncodedArrays(NamedTuple):
 
     codes: npt.NDArray[np.uint8]  # [blocks, 16 * bits]
     norms: npt.NDArray[np.uint16]  # [blocks] float16 bit patterns
-    energies: npt.NDArray[np.float64]  # [blocks] sum of squares of the weights
-    errors: npt.NDArray[np.float64]  # [blocks] sum of squared errors of the decoded weights
+    energies: Doubles  # [blocks] sum of squares of the weights
+    errors: Doubles  # [blocks] sum of squared errors of the decoded weights
 
 
 class Backend(Protocol):
@@ -98,6 +100,13 @@ class Backend(Protocol):
         values: npt.NDArray[np.uint8],  # out: [blocks * 128 * itemsize] raw bytes, rounded to nearest even, saturated
     ) -> None:
         """Decode whole blocks into `values`."""
+        ...
+
+    def add_in_order(self, totals: Doubles, *summands: Doubles) -> None:
+        """Add the elements of one to three arrays [n] to their totals [arrays], one after the other.
+
+        So a sum does not depend on how it is cut into calls.
+        """
         ...
 
 

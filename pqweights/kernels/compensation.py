@@ -162,7 +162,7 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFa
 def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:
     """Return the sum of squares of each row, added in order: the sums of numpy depend on the machine."""
     wide = rows.astype(np.float64)
-    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1]
+    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1].copy()
     return sums
 
 

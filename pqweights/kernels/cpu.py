@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, EncodedArrays, EncodeStats, native
+from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, Doubles, EncodedArrays, EncodeStats, native
 
 # Factors of the polynomial in the search for levels, by bits; scalar_encoding.cpp has the same.
 _DEGREES = {2: 2, 3: 2, 4: 2, 5: 2, 6: 2, 7: 4, 8: 4}
@@ -101,6 +101,18 @@ def decode(
         blocks,
         book.bits,
         math.ldexp(1, coding.norm_exponent - 7),
+    )
+
+
+def add_in_order(totals: Doubles, *summands: Doubles) -> None:
+    """See `pqweights.kernels.Backend.add_in_order`."""
+    count = len(summands[0])
+    native.call(
+        "add_in_order",
+        *(native.array(values, np.float64, count) for values in summands),
+        *[None] * (3 - len(summands)),
+        native.array(totals, np.float64, len(summands), written=True),
+        count,
     )
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, BlockCoding, EncodedArrays, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, BlockCoding, Doubles, EncodedArrays, EncodeStats
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -163,3 +163,9 @@ def decode(
     limit = torch.finfo(target).max
     rounded = x.clamp(-limit, limit).to(target).reshape(-1).contiguous()
     values[:] = rounded.view(torch.uint8).numpy()
+
+
+def add_in_order(totals: Doubles, *summands: Doubles) -> None:
+    """See `pqweights.kernels.Backend.add_in_order`."""
+    for place, values in enumerate(summands):
+        totals[place] = np.add.accumulate(np.append(totals[place], values))[-1]

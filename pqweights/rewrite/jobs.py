@@ -60,7 +60,7 @@ class Job(Protocol):
         ...
 
     def collect(self, result: Any) -> None:
-        """Take what `run` returned. Called in the order of the chunks, in one thread."""
+        """Take what `run` returned. Called in the order of the chunks, in one thread at a time."""
         ...
 
     def finish(self, sink: Sink) -> TensorRecord | Job:

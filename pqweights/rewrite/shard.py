@@ -2,8 +2,8 @@
 
 `make_shard` makes one, and `LocalEngine` those of a run, one after the other. A bounded number of chunks is under way
 at a time, so memory grows neither with the checkpoint nor with its largest tensor. A thread reads, computes, hashes and
-writes its chunk. Errors are added up and tensors finished in the order of the plan, so nothing depends on the number of
-threads.
+writes its chunks. Errors are added up in the order of the chunks, by any thread, and tensors finished in that of the
+plan, so nothing depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from pqweights.rewrite.task import Engine, Progress, RewriteTask, RunOptions, re
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2
+# Chunks are given to a thread in batches, which cost the main thread as much as a chunk: of this many, while there are
+# so many source bytes left for the thread for each of them. So all threads have something to do until the end.
+BATCH_CHUNKS, BYTES_LEFT_PER_CHUNK = 4, 1 << 25
 # Progress is told at most this often.
 PROGRESS_SECONDS = 0.1
 
@@ -46,20 +49,23 @@ class Workers:
 
     def __init__(self, threads: int) -> None:
         """Start them. threads: how many compute."""
-        self.most_chunks = 2 * threads + WAITING_THREADS  # under way at a time
+        self._threads = threads
+        self.most_batches = 2 * threads + WAITING_THREADS  # under way at a time
         self.pool = ThreadPoolExecutor(threads + WAITING_THREADS, "pqweights")
         self._turns = threading.Semaphore(threads)
         self._given_up: list[ShardFile] = []
         self._thread = threading.local()
 
-    def submit(self, job: Job, chunk: int, sink: ShardSink) -> Future[Any]:
-        """Have a chunk made."""
-        return self.pool.submit(self._run, job, chunk, sink)
+    def submit(self, make: Callable[[range], None], chunks: int, bytes_left: int) -> Iterator[Future[None]]:
+        """Have chunks made, a batch for each step of the iterator. bytes_left: of the source, for all threads."""
+        step = max(1, min(BATCH_CHUNKS, bytes_left // (self._threads * BYTES_LEFT_PER_CHUNK)))
+        for begin in range(0, chunks, step):
+            yield self.pool.submit(self._run, make, range(begin, min(begin + step, chunks)))
 
-    def _run(self, job: Job, chunk: int, sink: ShardSink) -> Any:
+    def _run(self, make: Callable[[range], None], batch: range) -> None:
         self._thread.computes = True
         with self._turns:
-            return job.run(chunk, sink)
+            make(batch)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -168,14 +174,25 @@ def make_shard(
     return _ShardUnderWay(task, shard, path, workers, files, progress).mark()
 
 
-@dataclass(eq=False)
-class _TensorUnderWay:
-    """A tensor of which chunks are made. place: which of the plan. collected: how many chunks are done."""
+class _Pass:
+    """A pass over a tensor, whose chunks are made in any order and collected in theirs."""
 
-    place: int
-    job: Job
-    sink: ShardSink
-    collected: int = 0
+    def __init__(self, place: int, job: Job, sink: ShardSink) -> None:
+        """Prepare it. place: of the tensor in the plan."""
+        self.place, self.job, self.sink = place, job, sink
+        self.collected = 0  # chunks
+        self._results: dict[int, Any] = {}  # by chunk
+        self._collecting = threading.Lock()
+
+    def make(self, batch: range) -> None:
+        """Make some chunks, and collect all whose turn it is, also those of other threads."""
+        for chunk in batch:
+            result = self.job.run(chunk, self.sink)
+            with self._collecting:
+                self._results[chunk] = result
+                while self.collected in self._results:
+                    self.job.collect(self._results.pop(self.collected))
+                    self.collected += 1
 
 
 class _ShardUnderWay:
@@ -187,7 +204,7 @@ class _ShardUnderWay:
         self._task, self._shard, self._workers, self._files, self._progress = task, shard, workers, files, progress
         assert shard.header.content is not None
         self._file = ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file))
-        self._under_way: deque[tuple[_TensorUnderWay, Future[Any] | None]] = deque()  # the oldest first
+        self._under_way: deque[tuple[_Pass, Future[None] | None]] = deque()  # the oldest first
         self._records: list[TensorRecord] = []
         self._fingerprints: dict[str, str] = {}
         self._told = time.monotonic()
@@ -203,7 +220,7 @@ class _ShardUnderWay:
             stored = {tensor.name: tensor for tensor in self._shard.stored}
             for place in self._shard.tensors:
                 self._begin(place, tuple(stored[spec.name] for spec in self._task.plan.tensors[place].stored))
-            self._collect(most_left=0)
+            self._wait(most_left=0)
             self._file.finish()
             self._check_sources()
             is_whole = True
@@ -218,39 +235,36 @@ class _ShardUnderWay:
     def _begin(self, place: int, stored: tuple[StoredTensor, ...]) -> None:
         """Give the chunks of a tensor to the threads, as earlier ones are finished."""
         if self._files.needs_room(place):
-            self._collect(most_left=0)
+            self._wait(most_left=0)
         job = self._task.transform.job(self._task.plan.tensors[place], self._task.checkpoint.tensors[place])
-        tensor = _TensorUnderWay(place, job, ShardSink(self._file, stored, self._workers))
-        for chunk in range(job.chunks):
-            self._under_way.append((tensor, self._workers.submit(job, chunk, tensor.sink)))
-            self._collect(most_left=self._workers.most_chunks)
+        tensor = _Pass(place, job, ShardSink(self._file, stored, self._workers))
+        for future in self._submit(tensor):
+            self._under_way.append((tensor, future))
+            self._wait(most_left=self._workers.most_batches)
         self._under_way.append((tensor, None))  # the end of the tensor
 
-    def _collect(self, most_left: int) -> None:
-        """Wait for the oldest chunks, until no more than some are under way."""
+    def _submit(self, tensor: _Pass) -> Iterator[Future[None]]:
+        return self._workers.submit(tensor.make, tensor.job.chunks, self._total_bytes - self._done_bytes)
+
+    def _wait(self, most_left: int) -> None:
+        """Wait for the oldest batches, until no more than some are under way."""
         while len(self._under_way) > most_left:
             tensor, future = self._under_way[0]
             if future is None:
                 self._finish(tensor)
             else:
-                tensor.job.collect(future.result())
-                tensor.collected += 1
+                future.result()
                 self._tell(tensor.place, tensor.collected / tensor.job.chunks)
             self._under_way.popleft()
 
-    def _finish(self, tensor: _TensorUnderWay) -> None:
+    def _finish(self, tensor: _Pass) -> None:
         """Finish a tensor, after as many further passes as its job asks for."""
-        sink = tensor.sink
-        outcome = tensor.job.finish(sink)
-        while not isinstance(outcome, TensorRecord):
-            job, sink = outcome, sink.again()
-            for begin in range(0, job.chunks, self._workers.most_chunks):
-                chunks = range(begin, min(begin + self._workers.most_chunks, job.chunks))
-                for future in [self._workers.submit(job, chunk, sink) for chunk in chunks]:
-                    job.collect(future.result())
-            outcome = job.finish(sink)
         place, transform = tensor.place, self._task.transform
-        record = replace(outcome, digests=sink.digests())
+        while not isinstance(outcome := tensor.job.finish(tensor.sink), TensorRecord):
+            tensor = _Pass(place, outcome, tensor.sink.again())
+            for future in list(self._submit(tensor)):
+                future.result()
+        record = replace(outcome, digests=tensor.sink.digests())
         self._records.append(transform.accept(self._task.plan.tensors[place], record))
         self._done_bytes += self._task.source_bytes(place)
         self._tell(place, 0.0)

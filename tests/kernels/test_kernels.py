@@ -31,7 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.codecs.lloyd_max import DISTORTION, codebook
-from pqweights.kernels import reference
+from pqweights.kernels import load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 
 FAMILIES = helpers.block_families()
@@ -222,6 +222,17 @@ def test_the_butterfly_is_the_sylvester_matrix():
     for transform in (lambda x: reference.hadamard(torch.from_numpy(x)).numpy(), independent_reader.hadamard):
         assert (np.abs(transform(values) - exact) <= bound).all()
     assert np.abs(exact).max() > 1e3 * bound.max()
+
+
+@each_backend
+@pytest.mark.parametrize("arrays", [1, 2, 3])
+def test_sums_are_those_of_additions_in_order(backend, arrays):
+    """The summands differ so much in size that another order of additions would round differently."""
+    summands, totals = 10.0 ** np.random.default_rng(12).uniform(-8, 8, (arrays, 1000)), np.zeros(arrays)
+    for a, b in itertools.pairwise([0, 0, 1, 700, 1000]):
+        load_backend(backend).add_in_order(totals, *summands[:, a:b])
+    assert totals.tolist() == [list(itertools.accumulate(row.tolist()))[-1] for row in summands]
+    assert totals.tolist() != summands.sum(axis=1).tolist()
 
 
 @each_backend

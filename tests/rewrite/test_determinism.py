@@ -13,7 +13,7 @@ from pqweights_cli.main import app
 from rewriting import SHARD_BYTES, command
 from typer.testing import CliRunner
 
-from pqweights.rewrite import jobs
+from pqweights.rewrite import jobs, shard
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -24,11 +24,13 @@ def test_output_and_errors_are_identical_across_threads_and_chunks(
     if exact:
         monkeypatch.setattr(jobs, "rounded", lambda value: value)
     errors = set()
-    for chunk_weights, threads in ((128, 2), (1280, 5), (1 << 20, 1)):
+    for chunk_weights, threads, batch in ((128, 2, 3), (128, 5, 1), (1280, 5, 2), (1 << 20, 1, 1)):
         monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
-        report = run_command(command(source, strict=True), tmp_path / f"{chunk_weights}", threads=threads)
+        monkeypatch.setattr(shard, "BYTES_LEFT_PER_CHUNK", 1)
+        monkeypatch.setattr(shard, "BATCH_CHUNKS", batch)
+        report = run_command(command(source, strict=True), tmp_path / f"{chunk_weights}-{batch}", threads=threads)
         errors.add(tuple((record.relative_mse, record.energy) for record in report.records))
-        assert exact or folder_bytes(tmp_path / f"{chunk_weights}") == undisturbed
+        assert exact or folder_bytes(tmp_path / f"{chunk_weights}-{batch}") == undisturbed
     assert len(errors) == 1
 
 

@@ -68,6 +68,16 @@ def _hard_rows(columns: int) -> npt.NDArray[np.float32]:
 # Below, a function for each kernel, which yields what it computes.
 
 
+def add_in_order() -> Arrays:
+    """Add one to three arrays of very different numbers, of which another order gives other sums."""
+    rng = np.random.default_rng(25)
+    summands = np.ldexp(rng.random((3, 1000)), rng.integers(-30, 30, (3, 1000)))
+    for arrays in (1, 2, 3):
+        totals = np.arange(arrays, dtype=np.float64)
+        load_backend("cpu").add_in_order(totals, *summands[:arrays])
+        yield totals
+
+
 def encode() -> Arrays:
     """Encode with every bit width and dtype; some blocks need prescaling, one is zero, some norms are ties in F32."""
     rng = np.random.default_rng(1)
@@ -334,6 +344,7 @@ def token_wise(kernel: str) -> Iterator[float]:
 
 
 KERNELS: dict[str, Callable[[], Arrays]] = {
+    "add_in_order": add_in_order,
     "multiply": multiply,
     "squares": squares,
     "encode": encode,
