@@ -75,10 +75,9 @@ class BlockRule:
 
     def decode(self, groups: Groups) -> Floats:
         """Return the weights that llama.cpp decodes: [blocks, block size]."""
-        import gguf
+        from pqweights.kernels.gguf_encoding import decode_blocks
 
-        decoded: Floats = gguf.quants.dequantize(groups.codes, gguf.GGMLQuantizationType[self.kind])
-        return decoded.reshape(-1, self.group_size)
+        return decode_blocks(self.kind, groups.codes)
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,29 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 # Types without blocks, by the names that GGUF and safetensors share.
 PLAIN_TYPES = ("F32", "F16", "BF16")
 # What llama.cpp stores where a type's blocks do not divide the rows of a tensor; and where its fallback's do not.
-FALLBACKS = {"IQ4_XS": "IQ4_NL", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+FALLBACKS = {
+    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0",
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    # For these it has none.
+    "Q1_0": "Q4_0", "NVFP4": "MXFP4",
+}  # fmt: skip
 LAST_FALLBACK = "F16"
+# Types that llama.cpp's quantizer refuses to make without importances.
+WANT_IMPORTANCE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 
 # Roles of tensors, told by their names.
-OUTPUT, EMBEDDING, VALUES, KEYS, ATTENTION_OUTPUT, DOWN = "output", "embedding", "values", "keys", "attn_output", "down"
+OUTPUT, EMBEDDING, VALUES, KEYS, QUERIES = "output", "embedding", "values", "keys", "queries"
+ATTENTION_OUTPUT, DOWN, GATE, UP = "attn_output", "down", "gate", "up"
 _ROLES = (
     (OUTPUT, re.compile(r"output\.weight")),
     (EMBEDDING, re.compile(r"(per_layer_)?token_embd\.weight")),
     (VALUES, re.compile(r".*attn_(v|qkv|kv_b)\.weight")),
     (KEYS, re.compile(r".*attn_k\.weight")),
+    (QUERIES, re.compile(r".*attn_q\.weight")),
     (ATTENTION_OUTPUT, re.compile(r".*attn_output\.weight")),
     (DOWN, re.compile(r".*ffn_down.*")),
+    (GATE, re.compile(r".*ffn_gate.*")),
+    (UP, re.compile(r".*ffn_up.*")),
 )
 # Matrices that llama.cpp never quantizes: they are small, or nothing is multiplied by them.
 _NEVER = re.compile(
@@ -57,19 +68,29 @@ class Shape(NamedTuple):
     imatrix: bool
 
 
-# In which layers a tensor gets a wider type, by names that can be sent to other processes.
+def _is_more(layer: int, shape: Shape) -> bool:
+    """Whether llama.cpp gives a layer more bits: in the first and last eighths, and every third between."""
+    eighth = shape.layers // 8
+    return layer < eighth or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
+
+
+# In which layers a tensor gets another type, by names that can be sent to other processes.
 LAYERS: Mapping[str, Callable[[int, Shape], bool]] = {
     "all": lambda layer, shape: True,
     "all, if heads share values": lambda layer, shape: shape.shared >= 4,
+    "all, if heads share values, or with experts": lambda layer, shape: shape.shared >= 4 or shape.experts >= 4,
+    "all, without imatrix": lambda layer, shape: not shape.imatrix,
     "first 2": lambda layer, shape: layer < 2,
     "first 4": lambda layer, shape: layer < 4,
     "first eighth": lambda layer, shape: layer < shape.layers // 8,
     "first sixteenth": lambda layer, shape: layer < shape.layers // 16,
     "first eighth, with imatrix": lambda layer, shape: layer < shape.layers // 8 and shape.imatrix,
     "first eighth, without imatrix": lambda layer, shape: layer < shape.layers // 8 and not shape.imatrix,
-    "first and last eighths, and every third between": lambda layer, shape: (
-        layer < (eighth := shape.layers // 8) or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
+    "first eighth, and more of eight experts": lambda layer, shape: (
+        layer < shape.layers // 8 or (shape.experts == 8 and _is_more(layer, shape))
     ),
+    "all but the first and last eighths": lambda layer, shape: shape.layers // 8 <= layer < 7 * shape.layers // 8,
+    "first and last eighths, and every third between": _is_more,
 }
 
 
@@ -79,13 +100,15 @@ class Mix:
 
     name: what users call it
     type: the type of most tensors
-    wider: the others: a role, in which layers (a key of LAYERS), and the type; the first that holds decides
+    others: a role, in which layers (a key of LAYERS), and the type; the first that holds decides
+    output: the type of the output
     pure: whether all tensors get the one type
     """
 
     name: str
     type: str
-    wider: tuple[tuple[str, str, str], ...] = ()
+    others: tuple[tuple[str, str, str], ...] = ()
+    output: str = "Q6_K"
     pure: bool = False
 
     @property
@@ -102,29 +125,40 @@ class Mix:
         role = role_of(name)
         if role == OUTPUT or (role == EMBEDDING and model.tied):
             whole = shape[-1] % BLOCK_TYPES[self.type].block_size == 0
-            return "Q6_K" if whole and self.type != "Q8_0" else "Q8_0"
+            return self.output if whole else "Q8_0"
+        if self.name == "MXFP4_MOE":
+            return self.type if len(shape) > 2 else "Q8_0"
         return self._in_layer(role, name, model)
 
     def _in_layer(self, role: str | None, name: str, model: Shape) -> str:
         block = _LAYER.match(name)
         layer = int(block[1]) if block else 0
-        eight = model.experts == 8
-        if eight and role in (VALUES, KEYS):
-            return "Q8_0"
-        if eight and role == ATTENTION_OUTPUT:
-            return "Q5_K" if self.name in _WIDE_OUTPUT_OF_EIGHT else self.type
-        wider = (type_ for of, layers, type_ in self.wider if of == role and LAYERS[layers](layer, model))
-        chosen = next(wider, self.type)
-        return "Q5_K" if model.large and role == VALUES and chosen in ("Q3_K", "Q4_K") else chosen
+        least = self.name.startswith(("IQ1", "IQ2"))
+        if model.experts == 8 and role in (VALUES, KEYS):
+            return "Q4_K" if least else "Q8_0"
+        if model.experts == 8 and role == ATTENTION_OUTPUT:
+            return "Q5_K" if least or self.name in _WIDE_OUTPUT_OF_EIGHT else self.type
+        others = (type_ for of, layers, type_ in self.others if of == role and LAYERS[layers](layer, model))
+        chosen = next(others, self.type)
+        large = model.large and role == VALUES and not least
+        return "Q5_K" if large and chosen in ("Q3_K", "Q4_K") else chosen
 
 
-_WIDE_OUTPUT_OF_EIGHT = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
+_WIDE_OUTPUT_OF_EIGHT = (
+    "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_NL", "IQ4_XS"
+)  # fmt: skip
 
 
 _MORE = "first and last eighths, and every third between"
 _IQ4 = ((VALUES, "all, if heads share values", "Q5_K"), (DOWN, "first eighth, without imatrix", "Q5_K"))
 _M = ((VALUES, _MORE, "Q6_K"), (DOWN, _MORE, "Q6_K"))
-# By name: the type of most tensors, and the others.
+_SHARED, _MIDDLE = "all, if heads share values", "all but the first and last eighths"
+_Q4_VALUES = (VALUES, "all, if heads share values, or with experts", "Q4_K")
+_IQ1 = (_Q4_VALUES, (VALUES, "all", "Q2_K"), (DOWN, "first eighth", "Q2_K"), (ATTENTION_OUTPUT, "all", "IQ2_XXS"))
+_IQ2_X = (_Q4_VALUES, (VALUES, "all", "Q2_K"), (DOWN, "first eighth", "Q2_K"))
+_IQ2 = (_Q4_VALUES, (VALUES, "all", "IQ3_S"), (DOWN, "first eighth", "IQ3_S"), (ATTENTION_OUTPUT, "all", "IQ3_S"))
+_TERNARY = ((EMBEDDING, "all", "Q4_K"),)
+# The type of most tensors, and the others, by the name of a mix.
 _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "F32": ("F32", ()),
     "F16": ("F16", ()),
@@ -140,20 +174,50 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "Q4_1": ("Q4_1", ()),
     "Q4_0": ("Q4_0", ((DOWN, "first eighth, with imatrix", "Q4_1"),)),
     "IQ4_NL": ("IQ4_NL", _IQ4),
+    "NVFP4": ("NVFP4", ()),
+    "MXFP4_MOE": ("MXFP4", ()),
     "IQ4_XS": ("IQ4_XS", _IQ4),
     "Q3_K_L": ("Q3_K", tuple((role, "all", "Q5_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT))),
     "Q3_K_M": ("Q3_K", (
         (VALUES, "first 2", "Q5_K"), (VALUES, "all", "Q4_K"), (DOWN, "first sixteenth", "Q5_K"), (DOWN, "all", "Q4_K"),
         (ATTENTION_OUTPUT, "all", "Q4_K"),
     )),
-    "Q3_K_S": ("Q3_K", ()),
-    "Q2_K": ("Q2_K", (
-        (VALUES, "all, if heads share values", "Q4_K"),
-        *((role, "all", "Q3_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT)),
+    "IQ3_M": ("IQ3_S", (
+        (VALUES, "all", "Q4_K"), (DOWN, "first eighth, and more of eight experts", "Q4_K"),
+        (ATTENTION_OUTPUT, "all", "Q4_K"),
     )),
-    "Q2_K_S": ("Q2_K", ((VALUES, "all, if heads share values", "Q4_K"), (DOWN, "first eighth", "Q4_K"))),
+    "Q3_K_S": ("Q3_K", ()),
+    "IQ3_S": ("IQ3_S", ((VALUES, _SHARED, "Q4_K"),)),
+    "IQ3_XS": ("IQ3_S", (
+        (VALUES, _SHARED, "Q4_K"), (KEYS, "all", "IQ3_XXS"), (QUERIES, "all", "IQ3_XXS"), (GATE, _MIDDLE, "IQ3_XXS"),
+        (UP, _MIDDLE, "IQ3_XXS"),
+    )),
+    "IQ3_XXS": ("IQ3_XXS", (
+        (EMBEDDING, "all", "IQ3_S"), (VALUES, _SHARED, "Q4_K"), (VALUES, "all, without imatrix", "IQ3_S"),
+        (KEYS, "all", "IQ2_S"), (QUERIES, "all", "IQ2_S"), (DOWN, "first eighth, without imatrix", "Q4_K"),
+        (DOWN, "all, without imatrix", "Q3_K"), (ATTENTION_OUTPUT, "all", "IQ3_S"),
+    )),
+    "Q2_K": ("Q2_K", (
+        (VALUES, _SHARED, "Q4_K"), *((role, "all", "Q3_K") for role in (VALUES, DOWN, ATTENTION_OUTPUT)),
+    )),
+    "Q2_K_S": ("Q2_K", ((VALUES, _SHARED, "Q4_K"), (DOWN, "first eighth", "Q4_K"))),
+    "IQ2_M": ("IQ2_S", ((EMBEDDING, "all", "IQ3_S"), *_IQ2)),
+    "IQ2_S": ("IQ2_XS", ((EMBEDDING, "all", "IQ3_S"), *_IQ2)),
+    "IQ2_XS": ("IQ2_XS", ((EMBEDDING, "all", "Q2_K"), *_IQ2_X)),
+    "TQ2_0": ("TQ2_0", _TERNARY),
+    "IQ2_XXS": ("IQ2_XXS", ((EMBEDDING, "all", "Q2_K"), *_IQ2_X)),
+    "IQ1_M": ("IQ1_M", ((EMBEDDING, "all", "Q2_K"), *_IQ1)),
+    "TQ1_0": ("TQ1_0", _TERNARY),
+    "IQ1_S": ("IQ1_S", ((EMBEDDING, "all", "Q2_K"), *_IQ1)),
+    "Q1_0": ("Q1_0", ()),
 }  # fmt: skip
-MIXES = {name: Mix(name=name, type=most, wider=wider) for name, (most, wider) in _MIXES.items()}
+_OUTPUTS = {"Q8_0": "Q8_0", "MXFP4_MOE": "Q8_0"} | dict.fromkeys(
+    ("IQ3_XXS", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"), "Q5_K"
+)
+MIXES = {
+    name: Mix(name=name, type=most, others=others, output=_OUTPUTS.get(name, "Q6_K"))
+    for name, (most, others) in _MIXES.items()
+}
 # Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 

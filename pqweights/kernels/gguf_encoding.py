@@ -1,24 +1,30 @@
 """Weights as GGUF blocks, with nearly the least squared error: what calls the encoders of each format.
 
-native/gguf_affine.cpp has those of blocks of scales and offsets, native/gguf_symmetric.cpp the others, and
-native/gguf_formats.hpp the bytes. Where the searches begin is in gguf_searches.py.
+native/gguf_affine.cpp has those of blocks of scales and offsets, native/gguf_grids.cpp those of grid points,
+native/gguf_symmetric.cpp the others, and native/gguf_formats.hpp the bytes. Where the searches begin is in
+gguf_searches.py. Blocks of short floats are encoded by native/float_groups.cpp, and packed here.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
+from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
+from pqweights.kernels.groups import BEST, FloatRule
 
 Floats = npt.NDArray[np.float32]
 
 # Columns that hardly count are taken to count this much, of the one that counts most.
 LEAST_IMPORTANCE = 2.0**-30
+# Types of short floats with scales in bytes.
+FLOATS = {"MXFP4": FloatRule("mxfp4", 4, 32, BEST), "NVFP4": FloatRule("nvfp4", 4, 16, BEST)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,6 +53,8 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
     if columns % kind.block_size:
         raise ValueError(f"{type_name}: {columns} columns are not a multiple of {kind.block_size}")
     factors = None if importance is None else normalized_importance(importance, columns)
+    if type_name in FLOATS:
+        return _encode_floats(kind, values, factors)
     row_blocks = columns // kind.block_size
     blocks = rows * row_blocks
     out = EncodedBlocks(
@@ -67,8 +75,34 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
         native.array(out.errors, np.float64, blocks, written=True),
         blocks,
         row_blocks,
+        *(_grid(type_name) if type_name in UNITS else ()),
     )
     return out
+
+
+def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
+    """Blocks of a type, [blocks, block bytes], as the weights that llama.cpp makes of them: f32 [blocks, block size]."""
+    import gguf
+
+    if type_name == "Q1_0":  # the package lacks it
+        signs = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+        return np.ascontiguousarray(data[:, :2]).view("<f2") * signs
+    decoded: Floats = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
+    return decoded.reshape(len(data), -1)
+
+
+def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -> EncodedBlocks:
+    """A block has the scales of its groups, and then their codes, those of the first half of a group in the low bits."""
+    rule, flat = FLOATS[kind.name], values.reshape(-1)
+    groups = rule.quantize(flat) if importance is None else rule.quantize_weighted(flat, importance)
+    blocks, half = values.size // kind.block_size, rule.group_size // 2
+    codes = groups.codes[:, :half] | groups.codes[:, half:] << 4
+    scales = groups.scales.astype(np.uint8)
+    energies, errors = (
+        functools.reduce(np.add, sums.reshape(blocks, -1).T) for sums in (groups.energies, groups.errors)
+    )
+    data = np.concatenate([scales.reshape(blocks, -1), codes.reshape(blocks, -1)], axis=1)
+    return EncodedBlocks(data=data, energies=energies, errors=errors)
 
 
 def normalized_importance(importance: Floats, columns: int) -> Floats | None:
@@ -88,3 +122,10 @@ def _points(points: Points) -> tuple[native.Array, int]:
     """As arguments of a kernel."""
     numbers = np.array(points, dtype=np.float32)
     return native.array(numbers, np.float32, numbers.size), len(points)
+
+
+def _grid(type_name: str) -> tuple[native.Array | int, ...]:
+    """As arguments of a kernel."""
+    levels, points, numbers = grid_of(type_name)
+    given = ((levels, np.float32), (points, np.uint8), (numbers, np.uint16))
+    return (*(native.array(array, dtype, array.size) for array, dtype in given), len(points))

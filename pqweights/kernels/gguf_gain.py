@@ -30,7 +30,17 @@ FACTORS = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "Q3_K": (108,),
+    "IQ3_S": (0,),
+    "IQ3_XXS": (0,),
     "Q2_K": (80, 82),
+    "IQ2_S": (0,),
+    "IQ2_XS": (0,),
+    "TQ2_0": (64,),
+    "IQ2_XXS": (0,),
+    "IQ1_M": (48,),
+    "TQ1_0": (52,),
+    "IQ1_S": (0,),
+    "Q1_0": (0,),
 }
 LARGEST_GAIN = 1.5
 LARGEST_F16 = 65504.0
@@ -80,8 +90,21 @@ def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None =
     np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
     data = blocks.data.copy()
     for at in FACTORS[type_name]:
-        factors = np.ascontiguousarray(data[:, at : at + 2]).view("<f2")
-        enlarged = np.clip(factors.astype(np.float32) * gains[:, None], -LARGEST_F16, LARGEST_F16)
-        data[:, at : at + 2] = enlarged.astype("<f2").view(np.uint8)
+        if type_name == "IQ1_M":
+            words = np.ascontiguousarray(data[:, at : at + 8]).view("<u2")
+            factors = np.bitwise_or.reduce(words >> 12 << _PLACES, axis=1, keepdims=True).view("<f2")
+            data[:, at : at + 8] = (words & 0xFFF | _enlarged(factors, gains).view("<u2") >> _PLACES << 12).view(np.uint8)
+        else:
+            factors = np.ascontiguousarray(data[:, at : at + 2]).view("<f2")
+            data[:, at : at + 2] = _enlarged(factors, gains).view(np.uint8)
     errors = energies - 2 * gains * found.products + gains * gains * found.squares
     return EncodedBlocks(data=data, energies=energies, errors=np.where(held, errors, blocks.errors))
+
+
+# The bits of the factor of IQ1_M that lie above the scales in each of four words.
+_PLACES = np.array([0, 4, 8, 12], dtype=np.uint16)
+
+
+def _enlarged(factors: npt.NDArray[np.float16], gains: Doubles) -> npt.NDArray[np.float16]:
+    """Return F16 factors [blocks, 1] times the gain of each block, saturated."""
+    return np.clip(factors.astype(np.float32) * gains[:, None], -LARGEST_F16, LARGEST_F16).astype("<f2")

@@ -1,4 +1,4 @@
-"""Where the encoders of GGUF's blocks begin to search: native/gguf_symmetric.cpp and native/gguf_affine.cpp say how.
+"""Where the encoders of GGUF's blocks begin to search: native/gguf_symmetric.cpp, _affine.cpp and _grids.cpp say how.
 
 The numbers are the best that a search found on the weights of two models and on normal and heavy-tailed ones, within
 the time that it was allowed; the optimum is flat.
@@ -18,7 +18,8 @@ class Search:
 
     kernel: the name of its kernel
     starts: symmetric: where the weight of largest magnitude of a part is put, in units of codes, a multiple of 4;
-        affine: shares of a part's range below and above its middle, a multiple of 3
+        affine: shares of a part's range below and above its middle, a multiple of 3; grids: scales of a part in units
+        of the root of its mean square, at most 16
     weighted_starts: the same where importance counts
     factors: what is tried as d in units of the largest scale of a part, or as d and dmin, in units of those that lead
         to the largest scale and offset; () with one part
@@ -61,6 +62,18 @@ def _affine(last_code: int, ranges: Points, weighted_ranges: Points = (), factor
     return Search(kernel="encode_gguf_affine", starts=starts(ranges), weighted_starts=weighted_starts, factors=factors)
 
 
+def _of_grid(starts: Numbers, largest_factor: int) -> Search:
+    """The search of a type of grid points, whose factors are odd."""
+    points = tuple((start,) for start in starts)
+    factors = tuple((1 / (largest_factor - 2 * k),) for k in range(4))
+    return Search(kernel="encode_gguf_grids", starts=points, weighted_starts=points, factors=factors)
+
+
+def _growing(first: float, last: float, count: int) -> Numbers:
+    """`count` numbers at equal ratios, rounded to 64ths."""
+    return tuple(round(first * (last / first) ** (k / (count - 1)) * 64) / 64 for k in range(count))
+
+
 def _between(first: float, last: float, count: int) -> Numbers:
     """`count` numbers at equal distances, rounded to 64ths."""
     return tuple(round((first + (last - first) * k / (count - 1)) * 64) / 64 for k in range(count))
@@ -76,6 +89,10 @@ _FOUR_BITS = _square(tuple(15 / (15 + more) for more in (-0.75, 0, 0.5)))
 # For blocks of which one part is far larger than the others.
 _SMALLER = ((0.4, 0.4), (0.6, 0.6), (0.8, 0.8), (0.6, 1), (1, 0.6), (0.8, 1), (1, 0.8))
 _RANGES, _WEIGHTED_RANGES = ((1.03, 1.2), (0.99, 3.0)), ((1.03, 1.2), (0.99, 2.4), (0.86, 2.4))
+# Parts with one large weight need scales beyond those of normal weights.
+_OF_ONE_BIT, _OF_TWO_BITS = _growing(0.95, 3.2, 5), _growing(0.24, 0.58, 6)
+_OF_THREE_BITS = (*_growing(0.11, 0.31, 10), 0.4, 0.55)
+_TERNARY = _growing(0.9, 40, 20)
 _LARGEST = (-1 / 32, -1 / 31, -1 / 30, -1 / 29)
 
 # Starts whose codes cannot be out of range come first: trying them costs less. At the end of each are the scales for
@@ -101,5 +118,15 @@ SEARCHES = {
     "IQ4_NL": _symmetric(113, (*_between(-118, -170, 14), *_between(105, 152, 14), -190, -240, 175, 220)),
     "IQ4_XS": _symmetric(113, (*_between(-118, -170, 8), *_between(105, 150, 8), -200, -260, 190, 250), _LARGEST),
     "Q3_K": _symmetric(3, (2.75, 3, -3, 3.25, *_between(-3.5, -6, 8), *_between(3.5, 5, 5), 6, -7.5, 10), _LARGEST),
+    "IQ3_S": _of_grid(_OF_THREE_BITS, 31),
+    "IQ3_XXS": _of_grid(_OF_THREE_BITS, 31),
+    "IQ2_S": _of_grid(_OF_TWO_BITS, 31),
+    "IQ2_XS": _of_grid(_OF_TWO_BITS, 31),
+    "IQ2_XXS": _of_grid(_OF_TWO_BITS, 31),
+    "IQ1_M": _of_grid(_OF_ONE_BIT, 15),
+    "IQ1_S": _of_grid(_OF_ONE_BIT, 15),
+    "TQ2_0": _symmetric(1, _TERNARY),
+    "TQ1_0": _symmetric(1, _TERNARY),
+    "Q1_0": _symmetric(1, (1, 1, 1, 1)),
     "Q2_K": _affine(3, ((1.0, 1.2),), factors=(*_FOUR_BITS, *_SMALLER)),
 }

@@ -141,7 +141,7 @@ def test_names_are_found_in_any_case_and_the_nearest_is_named():
 def test_every_type_of_a_mix_has_blocks_and_a_file_type():
     for mix in MIXES.values():
         assert mix.type in BLOCK_TYPES or mix.type in ("F32", "F16", "BF16")
-        assert all(wider in BLOCK_TYPES for _, _, wider in mix.wider)
+        assert all(wider in BLOCK_TYPES for _, _, wider in mix.others)
         assert mix.file_type in gguf.LlamaFileType.__members__
 
 

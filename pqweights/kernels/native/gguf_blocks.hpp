@@ -97,12 +97,12 @@ struct Blocks {
     }
 };
 
-// Encode all blocks of a job, of which the last few may be fewer than sixteen.
-template <class Encoder, bool weighted>
-void encode_blocks(const Job& job) {
+// Encode all blocks of a job, of which the last few may be fewer than sixteen. more: what else an encoder is made of.
+template <class Encoder, bool weighted, class... More>
+void encode_blocks(const Job& job, const More&... more) {
     using Format = typename Encoder::Format;
     constexpr int size = SIZE<Format>;
-    Encoder sixteen;
+    Encoder sixteen{more...};
     alignas(64) float rows[LANES * size];
     for (int64_t first = 0; first < job.blocks; first += LANES) {
         const int count = job.blocks - first < LANES ? int(job.blocks - first) : LANES;
@@ -134,12 +134,12 @@ void encode_blocks(const Job& job) {
 }
 
 // Encode in the format of this number.
-template <template <class, bool> class Encoder, class... Formats>
-void encode_type(int64_t type, const Job& job) {
+template <template <class, bool> class Encoder, class... Formats, class... More>
+void encode_type(int64_t type, const Job& job, const More&... more) {
     auto encode = [&]<class Format>(Format*) {
         if (type != Format::TYPE) return;
-        if (job.importance) encode_blocks<Encoder<Format, true>, true>(job);
-        else encode_blocks<Encoder<Format, false>, false>(job);
+        if (job.importance) encode_blocks<Encoder<Format, true>, true>(job, more...);
+        else encode_blocks<Encoder<Format, false>, false>(job, more...);
     };
     (encode((Formats*)nullptr), ...);
 }

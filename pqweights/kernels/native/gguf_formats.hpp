@@ -12,10 +12,13 @@ namespace {
 using Half = uint16_t;  // the bits of an F16
 using Codes = uint8_t;  // some bits of several codes in each byte
 
-// What a block is packed from: codes and scales, both counted from the lowest; d and dmin.
+// What a block is packed from: codes and scales, both counted from the lowest; d and dmin. Of grids: the numbers of points,
+// and for each eight weights which have a minus sign, or whether their shift has one.
 struct Fields {
     uint8_t codes[256], scales[16], offsets[16];
     Half d, dmin;
+    uint16_t points[64];
+    uint8_t signs[32];
 };
 
 // Put `bits` bits of each code, from bit `lowest` on, beside those of the codes `run`, 2 * run, ... further on.
@@ -31,6 +34,14 @@ INLINE void fold(const uint8_t* codes, Codes (&bytes)[count], int lowest = 0) {
             bytes[first + i] = byte;
         }
     }
+}
+
+// The numbers of points: their low bytes, and some bits more of each.
+template <int bits, size_t count>
+INLINE void split(const uint16_t* points, uint8_t (&low)[count], Codes (&high)[count * bits / 8]) {
+    uint8_t upper[count];
+    for (size_t i = 0; i < count; i++) low[i] = uint8_t(points[i]), upper[i] = uint8_t(points[i] >> 8);
+    fold<bits, 1>(upper, high);
 }
 
 // The codes of a block of so many weights: the low four bits of two codes in each byte, which lie `run` codes apart.
@@ -91,6 +102,58 @@ using Q8_0 = OnePart<8, -128, 127, SignedBytes>;
 using Q5_0 = OnePart<6, -16, 15, FiveBits<32, 1, 16>>;
 using Q4_0 = OnePart<2, -8, 7, FourBits<32, 16>>;
 using IQ4_NL = OnePart<20, -127, 113, FourBits<32, 16>, true>;
+
+// -1 and 1.
+struct Q1_0 : Symmetric {
+    static constexpr int TYPE = 41, PART_SIZE = 128, LOWEST = 0, HIGHEST = 1;
+    Half d;
+    Codes codes[16];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        fold<1, 1>(from.codes, codes);
+    }
+};
+
+// -1, 0 and 1.
+struct Ternary : Symmetric {
+    static constexpr int PART_SIZE = 256, LOWEST = -1, HIGHEST = 1;
+};
+
+struct TQ2_0 : Ternary {
+    static constexpr int TYPE = 35;
+    Codes codes[64];
+    Half d;
+
+    INLINE void pack(const Fields& from) {
+        fold<2, 32>(from.codes, codes);
+        d = from.d;
+    }
+};
+
+// Bytes of five digits, which are multiplied by three again and again: a digit is what then exceeds the byte. In each run
+// of bytes, the first digits come first, then the second ones. The last bytes lack the fifth digit.
+struct TQ1_0 : Ternary {
+    static constexpr int TYPE = 34;
+    Codes codes[52];
+    Half d;
+
+    INLINE void pack(const Fields& from) {
+        digits<32, 5>(from.codes, codes);
+        digits<16, 5>(from.codes + 160, codes + 32);
+        digits<4, 4>(from.codes + 240, codes + 48);
+        d = from.d;
+    }
+
+    template <int run, int held>
+    INLINE static void digits(const uint8_t* from, Codes* to) {
+        for (int i = 0; i < run; i++) {
+            int number = 0;
+            for (int digit = 0; digit < 5; digit++) number = number * 3 + (digit < held ? from[digit * run + i] : 0);
+            to[i] = Codes((number * 256 + 242) / 243);
+        }
+    }
+};
 
 struct Q6_K : Symmetric {
     static constexpr int TYPE = 14, PARTS = 16, PART_SIZE = 16, LOWEST = -32, HIGHEST = 31;
@@ -194,9 +257,144 @@ struct Q2_K {
     }
 };
 
+// --- formats of grids: gguf_grids.cpp ---
+
+// A scale is d times an odd number, the level of a part times two and one more; of these there are FACTORS. Points have
+// POINT weights, and signs of their own.
+template <int type, int parts, int point>
+struct OfGrid {
+    static constexpr int TYPE = type, PARTS = parts, PART_SIZE = 256 / parts, POINT = point, FACTORS = 16;
+    static constexpr bool EVEN_SIGNS = false;  // whether the last of eight signs follows from the others
+    static constexpr float SHIFT = 0;          // by which all coordinates of SHIFT_RUN weights are raised, or lowered
+    static constexpr int SHIFT_RUN = point;
+};
+
+// Of 32 weights, four times seven signs, of which the eighth follows, and a level.
+INLINE uint32_t signs_and_level(const Fields& from, int part) {
+    uint32_t word = uint32_t(from.scales[part]) << 28;
+    for (int i = 0; i < 4; i++) word |= (from.signs[4 * part + i] & 127u) << 7 * i;
+    return word;
+}
+
+struct IQ2_XXS : OfGrid<16, 8, 8> {
+    static constexpr bool EVEN_SIGNS = true;
+    Half d;
+    uint16_t parts[8][4];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        for (int part = 0; part < 8; part++) {
+            for (int i = 0; i < 2; i++) {
+                parts[part][i] = uint16_t(from.points[4 * part + 2 * i] | from.points[4 * part + 2 * i + 1] << 8);
+                parts[part][2 + i] = uint16_t(signs_and_level(from, part) >> 16 * i);
+            }
+        }
+    }
+};
+
+struct IQ2_XS : OfGrid<17, 16, 8> {
+    static constexpr bool EVEN_SIGNS = true;
+    Half d;
+    uint16_t points[32];
+    Codes levels[8];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        for (int i = 0; i < 32; i++) points[i] = uint16_t(from.points[i] | (from.signs[i] & 127) << 9);
+        fold<4, 1>(from.scales, levels);
+    }
+};
+
+struct IQ2_S : OfGrid<22, 16, 8> {
+    Half d;
+    uint8_t low[32], signs[32];
+    Codes high[8], levels[8];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        split<2>(from.points, low, high);
+        std::memcpy(signs, from.signs, sizeof signs);
+        fold<4, 1>(from.scales, levels);
+    }
+};
+
+struct IQ3_XXS : OfGrid<18, 8, 4> {
+    static constexpr bool EVEN_SIGNS = true;
+    Half d;
+    uint8_t points[64];
+    uint16_t signs[8][2];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        for (int i = 0; i < 64; i++) points[i] = uint8_t(from.points[i]);
+        for (int part = 0; part < 8; part++) {
+            for (int i = 0; i < 2; i++) signs[part][i] = uint16_t(signs_and_level(from, part) >> 16 * i);
+        }
+    }
+};
+
+struct IQ3_S : OfGrid<21, 8, 4> {
+    Half d;
+    uint8_t low[64];
+    Codes high[8];
+    uint8_t signs[32];
+    Codes levels[4];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        split<1>(from.points, low, high);
+        std::memcpy(signs, from.signs, sizeof signs);
+        fold<4, 1>(from.scales, levels);
+    }
+};
+
+struct IQ1_S : OfGrid<19, 8, 8> {
+    static constexpr int FACTORS = 8, SHIFT_RUN = 32;
+    static constexpr float SHIFT = 0.125f;
+    Half d;
+    uint8_t low[32];
+    uint16_t rest[8];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        for (int part = 0; part < 8; part++) {
+            int word = from.scales[part] << 12 | from.signs[4 * part] << 15;
+            for (int i = 0; i < 4; i++) word |= from.points[4 * part + i] >> 8 << 3 * i;
+            rest[part] = uint16_t(word);
+        }
+        for (int i = 0; i < 32; i++) low[i] = uint8_t(from.points[i]);
+    }
+};
+
+// Its d has four bits above the levels of each four parts.
+struct IQ1_M : OfGrid<29, 16, 8> {
+    static constexpr int FACTORS = 8, SHIFT_RUN = 8;
+    static constexpr float SHIFT = 0.125f;
+    uint8_t low[32], high[16];
+    uint16_t levels[4];
+
+    INLINE void pack(const Fields& from) {
+        for (int i = 0; i < 32; i++) low[i] = uint8_t(from.points[i]);
+        for (int i = 0; i < 16; i++) {
+            high[i] = 0;
+            for (int k = 0; k < 2; k++) {
+                high[i] |= uint8_t((from.points[2 * i + k] >> 8 | from.signs[2 * i + k] << 3) << 4 * k);
+            }
+        }
+        for (int i = 0; i < 4; i++) {
+            levels[i] = uint16_t((from.d >> 4 * i & 15) << 12);
+            for (int k = 0; k < 4; k++) levels[i] |= uint16_t(from.scales[4 * i + k] << 3 * k);
+        }
+    }
+};
+
 static_assert(sizeof(Q8_0) == 34 && sizeof(Q6_K) == 210 && sizeof(Q5_K) == 176 && sizeof(Q5_1) == 24);
 static_assert(sizeof(Q5_0) == 22 && sizeof(Q4_1) == 20 && sizeof(Q4_K) == 144 && sizeof(Q4_0) == 18);
+static_assert(sizeof(Q1_0) == 18 && sizeof(TQ2_0) == 66 && sizeof(TQ1_0) == 54);
 static_assert(sizeof(IQ4_NL) == 18 && sizeof(IQ4_XS) == 136 && sizeof(Q3_K) == 110 && sizeof(Q2_K) == 84);
+
+static_assert(sizeof(IQ2_XXS) == 66 && sizeof(IQ2_XS) == 74 && sizeof(IQ2_S) == 82 && sizeof(IQ3_XXS) == 98);
+static_assert(sizeof(IQ3_S) == 110 && sizeof(IQ1_S) == 50 && sizeof(IQ1_M) == 56);
 
 // Weights of a block.
 template <class Format>

@@ -1,4 +1,5 @@
-// GGUF's blocks without offsets (Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS) with nearly the least squared error.
+// GGUF's blocks without offsets (Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q1_0) with nearly the least
+// squared error.
 //
 // A block has parts with a scale each: either one part, and its scale is the F16 number d, or 8 or 16, and their scales
 // are d times whole numbers.
@@ -70,6 +71,12 @@ struct TableCodes {
     }
 };
 
+// Of two codes, -1 and 1.
+struct SignCodes {
+    INLINE Floats value(Floats t) const { return choose<Floats>(t < 0.0f, splat(-1.0f), splat(1.0f)); }
+    INLINE std::pair<Ints, Floats> index_and_value(Floats t) const { return {(t < 0.0f) + 1, value(t)}; }
+};
+
 template <class Format, bool weighted>
 struct SymmetricBlocks : Blocks<Format, weighted> {
     using Base = Blocks<Format, weighted>;
@@ -81,7 +88,8 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
         Floats extreme, scale, factor;
     };
     Part parts[PARTS];
-    std::conditional_t<HAS_TABLE, TableCodes, WholeCodes<Format>> codes;
+    static constexpr bool HAS_ZERO = Format::HIGHEST > Format::LOWEST + 1;
+    std::conditional_t<HAS_TABLE, TableCodes, std::conditional_t<HAS_ZERO, WholeCodes<Format>, SignCodes>> codes;
 
     void encode(const float* values, const Job& job) {
         Truths empty = load(values);
@@ -126,7 +134,7 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
     }
 
     static bool cannot_clip(const float* starts) {
-        bool inner = !Format::HAS_TABLE;
+        bool inner = !Format::HAS_TABLE && HAS_ZERO;
         for (int i = 0; i < AT_ONCE; i++) inner &= __builtin_fabsf(starts[i]) <= Format::HIGHEST + 0.25f;
         return inner;
     }
@@ -258,7 +266,7 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
 void pqweights::encode_gguf_symmetric(int64_t type, const float* values, const float* importance, const float* starts,
                                       int64_t start_count, const float* factors, int64_t factor_count, uint8_t* data,
                                       double* energies, double* errors, int64_t blocks, int64_t row_blocks) {
-    encode_type<SymmetricBlocks, Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS>(
+    encode_type<SymmetricBlocks, Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q1_0>(
         type,
         {values, importance, starts, start_count, factors, factor_count, data, energies, errors, blocks, row_blocks});
 }
