@@ -21,8 +21,17 @@ from pqweights.exports.gguf_types import TypeChoice, TypeOptions, chosen_types, 
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.original import integer_export
-from pqweights.exports.target import IMPORTANCE, LLAMA_CPP, PLAIN, ExportSource, ExportTarget, PlannedMaster, one_of
-from pqweights.gguf.mixes import PLAIN_TYPES, Mix
+from pqweights.exports.target import (
+    IMPORTANCE,
+    LLAMA_CPP,
+    PLAIN,
+    ExportSource,
+    ExportTarget,
+    FormatChoice,
+    PlannedMaster,
+    one_of,
+)
+from pqweights.gguf.mixes import MIXES, PLAIN_TYPES, Mix, fitting_type
 from pqweights.gguf.model import (
     ALIGNMENT,
     FilePart,
@@ -32,6 +41,7 @@ from pqweights.gguf.model import (
     check_model,
     encode_header,
     gguf_model,
+    outline_model,
 )
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
@@ -169,7 +179,10 @@ class Gguf:
 
         Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer.
         """
-        model = gguf_model(checkpoint, name=self.name)
+        return self.outline_of(gguf_model(checkpoint, name=self.name), checkpoint)
+
+    def outline_of(self, model: GgufModel, checkpoint: Checkpoint) -> Outline:
+        """Decide which types the tensors of a model get. checkpoint: of which it is made"""
         types = chosen_types(self.types, model, checkpoint, fingerprint=self.fingerprint, imatrix=self.weighed)
         mix = None if self.types.target_size is not None else self.types.mix
         output = GgufOutput(file_name=self.file_name, model=model, mix=mix, checkpoint=checkpoint)
@@ -219,6 +232,18 @@ def _check(master: PlannedMaster, settings: Gguf) -> None:
     check_model(master.source)
 
 
+def _outlines(checkpoint: Checkpoint, settings: Sequence[Gguf]) -> list[Outline]:
+    """See ExportTarget; for their sizes the tokenizer, which may be large, is not read."""
+    model = outline_model(checkpoint)
+    return [of.outline_of(model, checkpoint) for of in settings]
+
+
+def _estimate(settings: Gguf, columns: int) -> Rounding | None:
+    """See ExportTarget: the type of most tensors."""
+    fitting = fitting_type(settings.types.mix.type, columns)
+    return None if fitting in PLAIN_TYPES else Rounding(BlockRule.of(fitting), NAME)
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
@@ -231,4 +256,8 @@ TARGET = ExportTarget(
     load_section=load_section,
     library="gguf",
     unchecked="if llama.cpp has its tokenizer",
+    choices=tuple(FormatChoice(n.lower(), ExportOptions(type=n.lower())) for n in MIXES if n != "F32"),
+    outlines=_outlines,
+    by_layer=False,
+    estimate=_estimate,
 )

@@ -10,8 +10,8 @@ import functools
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.architectures import MLX as MLX_TARGET
 from pqweights.exports.architectures import other_targets
 from pqweights.exports.bf16 import is_encoded, plain_plan
-from pqweights.exports.formats import Rounding, Rule, Stays
+from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
@@ -43,6 +43,7 @@ from pqweights.exports.target import (
     MINMAX,
     MLX,
     ExportTarget,
+    FormatChoice,
     GroupSize,
     PlannedMaster,
     check_rounding,
@@ -124,18 +125,26 @@ class MlxFormat:
             smaller=self.groups.tried[1:],
         )
 
+    def _rounding(self, bits: int, group_size: int, mode: str) -> Rounding:
+        """Return what becomes of a weight that mlx-lm quantizes so."""
+        name = BEST if self.qparams == BEST else "mlx"
+        if mode != "affine":
+            return Rounding(FloatRule(mode, bits, group_size, name), "mlx-floats")
+        rule = GroupRule(bits=bits, group_size=group_size, symmetric=False, middle=False, rule=name)
+        return Rounding(rule, "mlx-affine")
+
+    def usual(self, columns: int) -> Rounding | None:
+        """Return what becomes of most weights with so many columns; None if they stay plain."""
+        size = self.groups.fitting([columns])
+        return None if size is None else self._rounding(self.bits, size, self.mode)
+
     def _decisions(
         self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
     ) -> dict[str, Rounding | Stays]:
         """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept."""
-        decisions: dict[str, Rounding | Stays] = {}
-        for module, how in model.quantized.items():
-            name, layout = BEST if self.qparams == BEST else "mlx", "mlx-floats"
-            rule: Rule = FloatRule(how.mode, how.bits, how.group_size, name)
-            if how.mode == "affine":
-                rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
-                layout = "mlx-affine"
-            decisions[f"{module}.weight"] = Rounding(rule, layout)
+        decisions: dict[str, Rounding | Stays] = {
+            f"{module}.weight": self._rounding(*how) for module, how in model.quantized.items()
+        }
         for tensor in outputs:
             if tensor.name in fused:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
@@ -305,6 +314,20 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
         raise ExportError(f"mlx-lm does not support this model ({model_type!r}); {advice}")
 
 
+def _outlines(checkpoint: Checkpoint, settings: Sequence[MlxFormat]) -> list[Outline]:
+    """See ExportTarget. mlx-lm is asked once: what it quantizes as it was told, it quantizes in any format."""
+    first = settings[0]
+    outline = first.outline(checkpoint)
+    result = []
+    for other in settings:
+        decisions = dict(outline.decisions)
+        for tensor, rounding in outline.rounded:
+            if rounding == first.usual(tensor.shape[-1]):
+                decisions[tensor.name] = other.usual(tensor.shape[-1]) or Stays("groups do not divide its rows")
+        result.append(replace(outline, decisions=decisions))
+    return result
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
@@ -316,4 +339,14 @@ TARGET = ExportTarget(
     unchecked="if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
+    choices=tuple(
+        FormatChoice(f"{bits} bits", ExportOptions(bits=bits))
+        if mode == "affine"
+        else FormatChoice(mode, ExportOptions(mode=mode))
+        for mode, widths in BITS.items()
+        for bits in widths
+    ),
+    outlines=_outlines,
+    by_layer=False,
+    estimate=MlxFormat.usual,
 )

@@ -26,6 +26,7 @@ from pqweights.exports.target import (
     MINMAX,
     TORCHAO,
     ExportTarget,
+    FormatChoice,
     GroupSize,
     check_rounding,
     one_of,
@@ -185,4 +186,5 @@ TARGET = ExportTarget(
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
+    choices=(FormatChoice("int4", ExportOptions()), FormatChoice("int4, plain", ExportOptions(packing=UNTILED))),
 )

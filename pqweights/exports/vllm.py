@@ -27,6 +27,7 @@ from pqweights.exports.target import (
     INTEGER_OPTIONS,
     MINMAX,
     ExportTarget,
+    FormatChoice,
     GroupSize,
     check_rounding,
     one_of,
@@ -276,4 +277,5 @@ TARGET = ExportTarget(
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
+    choices=tuple(FormatChoice(n, ExportOptions(format=n), scheme.activations) for n, scheme in SCHEMES.items()),
 )
