@@ -15,7 +15,7 @@ from pqweights.parameters import parameters
 from . import options, output, tables
 
 if TYPE_CHECKING:
-    from pqweights.exports.memory_advice import MemoryAdvice, Proposal
+    from pqweights.exports.memory_advice import MemoryAdvice, Proposal, Stored
 
 TITLES = ["runtime", "target", "format", "#bits", "#weights", "#context", "#overhead", "#needs", "#expected rise"]
 # How many proposals for a runtime are shown if all runtimes are.
@@ -29,19 +29,19 @@ def show(advice: MemoryAdvice, asked: PlanArguments | QuantizeArguments) -> None
     if shown:
         by = "measured sensitivities" if advice.is_measured else "a rule of thumb that only compares formats of a model"
         output.show(f"{where}; best expected quality first (the rise of the loss, by {by})")
-        if any("export" in proposal.steps for proposal in shown):
+        if any("export" in proposal.stored.steps for proposal in shown):
             output.show("first, once for all exports:")
             output.write_text(f"    {_quantize(asked)}\n")
         heading, *rows = tables.aligned(TITLES, [_cells(proposal) for proposal in shown])
         output.show("", heading)
         for row, proposal in zip(rows, shown, strict=True):
             output.show(row)
-            output.write_text(f"    {_command(proposal, asked)}\n")
+            output.write_text(f"    {_command(proposal.stored, asked)}\n")
         if left := len(advice.fitting) - len(shown):
             output.show("", f"{left} more fit: --runtime lists those of one, --json all")
     elif advice.proposals:
         least = min(advice.proposals, key=lambda proposal: proposal.memory_bytes)
-        smallest = f"{least.target} {least.format} for {least.runtime}"
+        smallest = f"{least.stored.target} {least.stored.format} for {least.runtime}"
         output.show(f"nothing fits: {where}; the smallest is {smallest}, which needs {size_text(least.memory_bytes)}")
     output.show(*(f"not counted or proposed: {note}" for note in advice.notes))
 
@@ -56,23 +56,23 @@ def _first(proposals: Sequence[Proposal]) -> Iterator[Proposal]:
 
 
 def _cells(proposal: Proposal) -> list[str]:
-    sizes = (proposal.weight_bytes, proposal.context_bytes, proposal.overhead_bytes, proposal.memory_bytes)
-    weights, *others = map(size_text, sizes)
-    about = "" if proposal.is_exact else "about "
-    bits, rise = f"{proposal.bits_per_parameter:.2f}", f"{proposal.expected_rise:.5f}"
-    return [proposal.runtime, proposal.target, proposal.format, bits, about + weights, *others, rise]
+    stored = proposal.stored
+    sizes = [size_text(n) for n in (proposal.context_bytes, proposal.overhead_bytes, proposal.memory_bytes)]
+    weights = f"{'' if stored.is_exact else 'about '}{size_text(stored.bytes)}"
+    bits, rise = f"{stored.bits_per_parameter:.2f}", f"{stored.expected_rise:.5f}"
+    return [proposal.runtime, stored.target, stored.format, bits, weights, *sizes, rise]
 
 
-def _command(proposal: Proposal, asked: PlanArguments | QuantizeArguments) -> str:
+def _command(stored: Stored, asked: PlanArguments | QuantizeArguments) -> str:
     """Return the command that makes what is proposed."""
-    if "export" not in proposal.steps:
-        return _quantize(asked) if proposal.steps else f"nothing to make: {shlex.quote(str(asked.source))}"
-    out = re.sub(r"[^a-z0-9_]+", "-", f"{proposal.target} {proposal.format}")
-    words = options.spelled(ExportOptions(**proposal.options), parameters(ExportOptions))
+    if "export" not in stored.steps:
+        return _quantize(asked) if stored.steps else f"nothing to make: {shlex.quote(str(asked.source))}"
+    out = re.sub(r"[^a-z0-9_]+", "-", f"{stored.target} {stored.format}")
+    words = options.spelled(ExportOptions(**stored.options), parameters(ExportOptions))
     # The option names neither a revision nor what reads pickles; then the error of the master adds to that of rounding.
-    if proposal.takes_original and asked.revision is None and not asked.allow_pickle:
+    if stored.takes_original and asked.revision is None and not asked.allow_pickle:
         words += ["--source", shlex.quote(str(asked.source))]
-    return " ".join(["pqweights export master/", f"{out}/", "--target", proposal.target, *words])
+    return " ".join(["pqweights export master/", f"{out}/", "--target", stored.target, *words])
 
 
 def _quantize(asked: PlanArguments | QuantizeArguments) -> str:

@@ -98,7 +98,8 @@ def spelled(asked: Options, names: Iterable[str]) -> list[str]:
     for name in (name for name in in_order(type(asked)) if name in wanted and known[name].flags != ()):
         value, flag = getattr(asked, name), flag_of(name, known[name])
         for one in value if isinstance(value, tuple) else (value,):
-            text = "=".join(map(str, one)) if isinstance(one, tuple) else str(one)
+            parts = one if isinstance(one, tuple) else (one,)
+            text = "=".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
             words += [flag] if one is True else [flag, shlex.quote(text)]
     return words
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -46,40 +46,53 @@ SAMPLE_WEIGHTS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What the weights of a model become.
+
+    loaded_by: the runtimes that load them, of RUNTIMES
+    target: what they are exported for, a key of EXPORTS, or SOURCE or MASTER
+    format: what a list calls the format
+    bytes: their size
+    bits_per_parameter: the same for each parameter of the model
+    expected_rise: of the loss, as in planning/fit.py
+    options: those of ExportOptions that ask for the format
+    takes_original: whether the original can be rounded, by `source`
+    is_exact: whether the size is that of the export, or estimated because a package is missing
+    """
+
+    loaded_by: tuple[str, ...]
+    target: str
+    format: str
+    bytes: int
+    bits_per_parameter: float
+    expected_rise: float
+    options: dict[str, Any] = field(default_factory=dict)
+    takes_original: bool = False
+    is_exact: bool = True
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The commands that make them, in order."""
+        return {SOURCE: (), MASTER: ("quantize",)}.get(self.target, ("quantize", "export"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Proposal:
     """A way to run a model.
 
     runtime: what runs it, of RUNTIMES
-    target: what is exported for it, a key of EXPORTS, or SOURCE or MASTER
-    format: what a list calls the format
-    options: those of ExportOptions that make it
-    takes_original: whether it is made of the weights of the original, by `source`
-    bits_per_parameter: of all parameters of the model
-    weight_bytes, context_bytes, overhead_bytes: what weights, the context and the runtime take
-    memory_bytes: the memory that is needed for it
+    stored: its weights
+    context_bytes, overhead_bytes: what the context and the runtime take beside them
+    memory_bytes: the memory that is needed for all of it
     fits: whether there is so much
-    expected_rise: of the loss, as in planning/fit.py
-    is_exact: whether the bytes of weights are those of the export, or estimated because a package is missing
     """
 
     runtime: str
-    target: str
-    format: str
-    options: dict[str, Any]
-    takes_original: bool
-    bits_per_parameter: float
-    weight_bytes: int
+    stored: Stored
     context_bytes: int
     overhead_bytes: int
     memory_bytes: int
     fits: bool
-    expected_rise: float
-    is_exact: bool
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """The commands that make it, in order."""
-        return {SOURCE: (), MASTER: ("quantize",)}.get(self.target, ("quantize", "export"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +144,8 @@ def advise(
     known: sensitivities of the model; None for the rule of thumb
     """
     assert isinstance(asked.memory, int) and isinstance(asked.context, int | None)
-    config = master.source.config
-    kept, sizes, model = context_memory(config), text_sizes(config), _Model.of(master, known)
+    config, model = master.source.config, _Model.of(master, known)
+    kept, sizes = context_memory(config), text_sizes(config)
     context = asked.context or min(sizes.most_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     notes, stored = list(kept.notes), [*model.as_it_is()]
     for export in exports:
@@ -140,56 +153,29 @@ def advise(
         if asked.runtime not in (None, *LOADED_BY[target.runtime]):
             continue
         try:
-            if export.possible is False:
+            if export.possible is False and not target.by_layer:
                 raise ExportError(export.reason)
             stored += model.exported(target)
         except (ExportError, SourceError) as error:
             notes.append(f"{export.target}: {error}")
     proposals = []
     for of in stored:
-        for name in of.loaded_by if asked.runtime is None else {asked.runtime} & {*of.loaded_by}:
+        for name in of.loaded_by if asked.runtime is None else {*of.loaded_by} & {asked.runtime}:
             runtime = RUNTIME_MEMORY[name]
-            overhead, cache = runtime.overhead_bytes(sizes, context), runtime.context_bytes(kept, context)
-            needed = runtime.memory_for(of.bytes + cache + overhead)
-            proposals.append(
-                Proposal(
-                    runtime=name,
-                    target=of.target,
-                    format=of.format,
-                    options=of.options,
-                    takes_original=of.takes_original,
-                    bits_per_parameter=8 * of.bytes / max(1, model.parameters),
-                    weight_bytes=of.bytes,
-                    context_bytes=cache,
-                    overhead_bytes=overhead,
-                    memory_bytes=needed,
-                    fits=needed <= asked.memory,
-                    expected_rise=of.rise,
-                    is_exact=of.is_exact,
-                )
-            )
+            parts = {"context_bytes": runtime.context_bytes(kept, context)}
+            parts["overhead_bytes"] = runtime.overhead_bytes(sizes, context)
+            needed = runtime.memory_for(of.bytes + sum(parts.values()))
+            fits = needed <= asked.memory
+            proposals.append(Proposal(runtime=name, stored=of, memory_bytes=needed, fits=fits, **parts))
     too_long = f"`context` {context}: the model takes at most {sizes.most_context} tokens"
     return MemoryAdvice(
         memory_bytes=asked.memory,
         context=context,
-        proposals=tuple(sorted(proposals, key=lambda p: (p.expected_rise, p.memory_bytes, p.runtime, p.target))),
+        proposals=tuple(sorted(proposals, key=lambda p: (p.stored.expected_rise, p.memory_bytes, p.runtime))),
         notes=tuple(notes),
         warnings=(too_long,) if 0 < sizes.most_context < context else (),
         is_measured=known is not None,
     )
-
-
-class _Stored(NamedTuple):
-    """What the weights of a model become. rise: that of the loss; the rest: see Proposal"""
-
-    loaded_by: tuple[str, ...]
-    target: str
-    format: str
-    bytes: int
-    rise: float
-    options: dict[str, Any] = {}
-    takes_original: bool = False
-    is_exact: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +208,10 @@ class _Model:
         dtype = model_dtype(master.source.config, master.source.tensors)
         return _Model(master=master, dtype=dtype, densities=densities, of_alike=sums)
 
-    @property
-    def parameters(self) -> int:
-        """The number of weights."""
-        return sum(plan.weights for plan in self.master.planned if plan.role != "buffer")
+    def _stored(self, **about: Any) -> Stored:
+        """Return what the weights become. about: the fields of Stored but for bits"""
+        parameters = sum(plan.weights for plan in self.master.planned if plan.role != "buffer")
+        return Stored(bits_per_parameter=8 * about["bytes"] / max(1, parameters), **about)
 
     @functools.cached_property
     def master_rise(self) -> float:
@@ -235,38 +221,55 @@ class _Model:
         errors = {kind: coder_of(plan).distortion for kind, plan in kinds.items()}
         return math.fsum(self.densities[p.name] * p.weights * errors[p.codec, p.bits, p.weights] for p in encoded)
 
-    def as_it_is(self) -> Iterator[_Stored]:
+    def as_it_is(self) -> Iterator[Stored]:
         """Yield the model as it is, and the master."""
-        source, planned = self.master.source, self.master.planned
+        source, master = self.master.source, sum(plan.bytes for plan in self.master.planned)
         stored = sum(part.byte_count for tensor in source.tensors for part in tensor.parts)
-        packed = bool(quantization_settings(source.config))
-        loaded_by = tuple(runtime for runtime in LOADED_BY[TRANSFORMERS] if not (packed and runtime == MLX))
-        yield _Stored(loaded_by, SOURCE, "as it is", stored, 0.0)
-        yield _Stored((TRANSFORMERS,), MASTER, "packed", sum(plan.bytes for plan in planned), self.master_rise)
+        is_packed = bool(quantization_settings(source.config))
+        loaded_by = tuple(runtime for runtime in LOADED_BY[TRANSFORMERS] if not (is_packed and runtime == MLX))
+        plain: Any = {"loaded_by": loaded_by, "target": SOURCE, "format": "as it is"}
+        packed: Any = {"loaded_by": (TRANSFORMERS,), "target": MASTER, "format": "packed"}
+        yield self._stored(**plain, bytes=stored, expected_rise=0.0)
+        yield self._stored(**packed, bytes=master, expected_rise=self.master_rise)
 
-    def exported(self, target: ExportTarget[Any]) -> Iterator[_Stored]:
-        """Yield what each format of a target makes of the model.
+    def exported(self, target: ExportTarget[Any]) -> Iterator[Stored]:
+        """Yield what each format of a target makes of the model, as far as it can.
 
-        Raises ExportError or SourceError for a model that it cannot store in any of them.
+        Raises ExportError or SourceError for a model that none of them can store.
         """
         settings, by_layer, is_exact = [target.settings(choice.options) for choice in target.choices], True, True
         try:
-            by_layer = target.by_layer
-            outlines = target.outlines(self.master.layers if by_layer else self._whole, settings)
+            outlines, by_layer = [*self._outlines(target, settings)], target.by_layer
         except MissingDependencyError:
-            outlines, by_layer, is_exact = [self._estimated(target, of) for of in settings], True, False
+            outlines, is_exact = [self._estimated(target, of) for of in settings], False
+        refusals = [outline for outline in outlines if isinstance(outline, ExportError)]
+        if refusals and len(refusals) == len(outlines):
+            raise refusals[0]
         for choice, outline in zip(target.choices, outlines, strict=True):
-            stored, rise = self._counted(outline, by_layer=by_layer)
-            yield _Stored(
+            if isinstance(outline, ExportError):
+                continue
+            size, rise = self._counted(outline, by_layer=by_layer)
+            yield self._stored(
                 loaded_by=LOADED_BY[target.runtime],
                 target=target.name,
                 format=choice.name,
-                bytes=stored,
-                rise=rise * (2 if choice.rounds_inputs else 1) + (0 if target.takes_original else self.master_rise),
+                bytes=size,
+                expected_rise=rise * (1 + choice.rounds_inputs) + (0 if target.takes_original else self.master_rise),
                 options={name: getattr(choice.options, name) for name in choice.options.given},
                 takes_original=target.takes_original,
                 is_exact=is_exact,
             )
+
+    def _outlines(self, target: ExportTarget[Any], settings: Sequence[Any]) -> Iterator[Outline | ExportError]:
+        """Yield what each of some settings makes of the model; of one layer of each kind, if that tells all."""
+        if not target.by_layer:
+            yield from target.outlines(self._whole, settings)
+            return
+        for of in settings:
+            try:
+                yield from target.outlines(self.master.layers, [of])
+            except ExportError as error:
+                yield error
 
     @functools.cached_property
     def _whole(self) -> Checkpoint:
