@@ -42,8 +42,8 @@ _NUMBERS = re.compile(r"\.\d+\.")
 def command(asked: PlanArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
-    Only the headers of the checkpoint are read. With `memory`, it proposes in their place which target and format to
-    choose, with the commands that make it, the best expected quality first.
+    Only the headers of the checkpoint are read. With --memory, it shows instead which targets and formats fit into that
+    memory, the best expected quality first, with the commands that make them.
     """
     from pqweights.planning.choice import choose_recipe
 
