@@ -27,8 +27,8 @@ def show(advice: MemoryAdvice, asked: PlanArguments | QuantizeArguments) -> None
     where = f"{size_text(advice.memory_bytes)} of memory, {counted(advice.context, 'token')} of context"
     shown = advice.fitting if isinstance(asked, PlanArguments) and asked.runtime else [*_first(advice.best)]
     if shown:
-        by = "measured sensitivities" if advice.is_measured else "a rule of thumb that only compares formats of a model"
-        output.show(f"{where}; best expected quality first (the rise of the loss, by {by})")
+        by = "by a rule of thumb that only compares formats of a model"
+        output.show(f"{where}; best expected quality first (the rise of the loss, {by})")
         if any("export" in proposal.stored.steps for proposal in shown):
             output.show("first, once for all exports:")
             output.write_text(f"    {_quantize(asked)}\n")

@@ -31,7 +31,7 @@ from pqweights.options import LLAMA_CPP, MLX, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_memory, text_sizes
 from pqweights.planning.plan import QUANTIZE, coder_of, stored_bytes
 from pqweights.planning.runtime_memory import RUNTIME_MEMORY
-from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of
+from pqweights.planning.sensitivity_file import groups_of, heuristic_alphas
 from pqweights.rewrite.task import PossibleExport
 
 # The runtimes for which exports are proposed, by what a target names as its own. transformers decodes the exports of
@@ -103,7 +103,6 @@ class MemoryAdvice:
     proposals: all ways to run the model, the best expected quality first
     notes: what was not counted, and what is not proposed, with the reason
     warnings: what the user should know of what was asked for
-    is_measured: whether the rises come from measured sensitivities
     """
 
     memory_bytes: int
@@ -111,7 +110,6 @@ class MemoryAdvice:
     proposals: tuple[Proposal, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    is_measured: bool
 
     @property
     def fitting(self) -> tuple[Proposal, ...]:
@@ -134,17 +132,14 @@ class MemoryAdvice:
         return asdict(self)
 
 
-def advise(
-    master: PlannedMaster, exports: Sequence[PossibleExport], asked: MemoryOptions, known: Sensitivity | None = None
-) -> MemoryAdvice:
+def advise(master: PlannedMaster, exports: Sequence[PossibleExport], asked: MemoryOptions) -> MemoryAdvice:
     """Return what a memory has room for.
 
     master: the master from which exports would be made
     exports: what it can be exported to
-    known: sensitivities of the model; None for the rule of thumb
     """
     assert isinstance(asked.memory, int) and isinstance(asked.context, int | None)
-    config, model = master.source.config, _Model.of(master, known)
+    config, model = master.source.config, _Model.of(master)
     kept, sizes = context_memory(config), text_sizes(config)
     context = asked.context or min(sizes.most_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     notes, stored = list(kept.notes), [*model.as_it_is()]
@@ -174,7 +169,6 @@ def advise(
         proposals=tuple(sorted(proposals, key=lambda p: (p.stored.expected_rise, p.memory_bytes, p.runtime))),
         notes=tuple(notes),
         warnings=(too_long,) if 0 < sizes.most_context < context else (),
-        is_measured=known is not None,
     )
 
 
@@ -194,12 +188,12 @@ class _Model:
     of_alike: Mapping[str, float]
 
     @staticmethod
-    def of(master: PlannedMaster, known: Sensitivity | None) -> _Model:
-        """Return the model of a master. known: its sensitivities; None for the rule of thumb"""
+    def of(master: PlannedMaster) -> _Model:
+        """Return the model of a master."""
         matrices = {plan.name: plan for plan in master.planned if len(plan.shape) > 1 and plan.role != "buffer"}
         roles = {name: plan.role for name, plan in matrices.items()}
         groups = groups_of(master.source, list(roles.items()))
-        alphas, _ = alphas_for(groups, roles=roles, known=known)
+        alphas = heuristic_alphas(groups, roles)
         densities: dict[str, float] = {}
         for group, names in groups.items():
             density = alphas[group] / max(1, sum(matrices[name].weights for name in names))
@@ -208,10 +202,14 @@ class _Model:
         dtype = model_dtype(master.source.config, master.source.tensors)
         return _Model(master=master, dtype=dtype, densities=densities, of_alike=sums)
 
+    @functools.cached_property
+    def parameters(self) -> int:
+        """The number of weights."""
+        return sum(plan.weights for plan in self.master.planned if plan.role != "buffer")
+
     def _stored(self, **about: Any) -> Stored:
         """Return what the weights become. about: the fields of Stored but for bits"""
-        parameters = sum(plan.weights for plan in self.master.planned if plan.role != "buffer")
-        return Stored(bits_per_parameter=8 * about["bytes"] / max(1, parameters), **about)
+        return Stored(bits_per_parameter=8 * about["bytes"] / max(1, self.parameters), **about)
 
     @functools.cached_property
     def master_rise(self) -> float:
@@ -219,7 +217,9 @@ class _Model:
         encoded = [plan for plan in self.master.planned if plan.action == QUANTIZE]
         kinds = {(plan.codec, plan.bits, plan.weights): plan for plan in encoded}
         errors = {kind: coder_of(plan).distortion for kind, plan in kinds.items()}
-        return math.fsum(self.densities[p.name] * p.weights * errors[p.codec, p.bits, p.weights] for p in encoded)
+        return math.fsum(
+            self.densities.get(p.name, 0.0) * p.weights * errors[p.codec, p.bits, p.weights] for p in encoded
+        )
 
     def as_it_is(self) -> Iterator[Stored]:
         """Yield the model as it is, and the master."""

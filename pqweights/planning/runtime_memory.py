@@ -60,5 +60,5 @@ RUNTIME_MEMORY = {
     ),
     MLX: Runtime(shares=((32 * GIB, 2 / 3), (ANY, 3 / 4)), base_bytes=0, tokens=2048, logit_rows=1, value_bytes=2),
     VLLM: Runtime(shares=((ANY, 0.92),), base_bytes=GIB, tokens=2048, logit_rows=256, value_bytes=2),
-    TRANSFORMERS: Runtime(shares=((ANY, 1.0),), base_bytes=GIB // 2, tokens=None, logit_rows=1, value_bytes=2),
+    TRANSFORMERS: Runtime(shares=((ANY, 1.0),), base_bytes=3 * GIB // 4, tokens=None, logit_rows=1, value_bytes=2),
 }

@@ -139,17 +139,16 @@ def report_plan(
     fold = transform.fold
     is_elsewhere = out is not None and out.is_elsewhere
     master = planned_master(checkpoint, plan.tensors)
-    exports, fit = possible_exports(master), transform.fit
-    known = None if fit is None else fit.sensitivity
+    exports = possible_exports(master)
     needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], is_elsewhere=is_elsewhere)
     return PlanReport(
         plan=plan,
-        fit=fit,
+        fit=transform.fit,
         fold=fold,
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,
-        memory=None if memory is None or memory.memory is None else advise(master, exports, memory, known),
+        memory=None if memory is None or memory.memory is None else advise(master, exports, memory),
     )
 
 
