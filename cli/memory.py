@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, size_text
@@ -17,7 +18,9 @@ from . import options, output, tables
 if TYPE_CHECKING:
     from pqweights.exports.memory_advice import MemoryAdvice, Proposal, Stored
 
-TITLES = ["runtime", "target", "format", "#bits", "#weights", "#context", "#overhead", "#needs", "#expected rise"]
+TITLES = ["runtime", "target", "format", "#bits", "#weights", "#context", "#overhead", "#needs", "#rise"]
+# What may be left out on a narrow terminal.
+LEAST_NEEDED = ["#overhead", "#context", "#weights", "#bits"]
 # How many proposals for a runtime are shown if all runtimes are.
 MOST_SHOWN = 3
 
@@ -28,22 +31,23 @@ def show(advice: MemoryAdvice, asked: PlanArguments | QuantizeArguments) -> None
     shown = advice.fitting if isinstance(asked, PlanArguments) and asked.runtime else [*_first(advice.best)]
     if shown:
         by = "by a rule of thumb that only compares formats of a model"
-        output.show(f"{where}; best expected quality first (the rise of the loss, {by})")
+        output.show(f"{where}; best expected quality first (least rise of the loss, {by})")
         if any("export" in proposal.stored.steps for proposal in shown):
             output.show("first, once for all exports:")
             output.write_text(f"    {_quantize(asked)}\n")
-        heading, *rows = tables.aligned(TITLES, [_cells(proposal) for proposal in shown])
+        heading, *rows = tables.table(TITLES, [_cells(proposal) for proposal in shown], drop=LEAST_NEEDED)
         output.show("", heading)
-        for row, proposal in zip(rows, shown, strict=True):
+        for row, proposal in zip_longest(rows, shown):
             output.show(row)
-            output.write_text(f"    {_command(proposal.stored, asked)}\n")
+            if proposal is not None:  # below are the columns that are left out
+                output.write_text(f"    {_command(proposal.stored, asked)}\n")
         if left := len(advice.fitting) - len(shown):
             output.show("", f"{left} more fit: --runtime lists those of one, --json all")
     elif advice.proposals:
         least = min(advice.proposals, key=lambda proposal: proposal.memory_bytes)
         smallest = f"{least.stored.target} {least.stored.format} for {least.runtime}"
         output.show(f"nothing fits: {where}; the smallest is {smallest}, which needs {size_text(least.memory_bytes)}")
-    output.show(*(f"not counted or proposed: {note}" for note in advice.notes))
+    output.show(*(f"not counted or proposed: {output.with_flags(note)}" for note in advice.notes))
 
 
 def _first(proposals: Sequence[Proposal]) -> Iterator[Proposal]:

@@ -27,7 +27,7 @@ from pqweights.exports.formats import Rounding, Rule
 from pqweights.exports.integers import Outline
 from pqweights.exports.possible import as_in_master
 from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget, PlannedMaster
-from pqweights.options import LLAMA_CPP, MLX, TRANSFORMERS, VLLM, MemoryOptions
+from pqweights.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_memory, text_sizes
 from pqweights.planning.plan import QUANTIZE, coder_of, stored_bytes
 from pqweights.planning.runtime_memory import RUNTIME_MEMORY
@@ -142,10 +142,11 @@ def advise(master: PlannedMaster, exports: Sequence[PossibleExport], asked: Memo
     config, model = master.source.config, _Model.of(master)
     kept, sizes = context_memory(config), text_sizes(config)
     context = asked.context or min(sizes.most_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    runtimes = {*RUNTIMES} if asked.runtime is None else {asked.runtime}
     notes, stored = list(kept.notes), [*model.as_it_is()]
     for export in exports:
         target = get_target(export.target)
-        if asked.runtime not in (None, *LOADED_BY[target.runtime]):
+        if not runtimes & {*LOADED_BY[target.runtime]}:
             continue
         try:
             if export.possible is False and not target.by_layer:
@@ -153,15 +154,15 @@ def advise(master: PlannedMaster, exports: Sequence[PossibleExport], asked: Memo
             stored += model.exported(target)
         except (ExportError, SourceError) as error:
             notes.append(f"{export.target}: {error}")
+            runtimes -= {target.runtime} & {MLX}  # it has no model of this type, so it runs no other format either
     proposals = []
-    for of in stored:
-        for name in of.loaded_by if asked.runtime is None else {*of.loaded_by} & {asked.runtime}:
-            runtime = RUNTIME_MEMORY[name]
-            parts = {"context_bytes": runtime.context_bytes(kept, context)}
-            parts["overhead_bytes"] = runtime.overhead_bytes(sizes, context)
-            needed = runtime.memory_for(of.bytes + sum(parts.values()))
-            fits = needed <= asked.memory
-            proposals.append(Proposal(runtime=name, stored=of, memory_bytes=needed, fits=fits, **parts))
+    for name, weights in ((name, of) for of in stored for name in of.loaded_by if name in runtimes):
+        runtime = RUNTIME_MEMORY[name]
+        parts = {"context_bytes": runtime.context_bytes(kept, context)}
+        parts["overhead_bytes"] = runtime.overhead_bytes(sizes, context)
+        needed = runtime.memory_for(weights.bytes + sum(parts.values()))
+        fits = needed <= asked.memory
+        proposals.append(Proposal(runtime=name, stored=weights, memory_bytes=needed, fits=fits, **parts))
     too_long = f"`context` {context}: the model takes at most {sizes.most_context} tokens"
     return MemoryAdvice(
         memory_bytes=asked.memory,

@@ -223,6 +223,11 @@ def test_a_target_that_refuses_the_model_is_named_with_its_reason(tmp_path: Path
     assert "not counted or proposed: gguf: config.json: GGUF cannot hold a model of type gpt2" in shown
     found = pqweights.plan(source, memory=LARGE).memory
     assert found is not None and not {p.stored.target for p in found.proposals} & {"gguf", "vllm", "torchao-int4"}
+    unknown = write_llama(tmp_path / "unknown", sizes=WIDE, config={"model_type": "no_such_type"})
+    shown = " ".join(done("plan", unknown, "--memory", LARGE).stdout.split())
+    assert "not counted or proposed: mlx: mlx-lm does not support this model ('no_such_type')" in shown
+    found = pqweights.plan(unknown, memory=LARGE).memory
+    assert found is not None and {p.runtime for p in found.proposals} == {"vllm", "transformers"}
 
 
 def test_a_revision_and_pickles_leave_out_the_original(tmp_path: Path) -> None:
@@ -236,3 +241,12 @@ def test_a_revision_and_pickles_leave_out_the_original(tmp_path: Path) -> None:
 def test_a_plan_without_memory_says_nothing_of_it(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "model")
     assert "memory" not in answer("plan", source) and pqweights.plan(source).memory is None
+
+
+def test_commands_stay_whole_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_llama(tmp_path / "model", sizes=WIDE)
+    monkeypatch.setattr("pqweights_cli.tables.terminal_width", lambda: 60)
+    lines = done("plan", source, "--memory", LARGE).stdout.splitlines()
+    exports = [line for line in lines if "--source" in line]
+    assert exports and all(line.startswith("    pqweights export master/ ") for line in exports)
+    assert any(line.startswith("not shown: overhead") for line in lines)
