@@ -76,16 +76,17 @@ def _one_of_each(named: Sequence[_Alike]) -> Iterator[_Alike]:
 
 
 def as_in_master(pairs: Iterable[tuple[LogicalTensor, TensorPlan]]) -> tuple[LogicalTensor, ...]:
-    """Return tensors as the master of a plan will hold them. pairs: each with what is planned for it"""
-    return tuple(_as_in_master(tensor, plan) for tensor, plan in pairs)
+    """Return tensors, of which those can be told from the others that a master will hold codes for.
 
-
-def _as_in_master(tensor: LogicalTensor, plan: TensorPlan) -> LogicalTensor:
-    """Return a tensor that can be told from one that stays plain if the master will hold codes for it."""
-    if plan.action != QUANTIZE:
-        return tensor
+    pairs: each tensor with what is planned for it
+    """
     fields = ("name", "shape", "dtype", "plain_dtype", "parts")
-    return OriginalTensor(**{field: getattr(tensor, field) for field in fields}, original=tensor)
+    return tuple(
+        OriginalTensor(**{field: getattr(tensor, field) for field in fields}, original=tensor)
+        if plan.action == QUANTIZE
+        else tensor
+        for tensor, plan in pairs
+    )
 
 
 def _possible(name: str, master: PlannedMaster) -> PossibleExport:

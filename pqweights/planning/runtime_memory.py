@@ -5,6 +5,7 @@ docs/memory.md has the formula, where each number comes from, and what was measu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pqweights.options import LLAMA_CPP, MLX, TRANSFORMERS, VLLM
@@ -48,17 +49,16 @@ class Runtime:
         least = 0.0
         for most, share in self.shares:
             if (needed := max(used_bytes / share, least)) <= most:
-                return -int(-needed // 1)
+                return math.ceil(needed)
             least = most
         raise AssertionError("the last share is for any memory")
 
 
-ANY = float("inf")
 RUNTIME_MEMORY = {
     LLAMA_CPP: Runtime(
-        shares=((ANY, 1.0),), base_bytes=GIB // 2, tokens=512, logit_rows=512, value_bytes=4, mask_bytes=2
+        shares=((math.inf, 1.0),), base_bytes=GIB // 2, tokens=512, logit_rows=512, value_bytes=4, mask_bytes=2
     ),
-    MLX: Runtime(shares=((32 * GIB, 2 / 3), (ANY, 3 / 4)), base_bytes=0, tokens=2048, logit_rows=1, value_bytes=2),
-    VLLM: Runtime(shares=((ANY, 0.92),), base_bytes=GIB, tokens=2048, logit_rows=256, value_bytes=2),
-    TRANSFORMERS: Runtime(shares=((ANY, 1.0),), base_bytes=3 * GIB // 4, tokens=None, logit_rows=1, value_bytes=2),
+    MLX: Runtime(shares=((32 * GIB, 2 / 3), (math.inf, 3 / 4)), base_bytes=0, tokens=2048, logit_rows=1, value_bytes=2),
+    VLLM: Runtime(shares=((math.inf, 0.92),), base_bytes=GIB, tokens=2048, logit_rows=256, value_bytes=2),
+    TRANSFORMERS: Runtime(shares=((math.inf, 1.0),), base_bytes=3 * GIB // 4, tokens=None, logit_rows=1, value_bytes=2),
 }
