@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from pqweights import parameters as checks
-from pqweights.parameters import Check, Parameter, in_order, parameters
+from pqweights.parameters import Check, Options, Parameter, in_order, parameters
 
 from . import output
 
@@ -88,6 +89,19 @@ def option(options: Any, name: str) -> Any:
 def flag_of(name: str, parameter: Parameter) -> str:
     """Return the flag of a parameter, its long form."""
     return parameter.flags[0].partition("/")[0] if parameter.flags else f"--{name.replace('_', '-')}"
+
+
+def spelled(asked: Options, names: Iterable[str]) -> list[str]:
+    """Return those of some options that were given as words of a command line. names: of the options"""
+    words: list[str] = []
+    known, wanted = parameters(type(asked)), asked.given & {*names}
+    for name in (name for name in in_order(type(asked)) if name in wanted and known[name].flags != ()):
+        value, flag = getattr(asked, name), flag_of(name, known[name])
+        for one in value if isinstance(value, tuple) else (value,):
+            parts = one if isinstance(one, tuple) else (one,)
+            text = "=".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+            words += [flag] if one is True else [flag, shlex.quote(text)]
+    return words
 
 
 def _spoken(text: str, options: Any) -> str:

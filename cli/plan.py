@@ -9,9 +9,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.options import PlanArguments, QuantizeArguments
+from pqweights.options import MemoryOptions, PlanArguments, QuantizeArguments
 
-from . import options, output, report, tables
+from . import memory, options, output, report, tables
 from .printable import printable
 from .report import (
     export_lines,
@@ -42,7 +42,8 @@ _NUMBERS = re.compile(r"\.\d+\.")
 def command(asked: PlanArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
-    Only the headers of the checkpoint are read.
+    Only the headers of the checkpoint are read. With --memory, it shows instead which targets and formats fit into that
+    memory, the best expected quality first, with the commands that make them.
     """
     from pqweights.planning.choice import choose_recipe
 
@@ -72,11 +73,17 @@ def show_plan(
     from pqweights.rewrite.results.plan_report import report_plan
     from pqweights.rewrite.task import usable_cores
 
+    room = asked.part(MemoryOptions)
     with output.status("reading the headers"):
-        made = report_plan(str(asked.source), recipe, asked, threads or usable_cores(), out)
+        made = report_plan(str(asked.source), recipe, asked, threads or usable_cores(), out, memory=room)
     warn_if_nothing_is_quantized(made.plan.totals)
+    for warning in () if made.memory is None else made.memory.warnings:
+        output.warn(warning)
     if json:
         output.print_json_pieces(piece.decode() for piece in made.to_pieces())
+        return
+    if made.memory is not None:
+        memory.show(made.memory, asked)
         return
     output.show(*_plan_lines(made, summary), *(["", *fit_lines(made.fit)] if made.fit else []))
 

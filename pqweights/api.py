@@ -18,6 +18,7 @@ from pqweights.options import (
     ExportArguments,
     GenerateArguments,
     InspectArguments,
+    MemoryOptions,
     PlanArguments,
     QuantizeArguments,
     VerifyArguments,
@@ -47,7 +48,8 @@ def plan(asked: PlanArguments) -> PlanReport:
     Raises SourceError, RecipeError, OptionError or HubError.
     """
     chosen = choose_recipe(asked.recipe, asked)
-    return report_plan(located(asked.source), chosen, asked, asked.threads or usable_cores())
+    threads = asked.threads or usable_cores()
+    return report_plan(located(asked.source), chosen, asked, threads, memory=asked.part(MemoryOptions))
 
 
 @takes(QuantizeArguments)

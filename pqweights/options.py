@@ -28,6 +28,7 @@ Progress = Callable[[int, int, str], None]  # called with what is done, how much
 
 MAIN_BRANCH = "main"
 DEVICES = ("cpu", "cuda", "auto")
+RUNTIMES = LLAMA_CPP, MLX, VLLM, TRANSFORMERS = ("llama.cpp", "mlx", "vllm", "transformers")
 MODEL_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # What the arguments of several functions are
@@ -51,6 +52,15 @@ def take_recipe(name: str, value: Any) -> str | Path | Recipe:
         raise checks.wrong(name, "the name of a recipe, a path or a Recipe", value)
     recipe: Recipe = value
     return recipe
+
+
+def _tokens(name: str, value: Any) -> int:
+    """Take a number of tokens, or a text such as "32k"."""
+    text = value if isinstance(value, str) else str(checks.whole(name, value))
+    digits = text.lower().removesuffix("k")
+    if not digits.isascii() or not digits.isdigit() or not 0 < (count := int(digits[:19])) < 10**12:
+        raise OptionError(f"`{name}`: expected a number of tokens such as 8192 or 32k, found {text[:40]!r}")
+    return count * 1024 if text.lower() != digits else count
 
 
 def _temperature(name: str, value: Any) -> float:
@@ -273,7 +283,34 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
 
 
 @options
-class PlanArguments(RecipeOptions, QuantizeOptions, ThreadsOption):
+class MemoryOptions(Options):
+    """What exports are to fit into."""
+
+    memory: int | str | None = option(
+        "Propose targets and formats with which the model fits into SIZE of memory, e.g. 16GB: that of the GPU, or all "
+        "of a Mac's.",
+        checks.size,
+        default=None,
+        metavar="SIZE",
+    )
+    context: int | str | None = option(
+        "For `memory`: how many tokens the model keeps, e.g. 32k.",
+        _tokens,
+        default=None,
+        metavar="TOKENS",
+        default_text="the most that the model takes, but not more than 8192",
+        needs=(("memory",), "into which it has to fit"),
+    )
+    runtime: str | None = option(
+        "For `memory`: propose what this runtime loads, and nothing else.",
+        default=None,
+        choices=RUNTIMES,
+        needs=(("memory",), "which it shares out"),
+    )
+
+
+@options
+class PlanArguments(RecipeOptions, QuantizeOptions, MemoryOptions, ThreadsOption):
     """What `plan` takes: what `quantize` does, but for what changes nothing in a plan."""
 
     source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")

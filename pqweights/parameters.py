@@ -119,7 +119,13 @@ class Options:
     @property
     def given(self) -> set[str]:
         """The names of the parameters that have another value than their default."""
-        return {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        known = parameters(type(self))
+
+        def differs(field: dataclasses.Field[Any]) -> bool:
+            default, name = field.default, field.name
+            return default is dataclasses.MISSING or getattr(self, name) != known[name].checked(name, default)
+
+        return {field.name for field in fields(self) if differs(field)}
 
     def part(self, kind: type[Made]) -> Made:
         """Return those of the options that a smaller class of options has as well."""

@@ -17,7 +17,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
-from pqweights.exports.possible import possible_exports
+from pqweights.exports.possible import planned_master, possible_exports
 from pqweights.models import text_model
 from pqweights.options import QuantizeOptions
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
@@ -70,7 +70,7 @@ def quantize(
         model=model_facts(checkpoint.storage),
     )
     report = rewrite(task, run)
-    return replace(report, exports=possible_exports(checkpoint, plan.tensors))
+    return replace(report, exports=possible_exports(planned_master(checkpoint, plan.tensors)))
 
 
 def plan_quantize(

@@ -91,6 +91,16 @@ def test_every_page_is_in_the_navigation_and_the_overview():
     assert overview == pages - {"README.md"} | {f"../{path}" for path in outside}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md", "docs/memory.md"])
+def test_commands_of_the_first_pages_have_flags_that_exist(page):
+    sections = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", (DOCS / "commands.md").read_text(encoding="utf-8")))
+    lines = re.findall(r"(?m)^ +pqweights (\w+) (.*)", (ROOT / page).read_text(encoding="utf-8"))
+    assert len(lines) >= 4
+    for command, rest in lines:
+        flags = re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.partition("  #")[0])
+        assert all(f"`{flag}" in sections[command] for flag in flags), (command, rest)
+
+
 def test_links_between_docs_and_pages_outside_are_rewritten_for_the_site():
     def rewritten(text: str, page: str) -> str:
         return tool("site_hooks").on_page_markdown(

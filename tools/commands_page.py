@@ -34,7 +34,7 @@ and bit width (`--no-summary` lists them all). Elsewhere tables list everything,
 # Where a command's method, formats and measurements are described.
 PAGES = {
     "quantize": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md"), ("The method", "method.md")),
-    "plan": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md")),
+    "plan": (("Which one for me", "memory.md"), ("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md")),
     "recipes": (("Recipes", "../recipes/README.md"),),
     "inspect": (("The format", "format.md"), ("KV caches", "kv-cache.md")),
     "verify": (("The format", "format.md"), ("Bad inputs", "bad-inputs.md")),

@@ -17,14 +17,14 @@ import numpy as np
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import View
+from pqweights.checkpoint.views import sources_of
 from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.common.advice import instead
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError, SourceError
-from pqweights.exports.bf16 import role_of
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.models.names import role_name
 from pqweights.options import ExportOptions
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.roles import ROLES
@@ -196,7 +196,7 @@ class Layers(NamedTuple):
         made: dict[str, list[str]] = {}
         for name, source in sources.items():
             made.setdefault(source.name, []).append(name)
-        roles = {source.name: role_of(source) for source in sources.values()}
+        roles = {source.name: role_name(source.name, source.dtype, source.shape) for source in sources.values()}
         weights = groups_of(checkpoint, list(roles.items()))
         members = {layer: [name for source in names for name in made[source]] for layer, names in weights.items()}
         return Layers(members, weights, roles)
@@ -204,7 +204,7 @@ class Layers(NamedTuple):
 
 def made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
     """Return the weights of the checkpoint that a tensor is put together from, or itself."""
-    return (tensor.sources if isinstance(tensor, View) else ()) or (tensor,)
+    return sources_of(tensor) or (tensor,)
 
 
 def known_names(tensor: LogicalTensor) -> list[str]:

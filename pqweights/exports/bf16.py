@@ -10,10 +10,11 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import View
+from pqweights.checkpoint.views import sources_of
 from pqweights.errors import OptionError
+from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, one_of
+from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import role_name
 from pqweights.options import ExportOptions
@@ -83,8 +84,7 @@ class Bf16Export:
 
 def role_of(tensor: LogicalTensor, model: ModelDescription = UNKNOWN) -> str:
     """Return the role of a tensor of a model; one that is put together from others has that of the first of them."""
-    named = tensor.sources[0].name if isinstance(tensor, View) and tensor.sources else tensor.name
-    return role_name(named, tensor.dtype, tensor.shape, model)
+    return role_name((*sources_of(tensor), tensor)[0].name, tensor.dtype, tensor.shape, model)
 
 
 def plain_plan(
@@ -98,8 +98,7 @@ def plain_plan(
     forced: the dtype that it gets in any case
     """
     decoded = is_encoded(tensor)
-    stored = dtype if dtype is not None and (decoded or tensor.plain_dtype == model) else tensor.plain_dtype
-    stored = forced or stored
+    stored = forced or stored_dtype(tensor, model=model, dtype=dtype)
     why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
     specs = (TensorSpec(tensor.name, stored, tensor.shape),)
     return TensorPlan(
@@ -116,10 +115,15 @@ def plain_plan(
     )
 
 
+def stored_dtype(tensor: LogicalTensor, *, model: str, dtype: str | None) -> str:
+    """Return the dtype of a tensor that is stored plainly. model, dtype: see plain_plan"""
+    return dtype if dtype is not None and (tensor.plain_dtype == model or is_encoded(tensor)) else tensor.plain_dtype
+
+
 def is_encoded(tensor: LogicalTensor) -> bool:
     """Whether the master holds codes for a tensor, or for some of the tensors that it is put together from."""
-    if isinstance(tensor, View):
-        return any(is_encoded(source) for source in tensor.sources)
+    if sources := sources_of(tensor):
+        return any(map(is_encoded, sources))
     return isinstance(unfolded(tensor), EncodedTensor | OriginalTensor)
 
 
@@ -137,6 +141,13 @@ def _prepare(source: ExportSource, dtype: str) -> tuple[Checkpoint, Transform]:
     return source.checkpoint, Bf16Export(dtype)
 
 
+def _outlines(checkpoint: Checkpoint, dtypes: Sequence[str]) -> list[Outline]:
+    """See ExportTarget."""
+    plain = [None if dtype == "source" else "BF16" for dtype in dtypes]
+    known: Any = {"tensors": checkpoint.tensors, "decisions": {}, "config": None, "left_out": {}, "metadata": {}}
+    return [Outline(**known, plain_dtype=dtype) for dtype in plain]
+
+
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     return ["An ordinary checkpoint: whatever opens the base model opens it.", *by_transformers(model)]
 
@@ -150,4 +161,7 @@ TARGET = ExportTarget(
     prepare=_prepare,
     check=lambda master, dtype: None,
     load_section=_load_section,
+    choices=(FormatChoice("bf16", ExportOptions()),),
+    outlines=_outlines,
+    takes_original=False,
 )

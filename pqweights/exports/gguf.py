@@ -29,10 +29,11 @@ from pqweights.exports.target import (
     PLAIN,
     ExportSource,
     ExportTarget,
+    FormatChoice,
     PlannedMaster,
     one_of,
 )
-from pqweights.gguf.mixes import PLAIN_TYPES, Mix
+from pqweights.gguf.mixes import MIXES, PLAIN_TYPES, Mix, fitting_type
 from pqweights.gguf.model import (
     ALIGNMENT,
     FilePart,
@@ -42,6 +43,7 @@ from pqweights.gguf.model import (
     check_model,
     encode_header,
     gguf_model,
+    outline_model,
 )
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
@@ -182,7 +184,10 @@ class Gguf:
 
         Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer.
         """
-        model = gguf_model(checkpoint, name=self.name)
+        return self.outline_of(gguf_model(checkpoint, name=self.name), checkpoint)
+
+    def outline_of(self, model: GgufModel, checkpoint: Checkpoint) -> Outline:
+        """Decide which types the tensors of a model get. checkpoint: of which it is made"""
         types = chosen_types(self.types, model, checkpoint, imatrix=self.weighed)
         mix = None if self.assignment.target_size is not None else self.types.mix
         output = GgufOutput(file_name=self.file_name, model=model, mix=mix, checkpoint=checkpoint)
@@ -229,6 +234,18 @@ def _check(master: PlannedMaster, settings: Gguf) -> None:
     check_model(master.source)
 
 
+def _outlines(checkpoint: Checkpoint, settings: Sequence[Gguf]) -> list[Outline]:
+    """See ExportTarget; for their sizes the tokenizer, which may be large, is not read."""
+    model = outline_model(checkpoint)
+    return [of.outline_of(model, checkpoint) for of in settings]
+
+
+def _estimate(settings: Gguf, columns: int) -> Rounding | None:
+    """See ExportTarget: the type of most tensors."""
+    fitting = fitting_type(settings.types.mix.type, columns)
+    return None if fitting in PLAIN_TYPES else Rounding(BlockRule.of(fitting), NAME)
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
@@ -241,4 +258,8 @@ TARGET = ExportTarget(
     load_section=load_section,
     library="gguf",
     unchecked="if llama.cpp has its tokenizer",
+    choices=tuple(FormatChoice(n.lower(), ExportOptions(type=n.lower())) for n in MIXES if n not in ("F32", "MXFP4_MOE")),
+    outlines=_outlines,
+    by_layer=False,
+    estimate=_estimate,
 )

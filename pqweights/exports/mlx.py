@@ -10,8 +10,8 @@ import functools
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ from pqweights.exports.target import (
     MINMAX,
     MLX,
     ExportTarget,
+    FormatChoice,
     GroupSize,
     PlannedMaster,
     check_rounding,
@@ -206,6 +207,13 @@ class MlxFormat:
             known=self.assignment.known(),
         )
         return {name: chosen[layer] for layer, names in layers.members.items() for name in names}
+
+    def usual(self, columns: int) -> Rounding | None:
+        """Return what becomes of most weights with so many columns; None if they stay plain."""
+        from pqweights.exports.mlx_model import QuantizedModule
+
+        size = self.groups.fitting([columns])
+        return None if size is None else _rounding(QuantizedModule(self.bits, size, self.mode), self.qparams)
 
     def _decisions(
         self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
@@ -412,6 +420,20 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
         raise ExportError(f"mlx-lm does not support this model ({model_type!r}); {advice}")
 
 
+def _outlines(checkpoint: Checkpoint, settings: Sequence[MlxFormat]) -> list[Outline]:
+    """See ExportTarget. mlx-lm is asked once: what it quantizes as it was told, it quantizes in any format."""
+    first = settings[0]
+    outline = first.outline(checkpoint)
+    result = []
+    for other in settings:
+        decisions = dict(outline.decisions)
+        for tensor, rounding in outline.rounded:
+            if rounding == first.usual(tensor.shape[-1]):
+                decisions[tensor.name] = other.usual(tensor.shape[-1]) or Stays("groups do not divide its rows")
+        result.append(replace(outline, decisions=decisions))
+    return result
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
@@ -424,4 +446,8 @@ TARGET = ExportTarget(
     unchecked="if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
+    choices=tuple(FormatChoice(name, ExportOptions(format=name)) for name in FORMATS),
+    outlines=_outlines,
+    by_layer=False,
+    estimate=MlxFormat.usual,
 )

@@ -7,8 +7,9 @@ is there before the first weight is quantized.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -22,41 +23,70 @@ from pqweights.rewrite.task import PossibleExport
 
 # A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
-# A tensor with the part of its name that is its own within a layer, and what is planned for it.
-_Named = tuple[str, LogicalTensor, TensorPlan]
 
 
-def possible_exports(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> tuple[PossibleExport, ...]:
-    """Return for every target whether the master of a plan can be exported to it. planned: of each tensor in order"""
-    named = [(tensor.name, tensor, plan) for tensor, plan in zip(checkpoint.tensors, planned, strict=True)]
-    layers = tuple(_as_in_master(tensor, plan) for tensor, plan in _one_of_each(named))
-    master = PlannedMaster(source=checkpoint, layers=replace(checkpoint, tensors=layers))
+class _Alike(NamedTuple):
+    """A tensor for all that are alike.
+
+    name: the part of its name that is its own within a layer
+    tensor, plan: the first of them, and what is planned for it
+    names: the whole names of all of them
+    """
+
+    name: str
+    tensor: LogicalTensor
+    plan: TensorPlan
+    names: list[str]
+
+
+def planned_master(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> PlannedMaster:
+    """Return the master of a plan. planned: of each tensor in order"""
+    pairs = zip(checkpoint.tensors, planned, strict=True)
+    alike = [*_one_of_each([_Alike(tensor.name, tensor, plan, [tensor.name]) for tensor, plan in pairs])]
+    return PlannedMaster(
+        source=checkpoint,
+        planned=planned,
+        layers=replace(checkpoint, tensors=as_in_master((of.tensor, of.plan) for of in alike)),
+        alike={of.tensor.name: of.names for of in alike},
+    )
+
+
+def possible_exports(master: PlannedMaster) -> tuple[PossibleExport, ...]:
+    """Return for every target whether a master can be exported to it."""
     return tuple(_possible(name, master) for name in EXPORTS)
 
 
-def _one_of_each(named: Sequence[_Named]) -> Iterator[tuple[LogicalTensor, TensorPlan]]:
+def _one_of_each(named: Sequence[_Alike]) -> Iterator[_Alike]:
     """Yield the tensors of the first of all layers, and within them of all experts, that are alike."""
-    blocks: dict[tuple[str, str], list[_Named]] = {}
-    for name, tensor, plan in named:
-        match = _NUMBERED.fullmatch(name)
+    blocks: dict[tuple[str, str], list[_Alike]] = {}
+    for of in named:
+        match = _NUMBERED.fullmatch(of.name)
         if match is None:
-            yield tensor, plan
+            yield of
         else:
-            blocks.setdefault((match[1], match[2]), []).append((match[3], tensor, plan))
-    seen = set()
+            blocks.setdefault((match[1], match[2]), []).append(_Alike(match[3], *of[1:]))
+    firsts: dict[object, list[_Alike]] = {}
     for (prefix, _), block in blocks.items():
-        content = (prefix, tuple((name, plan.shape, plan.dtype, plan.action) for name, _, plan in block))
-        if content not in seen:
-            seen.add(content)
-            yield from _one_of_each(block)
+        content = (prefix, tuple([(of.name, of.plan.shape, of.plan.dtype, of.plan.action) for of in block]))
+        first = firsts.setdefault(content, block)
+        for of, other in zip(first, block if first is not block else (), strict=False):
+            of.names.extend(other.names)
+    for block in firsts.values():
+        yield from _one_of_each(block)
 
 
-def _as_in_master(tensor: LogicalTensor, plan: TensorPlan) -> LogicalTensor:
-    """Return a tensor that can be told from one that stays plain if the master will hold codes for it."""
-    if plan.action != QUANTIZE:
-        return tensor
+def as_in_master(pairs: Iterable[tuple[LogicalTensor, TensorPlan]]) -> tuple[LogicalTensor, ...]:
+    """Return tensors, of which those can be told from the others that a master will hold codes for.
+
+    pairs: each tensor with what is planned for it
+    """
     fields = ("name", "shape", "dtype", "plain_dtype", "parts")
-    return OriginalTensor(**{field: getattr(tensor, field) for field in fields}, original=tensor)
+    return tuple(
+        OriginalTensor(**{field: getattr(tensor, field) for field in fields}, original=tensor)
+        if plan.action == QUANTIZE
+        else tensor
+        for tensor, plan in pairs
+    )
 
 
 def _possible(name: str, master: PlannedMaster) -> PossibleExport:

@@ -9,21 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.errors import ExportError, OptionError
+from pqweights.exports.formats import Rounding
+from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel
+from pqweights.options import LLAMA_CPP as LLAMA_CPP
+from pqweights.options import MLX as MLX
+from pqweights.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.options import ExportOptions
+from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.folding.fold import check_fold
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
 from pqweights.storage.remote.addresses import Address
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
-TRANSFORMERS, TORCHAO, COMPRESSED_TENSORS, MLX = "transformers", "torchao", "compressed-tensors", "mlx"
-LLAMA_CPP = "llama.cpp"
+TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 # The options of a target of integers beside its own.
 INTEGER_OPTIONS = ("bits", "group_size", "qparams", "fold", "rounding", "calibration")
 # Those of a target that can give weights different formats.
@@ -63,11 +68,33 @@ class PlannedMaster:
     """A master that is not made yet.
 
     source: the checkpoint from which it is to be made
+    planned: what becomes of each of its tensors
     layers: of all layers and all experts that are alike the first one, with the weights told apart that become codes
+    alike: the names of all tensors that are like one of `layers`, by its name
     """
 
     source: Checkpoint
+    planned: Sequence[TensorPlan]
     layers: Checkpoint
+    alike: Mapping[str, Sequence[str]]
+
+
+def each_outline(checkpoint: Checkpoint, settings: Sequence[Any]) -> list[Outline]:
+    """Return the outline of a checkpoint with each of some settings, by their own method."""
+    return [of.outline(checkpoint) for of in settings]
+
+
+class FormatChoice(NamedTuple):
+    """A format of a target, for those who choose one by the memory that they have.
+
+    name: what a list calls it
+    options: what asks for it
+    rounds_inputs: whether the runtime rounds what layers read, too, to the same format
+    """
+
+    name: str
+    options: ExportOptions
+    rounds_inputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +116,12 @@ class ExportTarget(Generic[Settings]):
     library: the library_name of its card, if that is not transformers
     account: keys of the manifest's account besides options
     unchecked: what `check` leaves open, for a message; None if it leaves nothing open
+    choices: its formats, of which memory_advice.py proposes those that fit
+    outlines: decides from headers what becomes of a checkpoint with each of some settings;
+        raises what `check` raises
+    by_layer: whether alike layers become alike, so that `outlines` may be given one of each
+    estimate: returns how most weights with so many columns are rounded, for where the package is missing that knows
+    takes_original: whether the weights of the original can be used instead of the decoded ones
     """
 
     name: str
@@ -102,6 +135,11 @@ class ExportTarget(Generic[Settings]):
     library: str | None = None
     account: tuple[str, ...] = ()
     unchecked: str | None = None
+    choices: tuple[FormatChoice, ...] = ()
+    outlines: Callable[[Checkpoint, Sequence[Settings]], Sequence[Outline]] = each_outline
+    by_layer: bool = True
+    estimate: Callable[[Settings, int], Rounding | None] = lambda settings, columns: None
+    takes_original: bool = True
 
     def settings(self, asked: ExportOptions) -> Settings:
         """Return what `prepare` takes. Raises OptionError for an option, or a value, that the target does not have."""

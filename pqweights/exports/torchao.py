@@ -28,6 +28,7 @@ from pqweights.exports.target import (
     MINMAX,
     TORCHAO,
     ExportTarget,
+    FormatChoice,
     GroupSize,
     check_rounding,
     one_of,
@@ -292,4 +293,8 @@ TARGET = ExportTarget(
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
+    choices=(
+        *(FormatChoice(n, ExportOptions(format=n), n in OF_ROWS and OF_ROWS[n].activations) for n in FORMATS),
+        FormatChoice("int4, plain", ExportOptions(packing=UNTILED)),
+    ),
 )

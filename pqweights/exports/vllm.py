@@ -28,6 +28,7 @@ from pqweights.exports.target import (
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
     ExportTarget,
+    FormatChoice,
     GroupSize,
     check_rounding,
     one_of,
@@ -170,4 +171,5 @@ TARGET = ExportTarget(
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
+    choices=tuple(FormatChoice(n, ExportOptions(format=n), scheme.activations) for n, scheme in SCHEMES.items()),
 )

@@ -71,7 +71,7 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     settings, of_rope, tensors, left_out = _read(checkpoint)
     architecture = _architecture(settings)
     writer = gguf_package().GGUFWriter(None, architecture)
-    rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+    rows = _rows(tensors)
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     _add_hyper_parameters(settings, writer, rows=rows)
@@ -87,6 +87,22 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         left_out=left_out,
         notes=tuple(_notes(settings, vocabulary, missed)),
     )
+
+
+def outline_model(checkpoint: Checkpoint) -> GgufModel:
+    """Return the GGUF model of a checkpoint without what the metadata say of its tokenizer, which is not read.
+
+    Raises what gguf_model raises.
+    """
+    settings, writer, tensors, left_out = _read(checkpoint)
+    _add_hyper_parameters(settings, writer, rows=_rows(tensors))
+    metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
+    return GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
+
+
+def _rows(tensors: tuple[LogicalTensor, ...]) -> int:
+    """Return the number of tokens for which there is an embedding."""
+    return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
 def check_model(checkpoint: Checkpoint) -> None:

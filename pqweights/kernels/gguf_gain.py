@@ -93,7 +93,9 @@ def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None =
         if type_name == "IQ1_M":
             words = np.ascontiguousarray(data[:, at : at + 8]).view("<u2")
             factors = np.bitwise_or.reduce(words >> 12 << _PLACES, axis=1, keepdims=True).view("<f2")
-            data[:, at : at + 8] = (words & 0xFFF | _enlarged(factors, gains).view("<u2") >> _PLACES << 12).view(np.uint8)
+            data[:, at : at + 8] = (words & 0xFFF | _enlarged(factors, gains).view("<u2") >> _PLACES << 12).view(
+                np.uint8
+            )
         else:
             factors = np.ascontiguousarray(data[:, at : at + 2]).view("<f2")
             data[:, at : at + 2] = _enlarged(factors, gains).view(np.uint8)

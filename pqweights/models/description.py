@@ -43,7 +43,7 @@ class ModelDescription:
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
     mlx: where mlx-lm differs from transformers
     roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
-        in plans, folding and what becomes a linear layer of vllm and torchao-int4
+        in plans, folding and what becomes a linear layer of vllm and torchao
     fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None

@@ -20,9 +20,9 @@ from helpers import read_all
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
-from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget
+from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget, bf16
 from pqweights.exports.bf16 import Bf16Export
-from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget
+from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice
 from pqweights.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
 from pqweights.rewrite.manifest import read_manifest
@@ -73,6 +73,8 @@ TARGET = ExportTarget(
     check=lambda master, label: None,
     load_section=load_section,
     library="test-library",
+    choices=(FormatChoice("first label", ExportOptions(mode="first")),),
+    outlines=lambda checkpoint, labels: bf16.TARGET.outlines(checkpoint, ["bf16" for _ in labels]),
 )
 
 
@@ -123,6 +125,15 @@ def test_options_have_defaults_and_are_checked_by_the_target(base: Path, tmp_pat
         assert refused(*export, target, *options, code=2) == f"error: {message}\n"
     done(*export, NAME)
     assert read_manifest(tmp_path / "out").made_by == {"target": NAME, "mode": "none"}
+
+
+def test_its_formats_are_proposed_for_a_memory(base: Path) -> None:
+    found = answer("plan", families.model(base, "llama"), "--memory", "1TB", "--runtime", "vllm")["memory"]["proposals"]
+    by_target = {entry["stored"]["target"]: entry["stored"] for entry in found}
+    ours, plain = by_target[NAME], by_target["bf16"]
+    assert (ours["format"], ours["options"]) == ("first label", {"mode": "first"})
+    assert (ours["bytes"], ours["bits_per_parameter"]) == (plain["bytes"], plain["bits_per_parameter"])
+    assert ours["expected_rise"] == 0 < plain["expected_rise"]
 
 
 def test_help_and_errors_list_the_target(tmp_path: Path) -> None:

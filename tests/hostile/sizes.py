@@ -26,6 +26,11 @@ def fitting(name: str, options: str, *fragments: str, recipe: str | None = None)
     return Case(name, {f"plan model {by}": fragments, f"quantize model out {by}": fragments}, files)
 
 
+def remembering(name: str, options: str, *fragments: str) -> Case:
+    """An undamaged model, and options of how much memory there is."""
+    return Case(name, {f"plan model {options}": fragments}, GOOD_MODEL)
+
+
 def by_file(name: str, *fragments: str, content: Content | None = None, **changed: Any) -> Case:
     """A damaged file of sensitivities. changed: keys of the file, or of its only group."""
     group = SENSITIVITIES["groups"][0] | {key: value for key, value in changed.items() if key not in SENSITIVITIES}
@@ -60,6 +65,15 @@ CASES = [
     fitting("fit-recipe-sensitivity-alone", "", "recipe.yaml", "sensitivity", recipe="sensitivity: heuristic"),
     fitting("fit-recipe-with-bits", "--bits 4", "leave --bits out", recipe="target_bpw: 4.5"),
     fitting("fit-recipe-nothing-free", "", "width is free", recipe="{target_bpw: 4.5, rules: [{name: '*', bits: 4}]}"),
+    remembering("memory-zero", "--memory 0", "--memory", "at least one byte"),
+    remembering("memory-no-size", "--memory 16XB", "--memory", "'16XB'", "5GiB (2**30)"),
+    remembering("memory-context-negative", "--memory 1GB --context -1", "--context", "such as 8192 or 32k", "'-1'"),
+    remembering("memory-context-no-number", "--memory 1GB --context 4kk", "--context", "'4kk'"),
+    remembering("memory-context-zero", "--memory 1GB --context 0k", "--context", "'0k'"),
+    remembering("memory-context-beyond-numbers", "--memory 1GB --context " + "9" * 20, "--context", "'999"),
+    remembering("memory-context-alone", "--context 8k", "--context: expected --memory as well"),
+    remembering("memory-runtime-unknown", "--memory 1GB --runtime nope", "--runtime", "llama.cpp or mlx or", "'nope'"),
+    remembering("memory-runtime-alone", "--runtime mlx", "--runtime: expected --memory as well"),
     by_file("fit-sensitivity-of-another-model", "sensitivities of this checkpoint", "pqweights sensitivity"),
     fitting(
         "fit-sensitivity-missing", "--target-bpw 4.5 --sensitivity nowhere", "nowhere", "No such file", "'heuristic'"

@@ -11,8 +11,9 @@ from typing import Any
 from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
-from pqweights.exports.possible import possible_exports
-from pqweights.options import QuantizeOptions
+from pqweights.exports.memory_advice import MemoryAdvice, advise
+from pqweights.exports.possible import planned_master, possible_exports
+from pqweights.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
@@ -55,6 +56,7 @@ class PlanReport:
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
     exports: what the result can be exported to
+    memory: which exports a memory has room for; None if nobody asked
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class PlanReport:
     needs: ResourceNeeds
     hub: HubTraffic | None
     exports: tuple[PossibleExport, ...]
+    memory: MemoryAdvice | None = None
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -94,6 +97,7 @@ class PlanReport:
             "left_out_files": self.plan.left_out,
             "exports": [export.to_json() for export in self.exports],
             "left_out_tensors": self.plan.left_out_tensors,
+            **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
             **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),
@@ -115,18 +119,27 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
 
 
 def report_plan(
-    source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int, out: Store | None = None
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions,
+    threads: int,
+    out: Store | None = None,
+    *,
+    memory: MemoryOptions | None = None,
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 
     threads: the number of threads for which the memory is estimated
     out: where the result is to be written; by default a local folder
+    memory: what exports are to fit into; None if nobody asks
 
     Raises SourceError, RecipeError or HubError.
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
     fold = transform.fold
     is_elsewhere = out is not None and out.is_elsewhere
+    master = planned_master(checkpoint, plan.tensors)
+    exports = possible_exports(master)
     needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], is_elsewhere=is_elsewhere)
     return PlanReport(
         plan=plan,
@@ -134,7 +147,8 @@ def report_plan(
         fold=fold,
         needs=needs,
         hub=_traffic(checkpoint),
-        exports=possible_exports(checkpoint, plan.tensors),
+        exports=exports,
+        memory=None if memory is None or memory.memory is None else advise(master, exports, memory),
     )
 
 
