@@ -258,7 +258,9 @@ TARGET = ExportTarget(
     load_section=load_section,
     library="gguf",
     unchecked="if llama.cpp has its tokenizer",
-    choices=tuple(FormatChoice(n.lower(), ExportOptions(type=n.lower())) for n in MIXES if n not in ("F32", "MXFP4_MOE")),
+    choices=tuple(
+        FormatChoice(n.lower(), ExportOptions(type=n.lower())) for n in MIXES if n not in ("F32", "MXFP4_MOE")
+    ),
     outlines=_outlines,
     by_layer=False,
     estimate=_estimate,

@@ -217,7 +217,10 @@ def _experts_warnings(outline: Outline) -> tuple[str, ...]:
 
 
 def _plain_warnings(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
-    """Return a warning if a result is nearer to BF16 than to its integers: it saves less than half of what it could."""
+    """Return a warning if a result has more than half of the bits of BF16, and its integers have less.
+
+    For integers of more bits the half way between the two counts.
+    """
     integers = {tensor.name: rounding for tensor, rounding in outline.rounded}
     rounded = sum(element_count(tensor) for tensor, _ in outline.rounded)
     if not rounded:
@@ -232,11 +235,12 @@ def _plain_warnings(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
     )
     total, bits_of_integers = integer_bytes + plain_bytes, 8 * integer_bytes / rounded
     bits = 8 * total / weights
-    if bits <= (bits_of_integers + PLAIN_BITS) / 2:
+    half = PLAIN_BITS / 2 if bits_of_integers < PLAIN_BITS / 2 else (bits_of_integers + PLAIN_BITS) / 2
+    if bits <= half:
         return ()
     held = master.weight_file_bytes
     larger = f"; the master that it is made from is smaller ({size_text(held)})" if total > held else ""
     return (
-        f"{bits:.3g} bits per parameter, nearer to the {PLAIN_BITS} of BF16 than to the {bits_of_integers:.3g} of its "
-        f"integers: of {size_text(total)}, {size_text(plain_bytes)} are weights that stay plain{larger}",
+        f"{bits:.3g} bits per parameter, more than half of the {PLAIN_BITS} of BF16, although integers take "
+        f"{bits_of_integers:.3g}: of {size_text(total)}, {size_text(plain_bytes)} are weights that stay plain{larger}",
     )
