@@ -20,18 +20,15 @@ from pqweights.codecs.weight import add_in_order
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
-from pqweights.exports.formats import Rounding, Rule, Stays, StoredPiece
+from pqweights.exports.formats import Rounding, Rule, Stays
 from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import BEST, Groups
+from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import SmallFiles
-
-# Columns are put together to rows in strips of this size.
-STRIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +89,11 @@ class IntegerTarget(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RoundedChunk:
-    """What is still to be written of a chunk, and what was measured: sums of squares by group.
+    """What was measured of a chunk: sums of squares by group.
 
     about: what else the job is to know of it
     """
 
-    columns: list[StoredPiece]
     energies: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]
     errors_by_master: npt.NDArray[np.float64]
@@ -132,7 +128,6 @@ class IntegerJob:
         multiple = max(self.row_multiple, rounding.row_multiple)
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
-        self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
         self._energy = self._error = self._error_by_master = 0.0
 
     @property
@@ -157,16 +152,13 @@ class IntegerJob:
                 f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
                 "damaged"
             )
-        pieces = self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups)
-        for piece in pieces:
-            if piece.offset is not None:
-                sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
+        for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
+            (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
         by_master = np.empty(0)
         if self._master is not None:
             of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
             by_master = _errors(values, of_master, self._rounding.rule)
         return RoundedChunk(
-            columns=[piece for piece in pieces if piece.offset is None],
             energies=groups.energies,
             errors=groups.errors,
             errors_by_master=by_master,
@@ -185,31 +177,23 @@ class IntegerJob:
         return raw.view(np.float32)
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Round rows to codes, and measure their errors; a rule of the runtime's own gets BF16, as in the runtime."""
+        """Round rows to codes, and measure their errors; a rule of the runtime's own gets 16 bits, as in the runtime."""
         rule = self._rounding.rule
         if rule.name == BEST:
             return rule.quantize(values)
-        groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
+        dtype = rule.scale_dtype if isinstance(rule, GroupRule) else "BF16"
+        groups = rule.quantize(to_float32(from_float32(values, dtype), dtype))
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
     def collect(self, result: RoundedChunk) -> None:
-        """Keep the columns of a chunk, and add up its errors."""
-        for piece in result.columns:
-            self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
+        """Add up the errors of a chunk."""
         self._energy = add_in_order(self._energy, result.energies)
         self._error = add_in_order(self._error, result.errors)
         self._error_by_master = add_in_order(self._error_by_master, result.errors_by_master)
 
     def finish(self, sink: Sink) -> TensorRecord | Job:
-        """Write what came by columns, and return the record with the errors as far as they are known."""
-        while self._by_columns:
-            stored_name, columns = self._by_columns.popitem()
-            row_bytes = sum(part.shape[1] for part in columns)
-            step = max(1, STRIP_BYTES // row_bytes)
-            for row in range(0, len(columns[0]), step):
-                strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
-                sink.write(stored_name, row * row_bytes, strip.reshape(-1))
+        """Return the record with the errors as far as they are known."""
         own = self._error / self._energy if self._energy else 0.0
         total = own if self._is_original else None
         by_master = None
