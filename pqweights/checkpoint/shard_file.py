@@ -107,7 +107,7 @@ class ShardFile:
 
         shown: what messages call it
         """
-        self._shown = shown
+        self.path, self._shown = path, shown
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
         self._pages = _Pages()

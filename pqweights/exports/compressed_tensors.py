@@ -58,7 +58,7 @@ def _group(scheme: WeightScheme, size: int, targets: list[str]) -> dict[str, Any
     codes: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "int" if scheme.floats is None else "float",
-        "symmetric": True,
+        "symmetric": not scheme.zeros,
     }
     weights: dict[str, Any] = {"strategy": "group", "group_size": size}
     inputs: dict[str, Any] = {**weights, "dynamic": True}

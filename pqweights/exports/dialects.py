@@ -1,8 +1,9 @@
 """What config.json says to vLLM of weights that are stored as other libraries than compressed-tensors store them.
 
-Formats: DeepSeek-V3's FP8 in tiles (arXiv:2412.19437, section 3.3; the quant_method fp8 of vLLM and transformers), and
+Formats: DeepSeek-V3's FP8 in tiles (arXiv:2412.19437, section 3.3; the quant_method fp8 of vLLM and transformers),
 NVFP4 of NVIDIA's Model-Optimizer (https://github.com/NVIDIA/Model-Optimizer), whose hf_quant_config.json TensorRT-LLM
-reads. Each of these has one format for all layers.
+reads, and the integers of AutoAWQ (https://github.com/casper-hansen/AutoAWQ) and AutoGPTQ
+(https://github.com/AutoGPTQ/AutoGPTQ). Each of these has one format for all layers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import json_bytes
 from pqweights.exports.compressed_tensors import linear_layers, quantization_config
-from pqweights.exports.linear import Chosen, module_of
+from pqweights.exports.linear import Chosen, module_of, patterns
 from pqweights.exports.schemes import SCHEMES, Dialect
 from pqweights.rewrite.transform import SmallFiles
 
@@ -27,6 +28,8 @@ def configuration(checkpoint: Checkpoint, chosen: Mapping[str, Chosen], dialect:
         return _fine_grained_fp8(_plain_modules(checkpoint, chosen))
     if dialect is Dialect.MODELOPT:
         return _modelopt(_plain_modules(checkpoint, chosen))
+    if dialect.halves:
+        return _integers(checkpoint, chosen, dialect)
     return quantization_config(checkpoint, chosen)
 
 
@@ -46,6 +49,32 @@ def small_files(quantization: Mapping[str, Any], dialect: Dialect) -> SmallFiles
 def _plain_modules(checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> list[str]:
     """Return the names of the modules that may be linear layers, and stay plain."""
     return list(dict.fromkeys([HEAD, *(module_of(n) for n in linear_layers(checkpoint) if n not in chosen)]))
+
+
+def _integers(checkpoint: Checkpoint, chosen: Mapping[str, Chosen], dialect: Dialect) -> dict[str, Any]:
+    """Return the configuration of AutoAWQ or AutoGPTQ; the latter's names layers that stay plain by expressions."""
+    choice = next(iter(chosen.values()))
+    settings = {"bits": SCHEMES[choice.format].bits, "group_size": choice.size}
+    if dialect is Dialect.AWQ:
+        plain = _plain_modules(checkpoint, chosen)
+        return {
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": plain,
+            **settings,
+        }
+    others = [name for name in linear_layers(checkpoint) if name not in chosen]
+    skipped = [HEAD, *(expression.removeprefix("re:") for expression in patterns(others, list(chosen)))]
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "dynamic": {f"-:{expression}": {} for expression in skipped},
+        **settings,
+    }
 
 
 def _fine_grained_fp8(plain: Sequence[str]) -> dict[str, Any]:

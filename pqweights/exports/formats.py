@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import TensorSpec, aligned
+from pqweights.checkpoint.header import TensorSpec, aligned, byte_count
 from pqweights.common.dtypes import float8_table, from_float32
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, pack_bits, pack_tiles
@@ -34,6 +34,10 @@ FLOAT4_LARGEST = 6
 INPUT_UNIT = 1.0
 # The tiles of torchao's Int4TilePackedTo4dTensor have 8 rows, and rows are padded to a multiple of 1024 weights.
 TILE_ROWS, PADDED_COLUMNS = 8, 1024
+# Where numbers of consecutive rows share words, so many rows fill whole words, however wide the numbers are.
+WORD_ROWS = 32
+# The columns that follow each other in a word of AutoAWQ, from the lowest bits on.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
@@ -132,13 +136,12 @@ class StoredPiece(NamedTuple):
     """Bytes of a stored tensor.
 
     stored_name: the stored tensor
-    offset: where the data goes, in bytes from the start of the tensor; None if its columns follow those that came with
-        earlier rows of weights
+    offset: where the data goes, in bytes from the start of the tensor; for columns, from the start of each of its rows
     data: u8, contiguous; [rows of the stored tensor, bytes] for columns
     """
 
     stored_name: str
-    offset: int | None
+    offset: int
     data: Bytes
 
 
@@ -151,7 +154,6 @@ class StoredPart(NamedTuple):
     pack: returns the bytes of some rows, given their groups and the shape of the weight
     by_columns: whether those rows are columns of the stored tensor; pack then returns [rows, bytes]
     once: whether the bytes are those of all rows, and written with the first
-    rows: how many rows of the weight a row of it is made of, if not one
     """
 
     name: str
@@ -160,7 +162,6 @@ class StoredPart(NamedTuple):
     pack: Callable[[Groups, Shape, Any], Bytes]
     by_columns: bool = False
     once: bool = False
-    rows: int = 1
 
     def stored_name(self, weight: str) -> str:
         """Return the name of the tensor for that of the weight."""
@@ -192,7 +193,7 @@ class Rounding:
     @property
     def row_multiple(self) -> int:
         """Rows are packed in multiples of this number, except for the last ones."""
-        return max(part.rows for part in LAYOUTS[self.layout])
+        return ROW_MULTIPLES.get(self.layout, 1)
 
     @property
     def has_unit(self) -> bool:
@@ -204,13 +205,14 @@ class Rounding:
         parts = LAYOUTS[self.layout]
         return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, self.rule)) for part in parts)
 
-    def pieces(self, name: str, shape: Shape, *, first_row: int, rows: int, groups: Groups) -> list[StoredPiece]:
-        """Return the stored bytes of some rows of a weight, which begin at `first_row`."""
+    def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[StoredPiece]:
+        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
         result = []
         for part in LAYOUTS[self.layout]:
             if not part.once or first_row == 0:
                 data = part.pack(groups, shape, self.rule)
-                offset = None if part.by_columns else first_row // part.rows * (data.size // -(-rows // part.rows))
+                before = 0 if part.once else byte_count(part.dtype, part.shape((first_row, shape[-1]), self.rule))
+                offset = before // len(data) if part.by_columns else before
                 result.append(StoredPiece(part.stored_name(name), offset, data))
         return result
 
@@ -258,9 +260,9 @@ def tile_shape(shape: Shape) -> tuple[int, int]:
     return aligned(shape[0], TILE_ROWS), aligned(shape[1], PADDED_COLUMNS)
 
 
-def _columns(numbers: Floats) -> Bytes:
-    """Return [stored rows, rows, ...] as BF16: [stored rows, bytes]."""
-    return from_float32(np.ascontiguousarray(numbers).reshape(-1), "BF16").reshape(len(numbers), -1)
+def _columns(numbers: Floats, dtype: str = "BF16") -> Bytes:
+    """Return [stored rows, rows, ...] as floats: [stored rows, bytes]."""
+    return from_float32(np.ascontiguousarray(numbers).reshape(-1), dtype).reshape(len(numbers), -1)
 
 
 def _tiles(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
@@ -280,6 +282,33 @@ def _tile_pairs(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
     for axis, numbers in enumerate((groups.scales, groups.offsets)):
         pairs[: shape[1] // rule.group_size, :count, axis] = numbers.reshape(count, -1).T
     return _columns(pairs)
+
+
+def _zeros(groups: Groups, shape: Shape, rule: Rule) -> Bytes:
+    """Return the codes that stand for 0, of each group: [rows, K / g]; those of a symmetric rule are the middle one."""
+    assert isinstance(rule, GroupRule)
+    zeros = groups.offsets if rule.zeros else np.full_like(groups.offsets, 2 ** (rule.bits - 1))
+    return zeros.astype(np.uint8).reshape(-1, shape[1] // rule.group_size)
+
+
+def _packed_along_rows(numbers: Bytes, bits: int) -> Bytes:
+    """Return the columns of numbers [rows, columns], each packed to words of its own: [columns, bytes]."""
+    padded = np.zeros((numbers.shape[1], aligned(len(numbers), WORD_ROWS)), dtype=np.uint8)
+    padded[:, : len(numbers)] = numbers.T
+    words = -(-len(numbers) * bits // 32)
+    return pack_bits(padded, bits).reshape(len(padded), -1)[:, : 4 * words]
+
+
+def _as_columns(words: Bytes) -> Bytes:
+    """Return rows of words, as bytes [rows, 4 * words], as columns: [words, 4 * rows]."""
+    return np.ascontiguousarray(words.view(np.uint32).T).view(np.uint8)
+
+
+def _awq_words(codes: Bytes) -> Bytes:
+    """Return 4-bit codes [rows, columns] as words that eight rows share: columns [columns, rows / 2]."""
+    ordered = codes.reshape(-1, 8, codes.shape[1])[:, AWQ_ORDER]
+    pairs = ordered[:, ::2] | ordered[:, 1::2] << 4
+    return np.ascontiguousarray(pairs.transpose(2, 0, 1)).reshape(codes.shape[1], -1)
 
 
 # s: the shape of a weight, r: its rule, g: groups of some of its rows
@@ -314,7 +343,7 @@ def _byte_scales(name: str, dtype: str = "U8") -> StoredPart:
 def _tile_scales(name: str, dtype: str) -> StoredPart:
     """Return the part of scales of tiles of 128 rows."""
     return StoredPart(
-        name, dtype, lambda s, r: r.tiles(s[0]), lambda g, s, r: from_float32(g.scales.reshape(-1), dtype), rows=128
+        name, dtype, lambda s, r: r.tiles(s[0]), lambda g, s, r: from_float32(g.scales.reshape(-1), dtype)
     )
 
 
@@ -330,18 +359,72 @@ def _once(name: str, shape: Shape, number: Callable[[FloatRule], float]) -> Stor
     )
 
 
-def _numbers_by_row(name: str, field: str) -> StoredPart:
-    """Return the part of a number of each group, as BF16 [K / g, N]."""
+def _numbers_by_row(name: str, field: str = "scales", dtype: str = "BF16") -> StoredPart:
+    """Return the part of a number of each group [K / g, N]."""
     return StoredPart(
         name,
-        "BF16",
+        dtype,
         lambda s, r: _per_group(s, r)[::-1],
-        lambda g, s, r: _columns(getattr(g, field).reshape(-1, s[1] // r.group_size).T),
+        lambda g, s, r: _columns(getattr(g, field).reshape(-1, s[1] // r.group_size).T, dtype),
         by_columns=True,
     )
 
 
+def _gptq(first_zero: int) -> tuple[StoredPart, ...]:
+    """Return the parts of AutoGPTQ's layout.
+
+    Codes follow each other in words along K, zeros along N; of 3 bits, 32 in three words. N is a multiple of 32 / bits.
+
+    first_zero: the zero that is stored as 0
+    """
+
+    def zeros(g: Groups, s: Shape, r: Rule) -> Bytes:
+        numbers = _zeros(g, s, r)
+        assert numbers.min() >= first_zero
+        return _packed_along_rows(numbers - np.uint8(first_zero), r.bits)
+
+    return (
+        StoredPart(
+            "{module}.qweight",
+            "I32",
+            lambda s, r: (s[1] * r.bits // 32, s[0]),
+            lambda g, s, r: _as_columns(pack_bits(g.codes, r.bits).reshape(-1, s[1] * r.bits // 8)),
+            by_columns=True,
+        ),
+        StoredPart(
+            "{module}.qzeros", "I32", lambda s, r: (s[1] // r.group_size, s[0] * r.bits // 32), zeros, by_columns=True
+        ),
+        _numbers_by_row("{module}.scales", dtype="F16"),
+        # The group of each column: those of the same group lie side by side.
+        StoredPart(
+            "{module}.g_idx",
+            "I32",
+            lambda s, r: (s[1],),
+            lambda g, s, r: (np.arange(s[1], dtype="<i4") // np.int32(r.group_size)).view(np.uint8),
+            once=True,
+        ),
+    )
+
+
 _TORCHAO = "{module}._{parameter}_"
+# Of compressed-tensors, by its names; a weight q is the code q + 2**(bits - 1).
+_PACK_QUANTIZED = (
+    _codes("{weight}_packed", "I32"),
+    _numbers("{weight}_scale"),
+    StoredPart(
+        "{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True
+    ),
+)
+# By layout: how many rows are packed together, if not each row by itself.
+ROW_MULTIPLES = {
+    "int4-tiles": TILE_ROWS,
+    "float-tiles": 128,
+    "float-tiles-inverse": 128,
+    "pack-quantized-asym": WORD_ROWS,
+    "awq": WORD_ROWS,
+    "gptq": WORD_ROWS,
+    "gptq-v2": WORD_ROWS,
+}
 # How runtimes store a weight, by names that can be sent to other processes.
 LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
     # Blocks of GGUF, one after the other.
@@ -353,12 +436,15 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
             lambda g, s, r: g.codes.reshape(-1),
         ),
     ),
-    # Of compressed-tensors, by its names; a weight q is the code q + 2**(bits - 1).
-    "pack-quantized": (
-        _codes("{weight}_packed", "I32"),
-        _numbers("{weight}_scale"),
+    "pack-quantized": _PACK_QUANTIZED,
+    # Zeros of consecutive rows share words, the last of which are padded.
+    "pack-quantized-asym": (
+        *_PACK_QUANTIZED,
         StoredPart(
-            "{weight}_shape", "I64", lambda s, r: (2,), lambda g, s, r: np.array(s, "<i8").view(np.uint8), once=True
+            "{weight}_zero_point",
+            "I32",
+            lambda s, r: (-(-s[0] * r.bits // 32), s[1] // r.group_size),
+            lambda g, s, r: _as_columns(_packed_along_rows(_zeros(g, s, r), r.bits)).reshape(-1),
         ),
     ),
     # A weight q is stored as itself.
@@ -410,6 +496,27 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
         _numbers_by_row(_TORCHAO + "scale", "scales"),
         _numbers_by_row(_TORCHAO + "zero_point", "offsets"),
     ),
+    # AutoAWQ's GEMM: eight consecutive rows of 4-bit codes and zeros share words, in an order of its own.
+    "awq": (
+        StoredPart(
+            "{module}.qweight",
+            "I32",
+            lambda s, r: (s[1], s[0] // 8),
+            lambda g, s, r: _awq_words(g.codes.reshape(-1, s[1])),
+            by_columns=True,
+        ),
+        StoredPart(
+            "{module}.qzeros",
+            "I32",
+            lambda s, r: (s[1] // r.group_size, s[0] // 8),
+            lambda g, s, r: _awq_words(_zeros(g, s, r)),
+            by_columns=True,
+        ),
+        _numbers_by_row("{module}.scales", dtype="F16"),
+    ),
+    # AutoGPTQ's first format, in which loaders differ on a zero of 0: for symmetric rules; and that of GPTQModel.
+    "gptq": _gptq(first_zero=1),
+    "gptq-v2": _gptq(first_zero=0),
     # torchao's Int4TilePackedTo4dTensor: tiles of 8 rows by 128 columns; the padding is read back as 0.
     "int4-tiles": (
         StoredPart(
@@ -417,7 +524,6 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
             "I32",
             lambda s, r: (tile_shape(s)[0] // TILE_ROWS, tile_shape(s)[1] // 128, 32, 4),
             _tiles,
-            rows=TILE_ROWS,
         ),
         StoredPart(
             _TORCHAO + "scale_and_zero",

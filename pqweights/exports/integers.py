@@ -20,19 +20,16 @@ from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
 from pqweights.exports.assignment import Assignment
-from pqweights.exports.formats import Rounding, Rule, Stays, StoredPiece
+from pqweights.exports.formats import Rounding, Rule, Stays
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import BEST, Groups
+from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.rewrite import jobs
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.transform import SmallFiles
-
-# Columns are put together to rows in strips of this size.
-STRIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +94,12 @@ class IntegerTarget(Protocol):
 
 
 class RoundedChunk(NamedTuple):
-    """What is still to be written of a chunk, and what was measured of it.
+    """What was measured of a chunk.
 
     measures: sums of squares by group: of the values, of their errors and, if there is one, of the errors of the master
     about: what else the job is to know of it
     """
 
-    columns: list[StoredPiece]
     measures: tuple[Doubles, ...]
     about: Any
 
@@ -136,7 +132,6 @@ class IntegerJob:
         multiple = max(self.row_multiple, rounding.row_multiple)
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
-        self._by_columns: dict[str, list[npt.NDArray[np.uint8]]] = {}  # of stored tensors that come by columns
         self._sums = np.zeros(2 if master is None else 3)
 
     @property
@@ -161,17 +156,13 @@ class IntegerJob:
                 f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
                 "damaged"
             )
-        pieces = self._rounding.pieces(
-            self._planned.name, self._planned.shape, first_row=first, rows=count, groups=groups
-        )
-        for piece in pieces:
-            if piece.offset is not None:
-                sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
+        for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
+            (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
         measures: tuple[Doubles, ...] = (groups.energies, groups.errors)
         if self._master is not None:
             of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
             measures = (*measures, _errors(values, of_master, self._rounding.rule))
-        return RoundedChunk([piece for piece in pieces if piece.offset is None], measures, about)
+        return RoundedChunk(measures, about)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
@@ -185,29 +176,21 @@ class IntegerJob:
         return raw.view(np.float32)
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Round rows to codes, and measure their errors; a rule of the runtime's own gets BF16, as in the runtime."""
+        """Round rows to codes, and measure their errors; a rule of the runtime's own gets 16 bits, as in the runtime."""
         rule = self._rounding.rule
         if rule.name == BEST:
             return rule.quantize(values)
-        groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
+        dtype = rule.scale_dtype if isinstance(rule, GroupRule) else "BF16"
+        groups = rule.quantize(to_float32(from_float32(values, dtype), dtype))
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
     def collect(self, result: RoundedChunk) -> None:
-        """Keep the columns of a chunk, and add up its errors."""
-        for piece in result.columns:
-            self._by_columns.setdefault(piece.stored_name, []).append(piece.data)
+        """Add up the errors of a chunk."""
         load_backend("cpu").add_in_order(self._sums, *result.measures)
 
     def finish(self, sink: Sink) -> TensorRecord | Job:
-        """Write what came by columns, and return the record with the errors as far as they are known."""
-        while self._by_columns:
-            stored_name, columns = self._by_columns.popitem()
-            row_bytes = sum(part.shape[1] for part in columns)
-            step = max(1, STRIP_BYTES // row_bytes)
-            for row in range(0, len(columns[0]), step):
-                strip = np.concatenate([part[row : row + step] for part in columns], axis=1)
-                sink.write(stored_name, row * row_bytes, strip.reshape(-1))
+        """Return the record with the errors as far as they are known."""
         energy, *errors = self._sums.tolist()
         own, *by_masters = (error / energy if energy else 0.0 for error in errors)
         total = own if self._is_original else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pqweights.exports.formats import Rounding, Rule, TileRule
+from pqweights.exports.formats import WORD_ROWS, Rounding, Rule, TileRule
 from pqweights.exports.target import BEST, MINMAX, GroupSize
 from pqweights.kernels.groups import FloatRule, GroupRule
 
@@ -24,6 +24,13 @@ class Dialect(enum.Enum):
     COMPRESSED_TENSORS = enum.auto()
     FINE_GRAINED_FP8 = enum.auto()
     MODELOPT = enum.auto()
+    AWQ = enum.auto()
+    GPTQ = enum.auto()
+
+    @property
+    def halves(self) -> bool:
+        """Whether scales are F16."""
+        return self in (Dialect.AWQ, Dialect.GPTQ)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class WeightScheme:
     tile: the rows and columns that share a scale, if not one row does
     called: what compressed-tensors calls the layout, if not by that name
     dialect: whose layout it is
+    zeros: whether a group of integers also has the code that stands for 0
     """
 
     bits: int
@@ -48,6 +56,7 @@ class WeightScheme:
     tile: tuple[int, int] | None = None
     called: str | None = None
     dialect: Dialect = Dialect.COMPRESSED_TENSORS
+    zeros: bool = False
 
     @property
     def format_name(self) -> str:
@@ -64,11 +73,19 @@ class WeightScheme:
         """Whether weights are integers in groups, so that errors can be compensated."""
         return self.floats is None and self.sizes != CHANNEL
 
+    @property
+    def has_one_size(self) -> bool:
+        """Whether the configuration states one group size for all layers."""
+        return self.dialect.halves
+
 
 # By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8.
 SCHEMES = {
     "w4a16": WeightScheme(4, GROUPS, INTEGERS),
     "w8a16": WeightScheme(8, GROUPS, INTEGERS),
+    "w3a16": WeightScheme(3, GROUPS, INTEGERS),
+    "w2a16": WeightScheme(2, GROUPS, INTEGERS),
+    "w4a16-asym": WeightScheme(4, GROUPS, "pack-quantized-asym", called=INTEGERS, zeros=True),
     "int8": WeightScheme(8, CHANNEL, "int-quantized", activations=True),
     "fp8": WeightScheme(8, CHANNEL, "float-quantized", "fp8", activations=True),
     "fp8-block": WeightScheme(8, (128,), "float-tiles", "fp8", True, TILE, called="float-quantized"),
@@ -81,6 +98,9 @@ SCHEMES = {
     ),
     "nvfp4a16": WeightScheme(4, (16,), "nvfp4-pack-quantized", "nvfp4"),
     "fp8-deepseek": WeightScheme(8, (128,), "float-tiles-inverse", "fp8", True, TILE, dialect=Dialect.FINE_GRAINED_FP8),
+    "awq": WeightScheme(4, GROUPS, "awq", dialect=Dialect.AWQ, zeros=True),
+    "gptq": WeightScheme(4, GROUPS, "gptq", dialect=Dialect.GPTQ),
+    "gptq-8": WeightScheme(8, GROUPS, "gptq", dialect=Dialect.GPTQ),
     "nvfp4-modelopt": WeightScheme(4, (16,), "modelopt-nvfp4", "nvfp4", True, dialect=Dialect.MODELOPT),
 }
 
@@ -96,11 +116,20 @@ class SchemeFormat:
     def rounding(self, shape: tuple[int, ...], size: int) -> Rounding:
         """Return how a weight is rounded in groups of a size."""
         scheme, columns = self.scheme, shape[-1]
-        name = BEST if self.qparams == BEST else "compressed-tensors"
+        runtimes = "compressed-tensors-asymmetric" if scheme.zeros else "compressed-tensors"
+        name = BEST if self.qparams == BEST else runtimes
         label, length = None, size
         if scheme.sizes == CHANNEL:
             length, label = columns, f"{scheme.floats or 'symmetric'}-channel"
-        rule: Rule = GroupRule(bits=scheme.bits, group_size=length, symmetric=True, middle=True, rule=name)
+        rule: Rule = GroupRule(
+            bits=scheme.bits,
+            group_size=length,
+            symmetric=not scheme.zeros,
+            middle=not scheme.zeros,
+            rule=name,
+            zeros=scheme.zeros,
+            scale_dtype="F16" if scheme.dialect.halves else "BF16",
+        )
         if scheme.floats is not None:
             rule = FloatRule(scheme.floats, scheme.bits, length, name)
         if scheme.tile is not None:
@@ -108,7 +137,6 @@ class SchemeFormat:
         return Rounding(rule, scheme.layout, label=label)
 
     def why_not(self, shape: tuple[int, ...], size: int) -> str | None:
-        """Return why a weight is not stored so: vLLM cuts fused layers and their shards at whole tiles."""
-        if self.scheme.tile is None or shape[0] % self.scheme.tile[0] == 0:
-            return None
-        return f"tiles of {self.scheme.tile[0]} rows do not divide its {shape[0]} rows"
+        """Return why a weight is not stored so: vLLM cuts fused layers and their shards at whole tiles, or words."""
+        rows = WORD_ROWS if self.scheme.dialect.halves else 1 if self.scheme.tile is None else self.scheme.tile[0]
+        return None if shape[0] % rows == 0 else f"tiles of {rows} rows do not divide its {shape[0]} rows"

@@ -22,7 +22,7 @@ from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.original import integer_export
-from pqweights.exports.schemes import CHANNEL, INTEGERS, SCHEMES, SchemeFormat, WeightScheme
+from pqweights.exports.schemes import CHANNEL, INTEGERS, SCHEMES, Dialect, SchemeFormat, WeightScheme
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
     COMPRESSED_TENSORS,
@@ -90,8 +90,8 @@ class VllmFormat:
             formats=self.formats,
             ladder=_ladder(self.name),
             assignment=self.assignment,
-            # transformers decodes all layers in one group size then
-            one_size=uses_weights_early(checkpoint.config),
+            # transformers decodes all layers in one group size, if it decodes them as it loads them
+            one_size=self.scheme.has_one_size or uses_weights_early(checkpoint.config),
         )
         linear = linear_weights(checkpoint, rules)
         quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
@@ -108,8 +108,10 @@ def _default_format(name: str, qparams: str) -> SchemeFormat:
 
 
 def _that_mix_with(name: str) -> tuple[str, ...]:
-    """Return the formats that one export may have besides a format, itself included."""
-    return tuple(other for other, scheme in SCHEMES.items() if scheme.dialect is SCHEMES[name].dialect)
+    """Return the formats that one export may have besides a format, itself included; only one dialect has several."""
+    if SCHEMES[name].dialect is not Dialect.COMPRESSED_TENSORS:
+        return (name,)
+    return tuple(other for other, scheme in SCHEMES.items() if scheme.dialect is Dialect.COMPRESSED_TENSORS)
 
 
 def _ladder(name: str) -> tuple[str, ...]:

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels import native
-from pqweights.kernels.groups import GroupRule, Groups
+from pqweights.kernels import VALUE_DTYPES, native
+from pqweights.kernels.groups import KINDS, GroupRule, Groups
 
 Floats = npt.NDArray[np.float32]
 
@@ -139,7 +139,8 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFa
     groups = size // rule.group_size
     lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
     weights = Tiles.of(values[:, factor.order])
-    scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(start.offsets.reshape(rows, groups))
+    shifts = -start.offsets * start.scales if rule.zeros else start.offsets  # these products are exact
+    scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(shifts.reshape(rows, groups))
     limits = (lowest, lowest + 2**rule.bits - 1)
     fit_by_importance(weights, (scales, offsets), rule, factor, limits)
     errors, codes = round_tiles(
@@ -148,10 +149,11 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFa
     ordered = Tiles(codes, rows).rows_of()
     found = np.empty_like(ordered)
     found[:, factor.order] = ordered
+    stored, shifts = scales.rows_of().reshape(-1), offsets.rows_of().reshape(-1)
     result = Groups(
         codes=found.reshape(start.codes.shape),
-        scales=scales.rows_of().reshape(-1),
-        offsets=offsets.rows_of().reshape(-1),
+        scales=stored,
+        offsets=np.rint(np.abs(shifts) / stored) if rule.zeros else shifts,
         energies=start.energies,
         errors=np.empty_like(start.errors),
     )
@@ -194,7 +196,8 @@ def fit_by_importance(
         tiles,
         rule.group_size,
         *limits,
-        rule.symmetric,
+        KINDS[rule.kind],
+        VALUE_DTYPES[rule.scale_dtype],
     )
 
 

@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import FLOAT4_VALUES, float8_table
-from pqweights.kernels import BLOCK_SIZE, native
+from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
 
 # How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does
 # (native/group_rules.cpp).
 BEST = "best"
-RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3}
+RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3, "compressed-tensors-asymmetric": 8}
 FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7}
+# What offsets are, as kernels call it: any, none, or such that a code stands for 0.
+KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
 
@@ -29,7 +31,7 @@ class Groups:
     """Some groups as integers.
 
     codes: u8 [groups, group size].
-    scales, offsets: f32 [groups], BF16 numbers.
+    scales, offsets: f32 [groups], numbers of 16 bits; of asymmetric rules, the offsets are the codes that stand for 0.
     energies, errors: f64 [groups], the sums of squares of the weights and of their errors.
     """
 
@@ -42,13 +44,18 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRule:
-    """How a group becomes integers; scales and offsets are BF16.
+    """How a group becomes integers.
 
     bits: the width of a code; codes count from 0.
     group_size: weights of a group.
     symmetric: the offset is 0; only with `middle`.
     middle: a weight is read back as (code - 2**(bits - 1)) * scale + offset, else as code * scale + offset.
     rule: BEST, or a key of RUNTIME_RULES.
+    zeros: a weight is read back as (code - zero) * scale, where the zero is itself a code; without `symmetric` and
+        `middle`.
+    gain: scales are then enlarged, for the same codes, until decoded weights have the size of the weights (see
+        gguf_gain.py); only with BEST, and with `symmetric` or `zeros`.
+    scale_dtype: of scales and of offsets that are not zeros, BF16 or F16; those of mlx and torchao are BF16.
     """
 
     bits: int
@@ -56,6 +63,9 @@ class GroupRule:
     symmetric: bool
     middle: bool
     rule: str
+    zeros: bool = False
+    gain: bool = False
+    scale_dtype: str = "BF16"
 
     @property
     def name(self) -> str:
@@ -64,22 +74,23 @@ class GroupRule:
 
     @property
     def kind(self) -> str:
-        """symmetric or affine."""
-        return "symmetric" if self.symmetric else "affine"
+        """A key of KINDS."""
+        return "asymmetric" if self.zeros else "symmetric" if self.symmetric else "affine"
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [groups * group size] as integers."""
         result = _empty_groups(values, self.group_size)
         if self.rule == BEST:
-            settings = _settings(self.symmetric, self.bits, self.group_size)
-            fit_groups(values, settings, result, bits=self.bits, symmetric=self.symmetric, middle=self.middle)
+            fit_groups(values, result, self)
         else:
-            round_groups(values, result, bits=self.bits, rule=RUNTIME_RULES[self.rule])
+            round_groups(values, result, bits=self.bits, rule=RUNTIME_RULES[self.rule], scale_dtype=self.scale_dtype)
         return result
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights [groups, group size] that a runtime computes with, in float32."""
         codes = groups.codes.astype(np.float32)
+        if self.zeros:
+            return (codes - groups.offsets[:, None]) * groups.scales[:, None]
         if self.middle:
             codes -= np.float32(2 ** (self.bits - 1))
         return codes * groups.scales[:, None] + groups.offsets[:, None]
@@ -139,14 +150,14 @@ def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
 
 
 @functools.lru_cache
-def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.float32]:
+def _settings(kind: str, bits: int, group_size: int) -> npt.NDArray[np.float32]:
     """Where the chains of native/groups.cpp start, and how far they step: f32 [7].
 
-    Affine: the range is shrunk to a share, of which each chain cuts 1.2 steps: at the lower end, at the upper end, or
-    half at each. Symmetric: the largest weight times three shares. The numbers are the best that a search found on the
-    three kinds of weights of benchmarks/peers.py together; the optimum is flat.
+    Affine and asymmetric: the range is shrunk to a share, of which each chain cuts 1.2 steps: at the lower end, at the
+    upper end, or half at each. Symmetric: the largest weight times three shares. The numbers are the best that a search
+    found on the three kinds of weights of benchmarks/peers.py together; the optimum is flat.
     """
-    if symmetric:
+    if kind == "symmetric":
         share, cut = {
             2: (0.9, 0.4),
             3: (0.95, 0.3),
@@ -164,30 +175,27 @@ def _settings(symmetric: bool, bits: int, group_size: int) -> npt.NDArray[np.flo
         share = 1.03
     cut = share * (1 - 1.2 / (2**bits - 1))
     pairs = [share, cut, cut, share, (share + cut) / 2, (share + cut) / 2]
-    return np.array([*pairs, {2: 2, 7: 4, 8: 5}.get(bits, 3)], dtype=np.float32)
+    relax = {2: 2, 7: 4, 8: 5}.get(bits, 3)
+    if kind == "asymmetric":
+        relax = (3, 5, 5, 9, 12, 16, 20)[bits - 2]
+    return np.array([*pairs, relax], dtype=np.float32)
 
 
 # --- the kernels; they raise ValueError for arrays that do not fit, or their room ---
 
 
-def fit_groups(
-    values: npt.NDArray[np.float32],
-    settings: npt.NDArray[np.float32],
-    out: Groups,
-    *,
-    bits: int,
-    symmetric: bool,
-    middle: bool,
-) -> None:
-    """Fill `out` from the weights [groups * size] with nearly the least squared error. settings: see `_settings`."""
-    groups, size = out.codes.shape
+def fit_groups(values: npt.NDArray[np.float32], out: Groups, rule: GroupRule) -> None:
+    """Fill `out` from the weights [groups * size] with nearly the least squared error."""
+    (groups, size), bits = out.codes.shape, rule.bits
     if size % 16 or not 16 <= size <= MOST_WEIGHTS or not 2 <= bits <= 8:
         raise ValueError(
             f"expected groups of a multiple of 16 up to {MOST_WEIGHTS} weights and 2 to 8 bits, found {size} weights "
             f"and {bits} bits"
         )
+    settings = _settings(rule.kind, bits, size)
     given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 7))
-    native.call("fit", *given, *_written(out), groups, size, bits, symmetric, middle)
+    numbers = (groups, size, bits, KINDS[rule.kind], rule.middle, rule.gain, VALUE_DTYPES[rule.scale_dtype])
+    native.call("fit", *given, *_written(out), *numbers)
 
 
 def fit_floats(
@@ -211,12 +219,15 @@ def fit_floats(
     native.call("fit_floats", *arrays, groups, size, row_groups, FLOAT_MODES[kind], unit)
 
 
-def round_groups(values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int) -> None:
+def round_groups(
+    values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int, scale_dtype: str = "BF16"
+) -> None:
     """Fill `out` from the weights [groups * size], by a value of RUNTIME_RULES or FLOAT_MODES."""
     groups, size = out.codes.shape
     if size < 1 or not 2 <= bits <= 8:
         raise ValueError(f"expected groups of at least one weight and 2 to 8 bits, found {size} and {bits} bits")
-    native.call("round", native.array(values, np.float32, groups * size), *_written(out), groups, size, bits, rule)
+    given, dtype = native.array(values, np.float32, groups * size), VALUE_DTYPES[scale_dtype]
+    native.call("round", given, *_written(out), groups, size, bits, rule, dtype)
 
 
 def _written(out: Groups) -> list[native.Array]:

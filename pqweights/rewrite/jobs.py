@@ -46,6 +46,13 @@ class Sink(Protocol):
         """
         ...
 
+    def write_columns(self, stored_name: str, offset: int, data: Bytes) -> None:
+        """Write columns of a stored tensor, [its rows, bytes], at `offset` bytes from the start of each row.
+
+        In any order and from any thread; they are put together to rows when the job is finished.
+        """
+        ...
+
 
 class Job(Protocol):
     """One pass over one tensor."""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.column_spool import ColumnSpool
 from pqweights.checkpoint.digests import PieceHasher
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import FileUse, file_uses
@@ -95,6 +96,7 @@ class ShardSink:
 
     def __init__(self, file: ShardFile, stored: tuple[StoredTensor, ...], workers: Workers) -> None:
         self._file, self._stored, self._workers = file, stored, workers
+        self._columns = {tensor.name: ColumnSpool(file.path.parent) for tensor in stored}
         self._places = {tensor.name: (tensor.offset, PieceHasher(tensor.byte_count)) for tensor in stored}
 
     def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
@@ -108,6 +110,17 @@ class ShardSink:
         hasher.add(offset, data)
         with self._workers.waiting():  # also for few bytes: a file system lets one writer wait for another
             self._file.write(start + offset, data)
+
+    def write_columns(self, stored_name: str, offset: int, data: Bytes) -> None:
+        """See Sink."""
+        with self._workers.waiting():
+            self._columns[stored_name].add(offset, data)
+
+    def put_columns(self) -> None:
+        """Write the rows of what came by columns."""
+        for name, spool in self._columns.items():
+            for offset, rows in spool.take_rows():
+                self.write(name, offset, rows)
 
     def again(self) -> ShardSink:
         """Return the sink of another pass over the tensor."""
@@ -264,6 +277,7 @@ class _ShardUnderWay:
             tensor = _Pass(place, outcome, tensor.sink.again())
             for future in list(self._submit(tensor)):
                 future.result()
+        tensor.sink.put_columns()
         record = replace(outcome, digests=tensor.sink.digests())
         self._records.append(transform.accept(self._task.plan.tensors[place], record))
         self._done_bytes += self._task.source_bytes(place)

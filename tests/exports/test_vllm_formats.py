@@ -26,10 +26,15 @@ ERRORS = {
     **dict.fromkeys(("fp8", "fp8-block", "fp8-deepseek", "mxfp8", "mxfp8a16"), 1.3e-3),
     **dict.fromkeys(("mxfp4", "mxfp4a16"), 0.02),
     **dict.fromkeys(("nvfp4", "nvfp4a16", "nvfp4-modelopt"), 0.01),
+    **dict.fromkeys(("w4a16-asym", "awq"), 0.012),
+    "gptq": 0.014,
+    "gptq-8": 1e-4,
+    "w3a16": 0.06,
+    "w2a16": 0.25,
 }
 BITS = {"w8a16": 8, "nvfp4a16": 4}
 # What compressed-tensors calls them, if not by the same name.
-PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "INT8", "fp8-block": "FP8_BLOCK"}
+PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "INT8", "fp8-block": "FP8_BLOCK", "w4a16-asym": "W4A16_ASYM"}
 
 
 def exported(base: Path, name: str, **options: object) -> Path:
@@ -45,21 +50,24 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
     records = {record.name: record for record in read_manifest(folder).records}
     for layer in layers:
         weight = as_float32(plain[layer])
-        error = ((from_vllm_format(tensors, layer) - weight).astype(np.float64) ** 2).sum() / (weight**2).sum()
+        error = ((from_vllm_format(tensors, layer, SCHEMES[name].bits) - weight).astype(np.float64) ** 2).sum() / (
+            weight**2
+        ).sum()
         assert error < ERRORS[name]
         assert records[layer].relative_mse == pytest.approx(error, rel=0.1)  # of weights that are no BF16
     assert verify(folder, threads=2).ok
 
 
-# transformers has no reader of Model-Optimizer's checkpoints.
-@pytest.mark.parametrize("name", [name for name in ERRORS if name != "nvfp4-modelopt"])
+# transformers has no reader of Model-Optimizer's checkpoints, and needs GPTQModel for those of AutoAWQ and AutoGPTQ.
+@pytest.mark.parametrize("name", [name for name in ERRORS if name not in ("nvfp4-modelopt", "awq", "gptq", "gptq-8")])
 def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
     """With compressed-tensors, which decodes all weights at the first call; it decodes its own FP8 if asked to."""
     import torch
-    from transformers import FineGrainedFP8Config
+    from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 
     folder = exported(base, name)
-    decoding = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if name == "fp8-deepseek" else {}
+    decoded = {"fp8-deepseek": FineGrainedFP8Config, "w4a16-asym": CompressedTensorsConfig}.get(name)
+    decoding = {} if decoded is None else {"quantization_config": decoded(dequantize=True)}
     model, tensors = families.load(folder, FAMILIES["llama"], dtype="bfloat16", **decoding), read_all(folder)
     with torch.inference_mode():
         assert model(torch.tensor(IDS)).logits.isfinite().all()
@@ -67,7 +75,8 @@ def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
     for layer in integer_names(folder):
         found = weights[layer].detach().float().numpy()
         # BF16 at each step: numbers, scales and products
-        assert np.allclose(found, as_loaded(from_vllm_format(tensors, layer)), rtol=2**-7, atol=0)
+        expected = as_loaded(from_vllm_format(tensors, layer, SCHEMES[name].bits))
+        assert np.allclose(found, expected, rtol=2**-7, atol=0)
 
 
 def test_every_format_is_tested() -> None:

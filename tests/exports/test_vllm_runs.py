@@ -31,6 +31,7 @@ RECIPE = "{bits: 8, rules: [{name: model.layers.0.self_attn.k_proj.weight, keep:
 FORMATS = {
     "w4a16": "llama-uneven",
     **dict.fromkeys(("int8", "fp8", "fp8-block", "fp8-deepseek", "mxfp8", "nvfp4", "nvfp4-modelopt"), "llama"),
+    **dict.fromkeys(("w4a16-asym", "awq", "gptq"), "llama"),
 }
 # BF16 makes the log probabilities of a token differ by 0.008 on average and by 0.04 at most, INT4 by 0.25 on average.
 MOST_ON_AVERAGE, MOST = 0.02, 0.12

@@ -27,6 +27,7 @@ RULES = {
     "torchao": AFFINE,
     "mlx": GroupRule(bits=3, group_size=64, symmetric=False, middle=False, rule=BEST),
     "vllm": GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=BEST),
+    "awq": GroupRule(bits=4, group_size=32, symmetric=False, middle=False, zeros=True, rule=BEST, scale_dtype="F16"),
 }
 
 
@@ -97,6 +98,7 @@ def test_errors_are_those_of_the_decoded_weights(kind: str) -> None:
     weights = gaussian(70, size, seed=5)
     rounded = compensate(weights, rule.quantize(weights.reshape(-1)), rule, factor)
     errors = weights - rule.decode(rounded.groups).reshape(weights.shape)
+    assert not rule.zeros or np.isin(rounded.groups.offsets, np.arange(2**rule.bits)).all()
     assert np.array_equal(rounded.errors.rows_of(), errors[:, factor.order])
     assert np.array_equal(rounded.groups.errors, sums_of_squares(errors.reshape(-1, rule.group_size)))
 
@@ -154,12 +156,13 @@ def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
     factor, moments = ready(size)
     weights, wanted = gaussian(64, size, seed=7), damped(factor, moments).astype(np.float64)
     start = rule.quantize(weights.reshape(-1))
+    offsets = -start.offsets * start.scales if rule.zeros else start.offsets
     lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
     before = np.full(64, np.inf)
     for repeats in range(4):
         errors, _ = round_tiles(
             Tiles.of(weights[:, factor.order]).values,
-            tuple(Tiles.of(each.reshape(64, -1), 1.0).values for each in (start.scales, start.offsets)),  # type: ignore[arg-type]
+            tuple(Tiles.of(each.reshape(64, -1), 1.0).values for each in (start.scales, offsets)),  # type: ignore[arg-type]
             factor.order // rule.group_size,
             factor,
             codes=(lowest, lowest + 2**rule.bits - 1),

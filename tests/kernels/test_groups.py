@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import helpers
@@ -35,30 +36,60 @@ from pqweights.kernels.groups import (
 Floats = npt.NDArray[np.float32]
 
 BITS = range(2, 9)
-# symmetric, middle
-KINDS = {"affine from 0": (False, False), "affine from middle": (False, True), "symmetric": (True, True)}
+# symmetric, middle, zeros
+KINDS = {
+    "affine from 0": (False, False, False),
+    "affine from middle": (False, True, False),
+    "symmetric": (True, True, False),
+    "asymmetric": (False, False, True),
+}
+KIND_OF_RUNTIME = {
+    "mlx": "affine from 0",
+    "torchao": "affine from middle",
+    "compressed-tensors": "symmetric",
+    "compressed-tensors-asymmetric": "asymmetric",
+}
 
 
-def best(kind: str, bits: int, size: int) -> GroupRule:
-    return rule_of(bits, size, KINDS[kind], BEST)
+def best(kind: str, bits: int, size: int, scale_dtype: str = "BF16") -> GroupRule:
+    return rule_of(bits, size, kind, BEST, scale_dtype)
 
 
-def rule_of(bits: int, size: int, kind: tuple[bool, bool], rule: str) -> GroupRule:
-    symmetric, middle = kind
-    return GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=rule)
+def rule_of(bits: int, size: int, kind: str, rule: str, scale_dtype: str = "BF16") -> GroupRule:
+    symmetric, middle, zeros = KINDS[kind]
+    return GroupRule(
+        bits=bits,
+        group_size=size,
+        symmetric=symmetric,
+        middle=middle,
+        zeros=zeros,
+        rule=rule,
+        scale_dtype=scale_dtype,
+    )
+
+
+def nearest_of(dtype: str, numbers: Floats) -> Floats:
+    """The nearest numbers of BF16 or F16, saturated."""
+    if dtype == "BF16":
+        return nearest_bf16(numbers)
+    return np.clip(numbers, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
 def errors_of_range(rule: GroupRule, values: Floats) -> npt.NDArray[np.float64]:
-    """Squared errors with scale and offset from the smallest and the largest weight, rounded to BF16."""
+    """Squared errors with scale and offset from the smallest and the largest weight, rounded as they are stored."""
     wide, half = values.reshape(-1, rule.group_size).astype(np.float64), 2 ** (rule.bits - 1)
     smallest, largest = wide.min(1, keepdims=True), wide.max(1, keepdims=True)
+    lowest = np.full_like(smallest, -half if rule.symmetric or rule.middle else 0)
     if rule.symmetric:
         scale, offset = np.where(-smallest >= largest, -smallest, -largest) / half, np.zeros_like(smallest)
+    elif rule.zeros:
+        smallest, largest = np.minimum(smallest, 0), np.maximum(largest, 0)
+        scale, offset = (largest - smallest) / (2 * half - 1), np.zeros_like(smallest)
+        lowest = np.rint(smallest / np.where(scale == 0, 1, scale))
     else:
         scale = (largest - smallest) / (2 * half - 1)
         offset = smallest + half * scale if rule.middle else smallest
-    scale, offset = (nearest_bf16(numbers).astype(np.float64) for numbers in (scale, offset))
-    lowest = -half if rule.symmetric or rule.middle else 0
+    scale, offset = (nearest_of(rule.scale_dtype, numbers).astype(np.float64) for numbers in (scale, offset))
     codes = np.clip(np.rint((wide - offset) / np.where(scale == 0, 1, scale)), lowest, lowest + 2 * half - 1)
     return np.asarray(((wide - codes * scale - offset) ** 2).sum(1))
 
@@ -99,11 +130,13 @@ def assert_sound(rule: GroupRule, values: Floats, where: object = "") -> None:
     groups = quantize(rule, values)
     for name, numbers in (("scales", groups.scales), ("offsets", groups.offsets)):
         assert np.isfinite(numbers).all(), (name, where)
-        assert same_bits(nearest_bf16(numbers), numbers), (name, where)
+        assert same_bits(nearest_of(rule.scale_dtype, numbers), numbers), (name, where)
     assert (np.abs(groups.scales) >= 2.0**-126).all(), where
     assert int(groups.codes.max()) < 2**rule.bits, where
     if rule.symmetric:
         assert not groups.offsets.any(), where
+    if rule.zeros:
+        assert np.isin(groups.offsets, np.arange(2**rule.bits)).all() and (groups.scales > 0).all(), where
     decoded = rule.decode(groups)
     assert np.isfinite(decoded).all(), where
     wide = values.reshape(decoded.shape).astype(np.float64)
@@ -115,12 +148,14 @@ ORDINARY = ("gaussian", "heavy tails", "one outlier", "positive", "negative")
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_family_has_finite_numbers_and_true_errors(kind: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, "BF16") for kind in KINDS), ("symmetric", "F16"), ("asymmetric", "F16")]
+)
+def test_every_family_has_finite_numbers_and_true_errors(kind: str, dtype: str, bits: int) -> None:
     """In groups of all sizes."""
     for size in range(16, MOST_WEIGHTS + 1, 16):
         for name, values in families(size).items() if size in (16, 128, 256) else [("all", all_families(size))]:
-            rule = best(kind, bits, size)
+            rule = best(kind, bits, size, dtype)
             assert_sound(rule, values, (name, size))
             if name in ORDINARY:
                 assert quantize(rule, values).errors.sum() <= errors_of_range(rule, values).sum(), name
@@ -173,14 +208,15 @@ whole_weights = st.lists(st.integers(-(2**12), 2**12), min_size=16, max_size=16)
 def test_property_a_power_of_two_scales_the_scales_and_keeps_the_codes(
     few: list[int], kind: str, bits: int, k: int
 ) -> None:
-    """Offsets are scaled, too. A constant group has the scale 1."""
+    """Offsets that are not codes are scaled, too. A constant group has the scale 1."""
     values, rule = np.array(few, dtype=np.float32), best(kind, bits, 16)
     before, after = rule.quantize(values), rule.quantize(values * np.float32(2.0**k))
     if len(set(few)) == 1:
         return
     assert same_bits(before.codes, after.codes)
     factor = np.float32(2.0**k)
-    assert same_bits(before.scales * factor, after.scales) and same_bits(before.offsets * factor, after.offsets)
+    offsets = before.offsets if rule.zeros else before.offsets * factor
+    assert same_bits(before.scales * factor, after.scales) and same_bits(offsets, after.offsets)
     assert np.array_equal(before.errors * 4.0**k, after.errors)
 
 
@@ -188,12 +224,12 @@ def test_property_a_power_of_two_scales_the_scales_and_keeps_the_codes(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [16, 128])
 def test_constant_groups_are_restored(kind: str, bits: int, size: int) -> None:
-    """A BF16 constant is restored exactly, any other to the nearest BF16; if symmetric, not near the float32 limits."""
+    """BF16 constants exactly, others to the nearest BF16; without offset, not near the float32 limits."""
     rng = np.random.default_rng(bits)
     constants = (rng.choice([-1, 1], 200) * 10.0 ** rng.uniform(-30, 36, 200)).astype(np.float32)
     ends = np.array([0.0, -0.0, 2.0**-133, -(2.0**-126), 1e-40, -3.38e38, LARGEST, -LARGEST], dtype=np.float32)
     rule = best(kind, bits, size)
-    for numbers in (constants, constants[:0] if rule.symmetric else ends):
+    for numbers in (constants, constants[:0] if rule.symmetric or rule.zeros else ends):
         for values in (nearest_bf16(numbers), numbers):
             decoded = rule.decode(quantize(rule, np.repeat(values, size)))
             assert (decoded == decoded[:, :1]).all()
@@ -203,13 +239,14 @@ def test_constant_groups_are_restored(kind: str, bits: int, size: int) -> None:
                 assert np.array_equal(decoded[:, 0], values)
     zeros = quantize(rule, np.zeros(2 * size, np.float32))
     assert zeros.scales.tolist() == [1, 1] and not zeros.errors.any() and not zeros.energies.any()
-    assert set(zeros.codes.reshape(-1).tolist()) == {2 ** (bits - 1) if rule.middle else 0}
+    assert set(zeros.codes.reshape(-1).tolist()) == {2 ** (bits - 1) if rule.middle or rule.zeros else 0}
 
 
 # Relative squared error of Gaussian weights in groups of 128, as measured.
 GAUSSIAN = {
     "affine from 0": {2: 0.10989, 3: 0.03139, 4: 0.008202, 5: 0.002034, 6: 5.036e-4, 7: 1.2664e-4, 8: 3.233e-5},
     "affine from middle": {2: 0.10988, 3: 0.03139, 4: 0.008192, 5: 0.002025, 6: 4.970e-4, 7: 1.2302e-4, 8: 3.104e-5},
+    "asymmetric": {2: 0.13172, 3: 0.03439, 4: 0.008976, 5: 0.002221, 6: 5.396e-4, 7: 1.3193e-4, 8: 3.266e-5},
     "symmetric": {2: 0.13599, 3: 0.03485, 4: 0.009349, 5: 0.002448, 6: 6.190e-4, 7: 1.5416e-4, 8: 3.857e-5},
 }  # fmt: skip
 
@@ -229,6 +266,24 @@ def test_gaussian_weights_have_a_smaller_error_than_by_their_range(kind: str, bi
     assert groups.errors.sum() <= 0.945 * errors_of_range(rule, gaussian_weights()).sum()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_a_gain_gives_products_with_the_weights_their_size(kind: str, dtype: str, bits: int) -> None:
+    """The scales alone change: by at most one and a half, and as they are rounded."""
+    rule = best(kind, bits, 64, dtype)
+    plain, enlarged = (replace(rule, gain=gain) for gain in (False, True))
+    for name, values in families(64).items():
+        assert_sound(enlarged, values, name)
+        if name in ORDINARY:
+            before, after = quantize(plain, values), quantize(enlarged, values)
+            assert same_bits(before.codes, after.codes) and same_bits(before.offsets, after.offsets)
+            wide = values.astype(np.float64)
+            gains = np.minimum(before.energies / (wide * plain.decode(before)).sum(1), 1.5)
+            products = (wide * enlarged.decode(after)).sum(1) / (wide * plain.decode(before)).sum(1)
+            assert np.allclose(products, np.maximum(gains, 1), rtol=2.0**-8 if dtype == "BF16" else 2.0**-10), name
+
+
 # --- the rules of the runtimes ---
 
 
@@ -237,9 +292,8 @@ def bf16_families(size: int) -> dict[str, Floats]:
     return {name: nearest_bf16(values) for name, values in families(size).items()}
 
 
-def rounded_as(runtime: str, values: Floats, bits: int) -> Groups:
-    kind = {"mlx": "affine from 0", "torchao": "affine from middle", "compressed-tensors": "symmetric"}[runtime]
-    return quantize(rule_of(bits, values.shape[1], KINDS[kind], runtime), values)
+def rounded_as(runtime: str, values: Floats, bits: int, scale_dtype: str = "BF16") -> Groups:
+    return quantize(rule_of(bits, values.shape[1], KIND_OF_RUNTIME[runtime], runtime, scale_dtype), values)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -311,21 +365,32 @@ def test_the_rule_of_torchao_is_that_of_torchao(size: int, torchao_primitives: A
         assert np.array_equal(groups.codes[finite], codes.numpy()[finite]), name
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("size", [32, 64, 128, 256])
-def test_the_rule_of_compressed_tensors_is_that_of_compressed_tensors(size: int, bits: int) -> None:
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("runtime", ["compressed-tensors", "compressed-tensors-asymmetric"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [32, 128, 256])
+def test_the_rules_of_compressed_tensors_are_those_of_compressed_tensors(
+    size: int, bits: int, runtime: str, dtype: str
+) -> None:
+    """Of weights in BF16 or F16, whose dtype scales get. Of F16, where no range overflows."""
     torch, quantization = pytest.importorskip("torch"), pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    args = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=size)
+    symmetric, half = runtime == "compressed-tensors", 2 ** (bits - 1)
+    args = quantization.QuantizationArgs(
+        num_bits=bits, type="int", symmetric=symmetric, strategy="group", group_size=size
+    )
     for name, values in bf16_families(size).items():
         weights = torch.from_numpy(values).bfloat16()
+        if dtype == "F16":
+            weights = weights.clip(-3e4, 3e4).half()
         scales, zeros = calculate_qparams(weights.amin(1, keepdim=True), weights.amax(1, keepdim=True), args)
-        codes = their_quantize(weights, scales, zeros, args).float().numpy() + 2 ** (bits - 1)
-        groups = rounded_as("compressed-tensors", values, bits)
-        assert scales.dtype == torch.bfloat16 and not groups.offsets.any()
+        codes = their_quantize(weights, scales, zeros, args).float().numpy() + half
+        groups = rounded_as(runtime, weights.float().numpy(), bits, dtype)
         assert same_bits(groups.scales, scales.float().numpy().reshape(-1)), name
+        theirs = np.zeros_like(groups.offsets) if symmetric else zeros.float().numpy().reshape(-1) + half
+        assert np.array_equal(groups.offsets, theirs), name
         assert np.array_equal(groups.codes, codes), name
 
 
@@ -335,8 +400,7 @@ def test_errors_by_the_rules_of_runtimes_are_those_of_what_is_decoded(runtime: s
     for size, name in itertools.product((16, 128), ("gaussian", "heavy tails", "one outlier", "far from zero", "1e37")):
         values = bf16_families(size)[name]
         groups = rounded_as(runtime, values, 4)
-        kind = {"mlx": (False, False), "torchao": (False, True), "compressed-tensors": (True, True)}[runtime]
-        decoded = rule_of(4, size, kind, runtime).decode(groups)
+        decoded = rule_of(4, size, KIND_OF_RUNTIME[runtime], runtime).decode(groups)
         wide = values.astype(np.float64)
         assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), name
         assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
@@ -440,7 +504,7 @@ def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None
     rows, columns = 64, 512
     weights, x = helpers.gaussian(rows, columns, seed=1), helpers.gaussian(32, columns, seed=2, scale=1)
     x = nearest_bf16(x)
-    how = GroupRule(bits=4, group_size=size, symmetric=False, middle=True, rule=rule)
+    how = rule_of(4, size, "affine from middle", rule)
     groups = quantize(how, nearest_bf16(weights))
     codes = torch.from_numpy(groups.codes.reshape(rows, columns).astype(np.int32))
     numbers = np.stack([groups.scales, groups.offsets], axis=-1).reshape(rows, columns // size, 2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import helpers
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hard_weights import families, nearest_bf16
 
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
 from pqweights.kernels.groups import BEST, GroupRule
@@ -59,18 +62,90 @@ def test_error_is_close_to_the_least_on_a_fine_grid(family: str, bits: int, symm
     assert 0.99 * least.sum() < found.sum() < most * least.sum()
 
 
+def rule_with_zeros(bits: int, size: int, rule: str = BEST) -> GroupRule:
+    return GroupRule(bits=bits, group_size=size, symmetric=False, middle=False, zeros=True, rule=rule)
+
+
+def weights_of(family: str, size: int) -> npt.NDArray[np.float32]:
+    """Groups of BF16 weights, of which compressed-tensors' rule is defined."""
+    rng, shape = np.random.default_rng(size), (192, size)
+    values = rng.standard_normal(shape) * 0.02
+    if family == "one outlier":
+        values[np.arange(len(values)), rng.integers(0, size, len(values))] = rng.choice([-0.18, 0.14], len(values))
+    elif family == "positive":
+        values = np.abs(values)
+    elif family == "mostly negative":
+        values = 0.006 - np.abs(values)
+    return nearest_bf16(values.astype(np.float32))
+
+
+def least_with_zeros(w: Doubles, bits: int, f: Doubles | None = None) -> Doubles:
+    """The least error of each group over all zeros and all BF16 scales from a sixth to 1.35 of that of the range."""
+    f, last = np.ones(w.shape[1]) if f is None else f, 2**bits - 1
+    of_range = ((np.maximum(w.max(1), 0) - np.minimum(w.min(1), 0)) / last).astype(np.float32)
+    first = (of_range / 6).view(np.uint32) >> 16
+    least = np.full(len(w), np.inf)
+    for step in range(2**7 * 3 + 20):  # 2**7 numbers for each power of two
+        scale = ((first + step) << 16).view(np.float32).astype(np.float64)[:, None]
+        for zero in range(last + 1):
+            least = np.minimum(least, error_of(w, f, scale, -zero * scale, 0, last))
+    return least
+
+
+@pytest.mark.parametrize(("bits", "size"), [(2, 128), (3, 128), (4, 128), (2, 16), (3, 16), (4, 32)])
+@pytest.mark.parametrize("family", ["gaussian", "one outlier", "positive", "mostly negative"])
+def test_error_with_zeros_is_close_to_the_least_of_all(family: str, bits: int, size: int) -> None:
+    values = weights_of(family, size)
+    found = rule_with_zeros(bits, size).quantize(values.reshape(-1)).errors
+    least = least_with_zeros(values.astype(np.float64), bits)
+    assert (found >= least * (1 - 1e-6)).all()
+    assert found.sum() < 1.01 * least.sum()
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_no_group_has_a_larger_error_with_zeros_than_by_the_rule_of_the_runtime(
+    size: int, bits: int, dtype: str
+) -> None:
+    for values in families(size).values():
+        short = nearest_bf16(np.clip(values[np.abs(values).max(1) > 1e-30], -3e4, 3e4))
+        if dtype == "F16":
+            short = short.astype(np.float16).astype(np.float32)
+        ours, theirs = (
+            replace(rule_with_zeros(bits, size, rule), scale_dtype=dtype).quantize(short.reshape(-1)).errors
+            for rule in (BEST, "compressed-tensors-asymmetric")
+        )
+        assert (ours <= theirs * (1 + 1e-12)).all()
+
+
+def weighted_error(values: npt.NDArray[np.float32], rule: GroupRule, importance: npt.NDArray[np.float32]) -> float:
+    """The error with scales and codes by moments without any off the diagonal."""
+    order, matrix = order_of(importance), empty_matrix(len(importance))
+    np.fill_diagonal(matrix, importance[order])
+    diagonal = factorize(matrix, importance[order], 0.0)
+    assert diagonal is not None
+    factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
+    rounded = compensate(values, rule.quantize(values.reshape(-1)), rule, factor)
+    return float((np.square(rounded.errors.rows_of().astype(np.float64)) * importance[order]).sum())
+
+
+@pytest.mark.parametrize("family", ["gaussian", "positive"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_weighted_error_with_zeros_is_close_to_the_least_of_all(family: str, bits: int) -> None:
+    values = weights_of(family, SIZE)
+    importance = np.random.default_rng(8).lognormal(0, 1, SIZE).astype(np.float32)
+    found = weighted_error(values, rule_with_zeros(bits, SIZE), importance)
+    least = least_with_zeros(values.astype(np.float64), bits, importance.astype(np.float64)).sum()
+    assert 0.999 * least < found < 1.03 * least
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_weighted_error_is_close_to_the_least_on_a_fine_grid(symmetric: bool) -> None:
     """Moments without any off the diagonal let no weight make up for another: what is left is the choice of scales."""
     values = helpers.gaussian(GROUPS, SIZE, seed=7).astype(np.float32)
     importance = np.random.default_rng(8).lognormal(0, 1, SIZE).astype(np.float32)
-    order, matrix = order_of(importance), empty_matrix(SIZE)
-    np.fill_diagonal(matrix, importance[order])
-    diagonal = factorize(matrix, importance[order], 0.0)
-    assert diagonal is not None
     rule = GroupRule(bits=4, group_size=SIZE, symmetric=symmetric, middle=symmetric, rule=BEST)
-    factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
-    rounded = compensate(values, rule.quantize(values.reshape(-1)), rule, factor)
-    found = (np.square(rounded.errors.rows_of().astype(np.float64)) * importance[order]).sum()
+    found = weighted_error(values, rule, importance)
     least = least_error(values.astype(np.float64), 4, symmetric, importance.astype(np.float64)).sum()
     assert 0.99 * least < found < (1.03 if symmetric else 1.07) * least

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ def empty_groups(groups: int, size: int) -> Groups:
 
 
 def fit(size: int, bits: int) -> None:
-    values, settings = np.ones(2 * size, dtype=np.float32), np.ones(7, dtype=np.float32)
-    fit_groups(values, settings, empty_groups(2, size), bits=bits, symmetric=False, middle=False)
+    fit_groups(np.ones(2 * size, dtype=np.float32), empty_groups(2, size), replace(BEST, bits=bits))
 
 
 def round_as(bits: int, size: int) -> None:

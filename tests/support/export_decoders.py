@@ -29,7 +29,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # OCP microscaling fo
 def codes_of(words: Array, bits: int) -> Array:
     """Codes [..., n] from words that they fill one after the other, the first in the lowest bits."""
     digits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
-    return digits.reshape(*digits.shape[:-1], -1, bits) @ (1 << np.arange(bits))
+    whole = digits.shape[-1] // bits * bits
+    return digits[..., :whole].reshape(*digits.shape[:-1], -1, bits) @ (1 << np.arange(bits))
 
 
 def spread(numbers: Array, columns: int) -> Array:
@@ -44,10 +45,65 @@ def from_compressed_tensors(tensors: Tensors, name: str, bits: int = 4) -> Array
     return codes * spread(as_float32(tensors[f"{name}_scale"]), codes.shape[1])
 
 
+def from_compressed_tensors_with_zeros(tensors: Tensors, name: str, bits: int) -> Array:
+    """A weight in float32: (code - zero) * scale; the zeros of a group of all rows follow each other in words."""
+    codes, scales = codes_of(tensors[f"{name}_packed"][1], bits), as_float32(tensors[f"{name}_scale"])
+    zeros = codes_of(tensors[f"{name}_zero_point"][1].T, bits)[:, : len(codes)].T
+    return ((codes - spread(zeros, codes.shape[1])) * spread(scales, codes.shape[1])).astype(np.float32)
+
+
+def awq_codes(words: Array) -> Array:
+    """Codes [n, 8 * m] from words [n, m] of AutoAWQ: from the lowest bits on columns 0, 2, 4, 6, 1, 3, 5, 7."""
+    codes = np.empty((len(words), 8 * words.shape[1]), dtype=np.int64)
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        codes[:, column::8] = words.view("<u4") >> np.uint32(4 * place) & np.uint32(15)
+    return codes
+
+
+def from_awq(tensors: Tensors, module: str) -> Array:
+    """A weight of AutoAWQ's GEMM layout in float32: (code - zero) * scale."""
+    codes, zeros = awq_codes(tensors[f"{module}.qweight"][1]), awq_codes(tensors[f"{module}.qzeros"][1])
+    scales = as_float32(tensors[f"{module}.scales"])
+    size = len(codes) // len(scales)
+    return ((codes - zeros.repeat(size, axis=0)) * scales.repeat(size, axis=0)).astype(np.float32).T
+
+
+def gptq_codes(words: Array, bits: int) -> Array:
+    """Codes from words [n, m] of AutoGPTQ that follow each other on the last axis: [n, 32 * m / bits].
+
+    Of 3 bits, two codes of 32 are cut: the eleventh has its lowest two bits in the first word, the twenty-second its
+    lowest one in the second.
+    """
+    numbers = words.view("<u4").astype(np.int64)
+    if bits != 3:
+        shifts = np.arange(0, 32, bits)
+        return np.asarray(numbers[..., None] >> shifts & (1 << bits) - 1).reshape(len(words), -1)
+    first, second, third = (numbers[:, i::3, None] for i in range(3))
+    tens = 3 * np.arange(10)
+    eleventh, twenty_second = first >> 30 | (second & 1) << 2, second >> 31 | (third & 3) << 1
+    parts = (first >> tens & 7, eleventh, second >> tens + 1 & 7, twenty_second, third >> tens + 2 & 7)
+    return np.concatenate(parts, axis=-1).reshape(len(words), -1)
+
+
+def from_gptq(tensors: Tensors, module: str, bits: int, first_zero: int) -> Array:
+    """A weight of AutoGPTQ's layout in float32: (code - zero) * scale. first_zero: the zero that is stored as 0"""
+    codes = gptq_codes(np.ascontiguousarray(tensors[f"{module}.qweight"][1].T), bits).T
+    group_of = tensors[f"{module}.g_idx"][1]
+    zeros = gptq_codes(tensors[f"{module}.qzeros"][1], bits)[group_of] + first_zero
+    return ((codes - zeros) * as_float32(tensors[f"{module}.scales"])[group_of]).astype(np.float32).T
+
+
 def from_vllm_format(tensors: Tensors, name: str, bits: int = 4) -> Array:
     """A weight of any format of the target vllm, in float32, by the specifications of its numbers."""
     import torch
 
+    module = name.removesuffix(".weight")
+    if f"{module}.g_idx" in tensors:
+        return from_gptq(tensors, module, bits, first_zero=1)
+    if f"{module}.qweight" in tensors:
+        return from_awq(tensors, module)
+    if f"{name}_zero_point" in tensors:
+        return from_compressed_tensors_with_zeros(tensors, name, bits)
     if f"{name}_shape" in tensors:
         return from_compressed_tensors(tensors, name, bits)
     dtype, values = tensors[f"{name}_packed" if f"{name}_packed" in tensors else name]

@@ -117,6 +117,17 @@ def fit() -> Arrays:
         kind, bits = number % 3, 2 + number % 7  # 21 pairs
         rule = GroupRule(bits=bits, group_size=size, symmetric=kind == 2, middle=kind > 0, rule=BEST)
         yield from _arrays(rule.quantize(_hard_rows(size).reshape(-1)))
+    for bits, (zeros, dtype) in itertools.product(range(2, 9), ((True, "BF16"), (True, "F16"), (False, "F16"))):
+        rule = GroupRule(
+            bits=bits,
+            group_size=16 * bits,
+            symmetric=not zeros,
+            middle=not zeros,
+            zeros=zeros,
+            rule=BEST,
+            scale_dtype=dtype,
+        )
+        yield from _arrays(rule.quantize(_hard_rows(rule.group_size).reshape(-1)))
 
 
 def round_() -> Arrays:
@@ -126,9 +137,10 @@ def round_() -> Arrays:
         return hard_weights.nearest_bf16(np.clip(_hard_rows(size).reshape(-1), -most, most))
 
     for name, (bits, size) in itertools.product(RUNTIME_RULES, ((4, 128), (8, 32))):
-        symmetric, middle = name == "compressed-tensors", name != "mlx"
-        rule = GroupRule(bits=bits, group_size=size, symmetric=symmetric, middle=middle, rule=name)
-        yield from _arrays(rule.quantize(values(size)))
+        for dtype in ("BF16", "F16") if name.startswith("compressed-tensors") else ("BF16",):
+            out = groups._empty_groups(values(size), size)
+            groups.round_groups(values(size), out, bits=bits, rule=RUNTIME_RULES[name], scale_dtype=dtype)
+            yield from _arrays(out)
     for kind in FLOAT_MODES:
         size = 16 if kind == "nvfp4" else 32
         yield from _arrays(FloatRule(kind, 8 if kind.endswith("8") else 4, size).quantize(values(size)))
@@ -212,12 +224,23 @@ def fit_by_importance() -> Arrays:
     weights[:, ::9] *= np.float32(10)
     importance[::9] = np.float32(1e-3)
     factor = compensation.MomentsFactor(order=np.arange(64), matrix=compensation.empty_matrix(64), diagonal=importance)
-    for symmetric in (False, True):
-        rule = GroupRule(bits=4, group_size=32, symmetric=symmetric, middle=True, rule=BEST)
+    for kind, dtype in (("affine", "BF16"), ("symmetric", "BF16"), ("symmetric", "F16"), ("asymmetric", "F16")):
+        zeros = kind == "asymmetric"
+        rule = GroupRule(
+            bits=4,
+            group_size=32,
+            symmetric=kind == "symmetric",
+            middle=not zeros,
+            zeros=zeros,
+            rule=BEST,
+            scale_dtype=dtype,
+        )
         start = rule.quantize(weights.reshape(-1))
-        scales, offsets = start.scales.reshape(70, 2), start.offsets.reshape(70, 2)
+        scales = start.scales.reshape(70, 2)
+        offsets = start.offsets.reshape(70, 2) * (-scales if zeros else 1)
         tiles = (compensation.Tiles.of(scales, 1.0), compensation.Tiles.of(offsets))
-        compensation.fit_by_importance(compensation.Tiles.of(weights), tiles, rule, factor, (-8, 7))
+        limits = (0, 15) if zeros else (-8, 7)
+        compensation.fit_by_importance(compensation.Tiles.of(weights), tiles, rule, factor, limits)
         yield from (each.rows_of() for each in tiles)
 
 

@@ -42,6 +42,15 @@ INLINE Floats float_from_bf16(Words bf16) { return floats(converted<Unsigned>(bf
 // The BF16 next to each number, as a float32; a NaN may become infinite.
 INLINE Floats nearest_bf16(Floats x) { return floats(rounded_off(bits(x), 16) << 16); }
 
+// The float16 next to each number, as a float32, saturated.
+INLINE Floats nearest_half(Floats x) {
+    Floats magnitudes = float_from_half(half_from_float(minimum(magnitude(x), splat(65504.0f))));
+    return floats(bits(magnitudes) | (bits(x) & 0x80000000));
+}
+
+// The number of a dtype of 16 bits that is next to each number.
+INLINE Floats nearest_short(Floats x, Dtype dtype) { return dtype == Dtype::F16 ? nearest_half(x) : nearest_bf16(x); }
+
 // x where its magnitude is at most `limit`, which is positive, and `limit` with the sign of x elsewhere; a NaN stays.
 INLINE Floats clamped(Floats x, float limit) {
     x = choose<Floats>(-limit > x, splat(-limit), x);

@@ -87,6 +87,10 @@ INLINE void scale_groups(Floats* work, int64_t size, Floats down) {
 
 // --- what becomes of groups ---
 
+// Of KINDS in groups.py: whether groups have any offset, none, or one that is the negative of a code times the scale.
+// The offset of the last kind is stored as that code, the zero.
+enum class Kind : int64_t { AFFINE, SYMMETRIC, ASYMMETRIC };
+
 // Of sixteen: scales and offsets as they are stored, and the sums of squares of weights and of errors.
 struct Result {
     Floats scale, offset;
@@ -111,8 +115,11 @@ struct Result {
 // --- codes ---
 
 // The nearest code to t = (w - zero) / scale, as a number.
+INLINE Floats nearest_code(Floats t, Floats lowest, Floats highest) {
+    return minimum(maximum(rint(t), lowest), highest);
+}
 INLINE Floats nearest_code(Floats t, float lowest, float highest) {
-    return minimum(maximum(rint(t), splat(lowest)), splat(highest));
+    return nearest_code(t, splat(lowest), splat(highest));
 }
 
 // The same, but a NaN stays one.
@@ -120,9 +127,24 @@ INLINE Floats nearest_code_or_nan(Floats t, float lowest, float highest) {
     return minimum(splat(highest), maximum(splat(lowest), rint(t)));
 }
 
+// A scale, and the code that stands for 0.
+struct Zero {
+    Floats scale, code;
+};
+
+// That of a range of weights and 0, by the rule of compressed-tensors (calculate_qparams, asymmetric): every operation
+// is rounded, and the codes are shifted by `half`. The scale is 0 where the range is.
+template <class Round>
+INLINE Zero zero_of_range(Floats smallest, Floats largest, float half, Round round) {
+    Floats below = minimum(smallest, Floats{}), above = maximum(largest, Floats{});
+    Floats scale = round(round(above - below) / (half * 2.0f - 1.0f));
+    Floats code = nearest_code(round(-half - round(below / scale)), -half, half - 1.0f);
+    return {scale, choose<Floats>((below == 0.0f) & (scale == 0.0f), Floats{}, code) + half};
+}
+
 // --- chains of fits ---
 
-// zero: the weight that the number 0 among the codes stands for.
+// zero: the weight that the number 0 among the codes stands for; of lines through the origin, anything, which stays.
 struct Chain {
     Floats scale, zero;
 };

@@ -1,6 +1,6 @@
 // Groups of weights to integers and to short floats as runtimes' own converters do it: docs/exports.md has the rules as
 // formulas. They are those of mlx 0.32 (mx.quantize in all its modes), torchao 0.18 (_choose_qparams_affine_tinygemm on
-// BF16 weights) and compressed-tensors 0.20 (calculate_qparams, symmetric, on BF16 weights).
+// BF16 weights) and compressed-tensors 0.20 (calculate_qparams on BF16 or F16 weights, of which scales have the dtype).
 #include "conversions.hpp"
 #include "group_fitting.hpp"
 #include "interface.hpp"
@@ -9,7 +9,9 @@
 namespace {
 
 // Of RUNTIME_RULES and FLOAT_MODES in groups.py.
-enum Rule : int64_t { MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8 };
+enum Rule : int64_t {
+    MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8, COMPRESSED_TENSORS_ASYMMETRIC
+};
 
 // Up to sixteen groups in the lanes, as in group_fitting.hpp, but of any size.
 struct Sixteen {
@@ -52,7 +54,7 @@ INLINE Extremes extremes_of(const Sixteen& groups) {
 // Write codes, step_of(weight) limited to those from 0 to `last`, and measure them. zero: the code that stands for the
 // offset.
 template <class StepOf>
-INLINE Result encode(const Sixteen& groups, float last, float zero, Floats scale, Floats offset, StepOf step_of) {
+INLINE Result encode(const Sixteen& groups, float last, Floats zero, Floats scale, Floats offset, StepOf step_of) {
     Result result = {scale, offset};
     groups.encode([&](Floats w) ALWAYS {
         Floats code = minimum(maximum(step_of(w), Floats{}), splat(last));
@@ -73,7 +75,7 @@ INLINE Result round_as_mlx(const Sixteen& groups, float last) {
     Truths snaps = steps != 0.0f;
     step = choose<Floats>(snaps, edge / steps, step);
     Floats start = choose<Floats>(snaps, edge, Floats{});
-    return encode(groups, last, 0.0f, nearest_bf16(step), nearest_bf16(start),
+    return encode(groups, last, Floats{}, nearest_bf16(step), nearest_bf16(start),
                   [&](Floats w) ALWAYS { return rint((w - start) / step); });
 }
 
@@ -84,18 +86,34 @@ INLINE Result round_as_torchao(const Sixteen& groups, float last, float middle) 
     scale = maximum(splat(0x1p-126f), scale);
     Floats below = nearest_bf16(scale * middle), offset = nearest_bf16(of.smallest + below);
     Floats start = nearest_bf16(offset - below);
-    return encode(groups, last, middle, scale, offset,
+    return encode(groups, last, splat(middle), scale, offset,
                   [&](Floats w) ALWAYS { return rint(nearest_bf16(nearest_bf16(w - start) / scale)); });
 }
 
+// A scale that is 0 becomes the epsilon of its dtype.
+INLINE Floats never_zero(Floats scale, Dtype dtype) {
+    return choose<Floats>(scale == 0.0f, splat(dtype == Dtype::F16 ? 0x1p-10f : 0x1p-7f), scale);
+}
+
 // The range is symmetric, up to the largest magnitude.
-INLINE Result round_as_compressed_tensors(const Sixteen& groups, float last, float middle) {
+INLINE Result round_symmetric(const Sixteen& groups, float last, float middle, Dtype dtype) {
     Extremes of = extremes_of(groups);
     Floats below = magnitude(minimum(Floats{}, of.smallest)), above = magnitude(maximum(Floats{}, of.largest));
-    Floats scale = nearest_bf16(maximum(above, below) / (last / 2));
-    scale = choose<Floats>(scale == 0.0f, splat(0x1p-7f), scale);
-    return encode(groups, last, middle, scale, Floats{},
-                  [&](Floats w) ALWAYS { return rint(nearest_bf16(w / scale)) + middle; });
+    Floats scale = never_zero(nearest_short(maximum(above, below) / (last / 2), dtype), dtype);
+    return encode(groups, last, splat(middle), scale, Floats{},
+                  [&](Floats w) ALWAYS { return rint(nearest_short(w / scale, dtype)) + middle; });
+}
+
+// The range is that of the weights and 0, which becomes a code; steps are rounded before and after it is added.
+INLINE Result round_asymmetric(const Sixteen& groups, float last, float middle, Dtype dtype) {
+    Extremes of = extremes_of(groups);
+    auto round = [&](Floats x) ALWAYS { return nearest_short(x, dtype); };
+    Zero zero = zero_of_range(of.smallest, of.largest, middle, round);
+    Floats scale = never_zero(zero.scale, dtype), shift = zero.code - middle;
+    Result result = encode(groups, last, zero.code, scale, Floats{},
+                           [&](Floats w) ALWAYS { return rint(round(round(w / scale) + shift)) + middle; });
+    result.offset = zero.code;
+    return result;
 }
 
 // --- short floats ---
@@ -141,11 +159,12 @@ INLINE Result round_to_floats(const Sixteen& groups, Rule mode) {
     return result;
 }
 
-INLINE Result round_by(Rule rule, const Sixteen& groups, float last, float middle) {
+INLINE Result round_by(Rule rule, const Sixteen& groups, float last, float middle, Dtype dtype) {
     switch (rule) {
         case MLX: return round_as_mlx(groups, last);
         case TORCHAO: return round_as_torchao(groups, last, middle);
-        case COMPRESSED_TENSORS: return round_as_compressed_tensors(groups, last, middle);
+        case COMPRESSED_TENSORS: return round_symmetric(groups, last, middle, dtype);
+        case COMPRESSED_TENSORS_ASYMMETRIC: return round_asymmetric(groups, last, middle, dtype);
         default: return round_to_floats(groups, rule);
     }
 }
@@ -153,13 +172,15 @@ INLINE Result round_by(Rule rule, const Sixteen& groups, float last, float middl
 }  // namespace
 
 // values: [groups, size], of any size. codes: u8 [groups, size], counted from 0, or E4M3 or E2M1. scales: [groups], or
-// the bytes of E8M0 or E4M3, as numbers. offsets, energies, errors: [groups]. bits: of integers, 2 to 8.
+// the bytes of E8M0 or E4M3, as numbers. offsets: [groups], of the asymmetric rule zeros. energies, errors:
+// [groups]. bits: of integers, 2 to 8. dtype: of the scales of compressed-tensors, BF16 or F16.
 void pqweights::round(const float* values, uint8_t* codes, float* scales, float* offsets, double* energies,
-                      double* errors, int64_t groups, int64_t size, int64_t bits, int64_t rule) {
+                      double* errors, int64_t groups, int64_t size, int64_t bits, int64_t rule, int64_t dtype) {
     const float last = float((1 << bits) - 1), middle = float(1 << (bits - 1));
     for (int64_t first = 0; first < groups; first += LANES) {
         const int64_t left = groups - first;
-        Result result = round_by(Rule(rule), {values + first * size, codes + first * size, left, size}, last, middle);
+        const Sixteen some = {values + first * size, codes + first * size, left, size};
+        Result result = round_by(Rule(rule), some, last, middle, Dtype(dtype));
         result.write(scales, offsets, energies, errors, first, left);
     }
 }

@@ -3,27 +3,31 @@
 // checks it. Below, half = 2**(bits - 1).
 //
 // 1. Load.    Transpose, find the extremes, and scale by a power of two so that magnitudes end in [1, 4).
-// 2. Fit.     Three chains start from three cuts of the range and make four passes over the weights.
+// 2. Fit.     Three chains start from three cuts of the range and make four passes over the weights. If the zero must
+//             be a code, two passes tell between which codes it would lie; from both, four passes fit the scale alone.
 // 3. Round.   The best fits of the chains, the range itself and what the runtimes' own rules would choose become
-//             candidates, rounded to BF16 as they will be stored.
+//             candidates, rounded to BF16 or F16 as they will be stored.
 // 4. Measure. Decode each candidate as stored and sum its squared error in float64; the smallest error wins.
-// 5. Encode.  Write the codes of the winner.
+// 5. Encode.  Write the codes of the winner. Where a gain is wanted, the scale then grows until products with the
+//             weights have the size that they should have.
 #include "conversions.hpp"
 #include "group_fitting.hpp"
 #include "interface.hpp"
 
 namespace {
 
-constexpr int CHAINS = 3, PASSES = 4, CANDIDATES = 2 + CHAINS, MOST_WEIGHTS = 256;
-constexpr float SMALLEST_NORMAL = 0x1p-126f;
+constexpr int CHAINS = 3, PASSES = 4, PASSES_TO_ZEROS = 2, CANDIDATES = 2 + CHAINS, MOST_WEIGHTS = 256;
+constexpr double LARGEST_GAIN = 1.5;
 
 // What groups become. settings: for each chain the shares of the range that it keeps below and above the middle
 // (symmetric: the first is a share of the plain scale), and then `relax`. middle: codes count from the middle one, not
-// from the offset.
+// from the offset. gain: whether decoded weights get the size of the weights, of which codes of least squared error
+// lose the share that is the error. dtype: of scales and offsets as they are stored.
 struct Rule {
     int64_t size;
     float half, last;
-    bool middle;
+    bool middle, gain;
+    Dtype dtype;
     const float* settings;
 };
 
@@ -40,9 +44,16 @@ struct Candidate {
     Floats scale, offset, inner_scale, inner_offset, inverse;
 };
 
+// The nearest code to a weight in steps of the scale, counted from the middle or, if there is a zero, from that.
+template <Kind kind>
+INLINE Floats nearest(const Rule& rule, Floats t, Floats zero) {
+    if constexpr (kind == Kind::ASYMMETRIC) return nearest_code(t, -zero, rule.last - zero);
+    else return nearest_code(t, -rule.half, rule.half - 1.0f);
+}
+
 // --- 1. load ---
 
-template <bool has_offset>
+template <Kind kind>
 INLINE Extent load_groups(const float* values, int64_t groups, const Rule& rule, Floats* work) {
     const Floats infinite = splat(__builtin_inff());
     Extremes of = {infinite, -infinite};
@@ -50,11 +61,12 @@ INLINE Extent load_groups(const float* values, int64_t groups, const Rule& rule,
     transpose_groups(values, rule.size, rule.size, work, see, groups);
     Floats most = maximum(of.largest, -of.smallest);
     Scaling scaling = scaling_of(most, -126, 126);
-    Truths constant = has_offset ? of.smallest == of.largest : most == 0.0f;
+    constexpr bool symmetric = kind == Kind::SYMMETRIC;
+    Truths constant = symmetric ? most == 0.0f : of.smallest == of.largest;
     // Decoding the largest float32 might overflow: such groups get the extremes of a smaller range, and no fit.
     Truths huge = scaling.exponent == 126;
-    Floats keep = choose<Floats>(huge, splat(has_offset ? 0.49f : 63.0f / 64), splat(1.0f));
-    if (has_offset) keep = choose<Floats>(constant, splat(1.0f), keep);
+    Floats keep = choose<Floats>(huge, splat(symmetric ? 63.0f / 64 : 0.49f), splat(1.0f));
+    if (!symmetric) keep = choose<Floats>(constant, splat(1.0f), keep);
     scale_groups(work, rule.size, scaling.down);
     auto scaled = [&](Floats x) ALWAYS { return x * scaling.down * keep; };
     return {scaled(of.smallest), scaled(of.largest), scaled(most), scaling.down, scaling.up, constant, huge};
@@ -64,17 +76,17 @@ INLINE Extent load_groups(const float* values, int64_t groups, const Rule& rule,
 
 // The scale of the whole range; without an offset, the weight of largest magnitude gets the code that has no mirror
 // image, so scales have signs.
-template <bool has_offset>
+template <Kind kind>
 INLINE Floats plain_scale(const Rule& rule, const Extent& extent) {
-    if (has_offset) return (extent.largest - extent.smallest) / rule.last;
+    if (kind != Kind::SYMMETRIC) return (extent.largest - extent.smallest) / rule.last;
     return -(choose<Floats>(-extent.smallest >= extent.largest, extent.smallest, extent.largest) / rule.half);
 }
 
 // Where a chain starts, at its shares of the range below and above the middle.
-template <bool has_offset>
+template <Kind kind>
 INLINE Chain started(const Rule& rule, const Extent& extent, Floats plain, float below, float above) {
     Chain chain = {plain * below, Floats{}};
-    if (has_offset) {
+    if (kind != Kind::SYMMETRIC) {
         Floats center = (extent.largest + extent.smallest) * 0.5f;
         Floats begin = center + (extent.smallest - center) * below;
         chain.scale = (center + (extent.largest - center) * above - begin) / rule.last;
@@ -84,16 +96,17 @@ INLINE Chain started(const Rule& rule, const Extent& extent, Floats plain, float
     return chain;
 }
 
-// Make a pass with all chains.
-template <bool has_offset>
+// Make a pass with all chains. With zeros that are codes, `zero` of a chain is its code, and stays.
+template <Kind kind>
 INLINE void improve(const Rule& rule, const Floats* work, Chain (&chains)[CHAINS], Fit (&best)[CHAINS]) {
+    constexpr bool has_offset = kind == Kind::AFFINE;
     Moments moments[CHAINS];
     Floats inverses[CHAINS];
     each<CHAINS>([&](auto c) ALWAYS { inverses[c] = 1.0f / chains[c].scale; });
     for (int64_t j = 0; j < rule.size; j++) {
         each<CHAINS>([&](auto c) ALWAYS {
             Floats t = (has_offset ? work[j] - chains[c].zero : work[j]) * inverses[c];
-            moments[c].add(t, nearest_code(t, -rule.half, rule.half - 1.0f), Alike{});
+            moments[c].add(t, nearest<kind>(rule, t, chains[c].zero), Alike{});
         });
     }
     each<CHAINS>([&](auto c) ALWAYS {
@@ -106,40 +119,77 @@ INLINE void improve(const Rule& rule, const Floats* work, Chain (&chains)[CHAINS
     });
 }
 
+// The best fits of chains that start at their shares of the range.
+template <Kind kind>
+INLINE void fit_chains(const Rule& rule, const Extent& extent, const Floats* work, Floats plain, int passes,
+                       Fit (&best)[CHAINS]) {
+    Chain chains[CHAINS];
+    each<CHAINS>([&](auto c) ALWAYS {
+        chains[c] = started<kind>(rule, extent, plain, rule.settings[2 * c], rule.settings[2 * c + 1]);
+        best[c] = {splat(__builtin_inff()), plain, Floats{}};
+    });
+    for (int pass = 0; pass < passes; pass++) improve<kind>(rule, work, chains, best);
+}
+
+// The best fits whose zero is a code, from those with any: chains start at the range of each fit, extended to 0, with
+// one of the two codes between which 0 lies there, or of the first two at its end.
+INLINE void fit_zeros(const Rule& rule, const Floats* work, Fit (&best)[CHAINS]) {
+    Chain ranges[CHAINS], chains[CHAINS];
+    Fit own[CHAINS];
+    each<CHAINS>([&](auto c) ALWAYS {
+        Floats lowest = minimum(best[c].zero - rule.half * best[c].scale, Floats{});
+        Floats highest = maximum(best[c].zero + (rule.half - 1.0f) * best[c].scale, Floats{});
+        Floats scale = (highest - lowest) / rule.last;
+        ranges[c] = {scale, floor(-lowest / scale)};
+        best[c].error = splat(__builtin_inff());
+    });
+    for (float step : {0.0f, 1.0f}) {
+        each<CHAINS>([&](auto c) ALWAYS {
+            chains[c] = {ranges[c].scale, nearest_code(ranges[c].zero + step, 0.0f, rule.last)};
+            own[c] = {splat(__builtin_inff()), chains[c].scale, chains[c].zero};
+        });
+        for (int pass = 0; pass < PASSES; pass++) improve<Kind::ASYMMETRIC>(rule, work, chains, own);
+        each<CHAINS>([&](auto c) ALWAYS { best[c].replace(own[c].error < best[c].error, own[c]); });
+    }
+}
+
 // --- 3. round ---
 
-// The nearest BF16, saturated.
-INLINE Floats storable(Floats x) {
+// The nearest number of the dtype, saturated.
+INLINE Floats storable(Floats x, Dtype dtype) {
     const Floats largest = splat(0x1.FEp127f);
-    return maximum(minimum(nearest_bf16(x), largest), -largest);
+    return maximum(minimum(nearest_short(x, dtype), largest), -largest);
 }
 
-// The nearest BF16 that is neither 0 nor so small that a runtime may take it for 0.
-INLINE Floats storable_scale(Floats x) {
-    Floats nearest = storable(x);
-    Floats least = choose<Floats>(nearest < 0.0f, splat(-SMALLEST_NORMAL), splat(SMALLEST_NORMAL));
-    return choose<Floats>(magnitude(nearest) < SMALLEST_NORMAL, least, nearest);
+// The nearest number of the dtype that is neither 0 nor, in BF16, so small that a runtime may take it for 0.
+INLINE Floats storable_scale(Floats x, Dtype dtype) {
+    const Floats smallest = splat(dtype == Dtype::F16 ? 0x1p-24f : 0x1p-126f);
+    Floats nearest = storable(x, dtype), least = choose<Floats>(nearest < 0.0f, -smallest, smallest);
+    return choose<Floats>(magnitude(nearest) < smallest, least, nearest);
 }
 
+template <Kind kind>
 INLINE Candidate candidate_of(const Extent& extent, Floats scale, Floats offset) {
     Floats inner = scale * extent.down;
-    return {scale, offset, inner, offset * extent.down, 1.0f / inner};
+    return {scale, offset, inner, kind == Kind::AFFINE ? offset * extent.down : offset, 1.0f / inner};
 }
 
 // A scale, and an offset that zero_at(scale of the work) says, rounded as they are stored.
-template <bool has_offset, class ZeroAt>
-INLINE Candidate stored(const Extent& extent, Floats scale, ZeroAt zero_at) {
-    Floats kept = choose<Floats>(extent.constant, splat(1.0f), storable_scale(scale * extent.up));
-    if (!has_offset) return candidate_of(extent, kept, Floats{});
+template <Kind kind, class ZeroAt>
+INLINE Candidate stored(const Rule& rule, const Extent& extent, Floats scale, ZeroAt zero_at) {
+    Floats kept = storable_scale(scale * extent.up, rule.dtype);
+    if (kind == Kind::ASYMMETRIC) return candidate_of<kind>(extent, kept, zero_at(kept * extent.down));
+    kept = choose<Floats>(extent.constant, splat(1.0f), kept);
+    if (kind == Kind::SYMMETRIC) return candidate_of<kind>(extent, kept, Floats{});
     Floats zero = choose<Floats>(extent.constant, extent.smallest, zero_at(kept * extent.down));
-    return candidate_of(extent, kept, storable(zero * extent.up));
+    return candidate_of<kind>(extent, kept, storable(zero * extent.up, rule.dtype));
 }
 
 // What the runtimes would choose: with an offset, 0 becomes a code, counted from the end of larger magnitude; without
 // one, scales are positive.
-template <bool has_offset, class Stored>
+template <Kind kind, class Stored>
 INLINE Candidate runtimes_choice(const Rule& rule, const Extent& extent, Floats plain, Stored stored_from) {
-    if (!has_offset) return stored_from(extent.most / (rule.half - 0.5f), Floats{});
+    if (kind == Kind::SYMMETRIC) return stored_from(extent.most / (rule.half - 0.5f), Floats{});
     Truths below = -extent.smallest > extent.largest;
     Floats edge = choose<Floats>(below, extent.smallest, extent.largest);
     Floats step = choose<Floats>(below, plain, -plain);
@@ -149,40 +199,58 @@ INLINE Candidate runtimes_choice(const Rule& rule, const Extent& extent, Floats 
     return stored_from(scale, choose<Floats>(snaps, edge, Floats{}));
 }
 
-template <bool has_offset>
+template <Kind kind>
 INLINE void find_candidates(const Rule& rule, const Extent& extent, const Floats* work,
                             Candidate (&found)[CANDIDATES]) {
     // The offset is the weight of the code 0 or, if codes count from the middle, of the code `half`.
     auto from_start = [&](Floats scale, Floats start) ALWAYS {
-        return stored<has_offset>(extent, scale, [&](Floats inner) ALWAYS {
+        return stored<kind>(rule, extent, scale, [&](Floats inner) ALWAYS {
             return rule.middle ? start + rule.half * inner : start;
         });
     };
     auto from_zero = [&](const Fit& fit) ALWAYS {
-        return stored<has_offset>(extent, fit.scale, [&](Floats inner) ALWAYS {
+        return stored<kind>(rule, extent, fit.scale, [&](Floats inner) ALWAYS {
             return rule.middle ? fit.zero : fit.zero - rule.half * inner;
         });
     };
-    Floats plain = plain_scale<has_offset>(rule, extent);
+    Floats plain = plain_scale<kind>(rule, extent);
     found[0] = from_start(plain, extent.smallest);
-    found[1] = runtimes_choice<has_offset>(rule, extent, plain, from_start);
-    Chain chains[CHAINS];
+    found[1] = runtimes_choice<kind>(rule, extent, plain, from_start);
     Fit best[CHAINS];
-    each<CHAINS>([&](auto c) ALWAYS {
-        chains[c] = started<has_offset>(rule, extent, plain, rule.settings[2 * c], rule.settings[2 * c + 1]);
-        best[c] = {splat(__builtin_inff()), plain, Floats{}};
-    });
-    for (int pass = 0; pass < PASSES; pass++) improve<has_offset>(rule, work, chains, best);
+    fit_chains<kind>(rule, extent, work, plain, PASSES, best);
     each<CHAINS>([&](auto c) ALWAYS { found[2 + c] = from_zero(best[c]); });
+}
+
+// Where the zero must be a code. Equal weights become one step from it, as exactly as the scale can be stored.
+template <>
+INLINE void find_candidates<Kind::ASYMMETRIC>(const Rule& rule, const Extent& extent, const Floats* work,
+                                              Candidate (&found)[CANDIDATES]) {
+    auto with_zero = [&](Floats scale, Floats code) ALWAYS {
+        return stored<Kind::ASYMMETRIC>(rule, extent, scale, [&](Floats) ALWAYS { return code; });
+    };
+    auto round = [&](Floats x) ALWAYS { return storable(x, rule.dtype); };
+    Zero zero = zero_of_range(extent.smallest * extent.up, extent.largest * extent.up, rule.half, round);
+    Floats step = choose<Floats>(extent.most == 0.0f, extent.down, extent.most);
+    found[0] = with_zero(choose<Floats>(extent.constant, step, zero.scale * extent.down),
+                         choose<Floats>(extent.constant, splat(rule.half), zero.code));
+    Floats lowest = minimum(extent.smallest, Floats{});
+    Floats whole = (maximum(extent.largest, Floats{}) - lowest) / rule.last;
+    found[1] = with_zero(whole, nearest_code(-lowest / whole, 0.0f, rule.last));
+    Fit best[CHAINS];
+    Floats plain = plain_scale<Kind::AFFINE>(rule, extent);
+    fit_chains<Kind::AFFINE>(rule, extent, work, plain, PASSES_TO_ZEROS, best);
+    fit_zeros(rule, work, best);
+    each<CHAINS>([&](auto c) ALWAYS { found[2 + c] = with_zero(best[c].scale, best[c].zero); });
 }
 
 // --- 4. measure ---
 
 // The nearest code to a weight, as the rule counts codes.
-template <bool has_offset>
+template <Kind kind>
 INLINE Floats code_of(const Rule& rule, Floats w, const Candidate& candidate) {
-    Floats t = (has_offset ? w - candidate.inner_offset : w) * candidate.inverse;
-    return rule.middle ? nearest_code(t, -rule.half, rule.half - 1.0f) : nearest_code(t, 0.0f, rule.last);
+    Floats t = (kind == Kind::AFFINE ? w - candidate.inner_offset : w) * candidate.inverse;
+    if (kind == Kind::AFFINE && !rule.middle) return nearest_code(t, 0.0f, rule.last);
+    return nearest<kind>(rule, t, candidate.inner_offset);
 }
 
 // Sums of squares, in the scale of the work.
@@ -190,14 +258,14 @@ struct Squares {
     Doubles energy{}, errors[CANDIDATES]{};
 };
 
-template <bool has_offset>
+template <Kind kind>
 INLINE Squares measured(const Rule& rule, const Floats* work, const Candidate (&candidates)[CANDIDATES]) {
     Squares sums;
     for (int64_t j = 0; j < rule.size; j++) {
         Floats w = work[j];
         each<CANDIDATES>([&](auto c) ALWAYS {
-            Floats decoded = code_of<has_offset>(rule, w, candidates[c]) * candidates[c].inner_scale;
-            if (has_offset) decoded += candidates[c].inner_offset;
+            Floats decoded = code_of<kind>(rule, w, candidates[c]) * candidates[c].inner_scale;
+            if (kind == Kind::AFFINE) decoded += candidates[c].inner_offset;
             Doubles e = converted<Doubles>(w - decoded);
             sums.errors[c] += e * e;
         });
@@ -208,6 +276,7 @@ INLINE Squares measured(const Rule& rule, const Floats* work, const Candidate (&
 }
 
 // The candidate of the smallest error, the earlier one on a tie, and its error; huge groups take the first.
+template <Kind kind>
 INLINE Candidate winner_of(const Extent& extent, const Candidate (&candidates)[CANDIDATES], const Squares& sums,
                            Doubles& least) {
     Floats scale = candidates[0].scale, offset = candidates[0].offset;
@@ -219,54 +288,92 @@ INLINE Candidate winner_of(const Extent& extent, const Candidate (&candidates)[C
         scale = choose<Floats>(converted<Truths>(wins), other.scale, scale);
         offset = choose<Floats>(converted<Truths>(wins), other.offset, offset);
     });
-    return candidate_of(extent, scale, offset);
+    return candidate_of<kind>(extent, scale, offset);
 }
 
 // --- 5. encode ---
 
+// Of codes, counted from the weight 0: the sums of their products with what they leave of the weights, in the scale of
+// the work, and of their squares.
+struct Products {
+    Doubles with_errors{}, squares{};
+};
+
 // Write the codes [groups, size], counted from 0.
-template <bool has_offset>
-INLINE void encode(const Rule& rule, const Floats* work, const Candidate& winner, uint8_t* codes, int64_t groups) {
-    const float lowest = rule.middle ? -rule.half : 0.0f;
+template <Kind kind>
+INLINE Products encode(const Rule& rule, const Floats* work, const Candidate& winner, uint8_t* codes, int64_t groups) {
+    Floats zero = rule.middle ? splat(rule.half) : Floats{};
+    if (kind == Kind::ASYMMETRIC) zero = winner.offset;
+    Products sums;
     for (int64_t at = 0; at < rule.size; at += LANES) {
         Bytes columns[LANES];
         each<LANES>([&](auto k) ALWAYS {
-            Floats code = code_of<has_offset>(rule, work[at + k], winner) - lowest;
-            columns[k] = converted<Bytes>(converted<Ints>(code));
+            Floats code = code_of<kind>(rule, work[at + k], winner);
+            columns[k] = converted<Bytes>(converted<Ints>(code + zero));
+            if (kind != Kind::AFFINE && rule.gain) {
+                Doubles wide = converted<Doubles>(code);
+                sums.with_errors += converted<Doubles>(work[at + k] - code * winner.inner_scale) * wide;
+                sums.squares += wide * wide;
+            }
         });
         store_codes(columns, codes + at, rule.size, groups, LANES);
     }
+    return sums;
+}
+
+// Enlarge the scale of a winner, for the same codes, until the product of what is decoded and the weights is the energy
+// of the weights; `least` becomes the error that is then left.
+template <Kind kind>
+INLINE Candidate enlarged(const Rule& rule, const Extent& extent, const Candidate& winner, const Products& sums,
+                          Doubles energy, Doubles& least) {
+    Doubles inner = converted<Doubles>(winner.inner_scale);
+    Doubles product = inner * (sums.with_errors + inner * sums.squares);
+    auto grows = (product > 0.0) & (least > 0.0) & ~converted<Longs>(extent.huge);
+    Doubles gain = energy / choose<Doubles>(grows, product, splat<Doubles>(1.0));
+    gain = minimum(maximum(gain, splat<Doubles>(1.0)), splat<Doubles>(LARGEST_GAIN));
+    Floats scale = storable_scale(converted<Floats>(converted<Doubles>(winner.scale) * gain), rule.dtype);
+    scale = choose<Floats>(converted<Truths>(grows), scale, winner.scale);
+    Candidate larger = candidate_of<kind>(extent, scale, winner.offset);
+    Doubles growth = converted<Doubles>(larger.inner_scale) - inner;
+    least += choose<Doubles>(grows, growth * (growth * sums.squares - 2.0 * sums.with_errors), Doubles{});
+    return larger;
 }
 
 // Fit sixteen groups, or fewer.
-template <bool has_offset>
+template <Kind kind>
 Result fit_sixteen(const float* values, int64_t groups, const Rule& rule, uint8_t* codes) {
     Floats work[MOST_WEIGHTS];
-    Extent extent = load_groups<has_offset>(values, groups, rule, work);
+    Extent extent = load_groups<kind>(values, groups, rule, work);
     Candidate candidates[CANDIDATES];
-    find_candidates<has_offset>(rule, extent, work, candidates);
-    Squares sums = measured<has_offset>(rule, work, candidates);
+    find_candidates<kind>(rule, extent, work, candidates);
+    Squares sums = measured<kind>(rule, work, candidates);
     Doubles least, up = converted<Doubles>(extent.up);
-    Candidate winner = winner_of(extent, candidates, sums, least);
-    encode<has_offset>(rule, work, winner, codes, groups);
+    Candidate winner = winner_of<kind>(extent, candidates, sums, least);
+    Products products = encode<kind>(rule, work, winner, codes, groups);
+    if (kind != Kind::AFFINE && rule.gain) {
+        winner = enlarged<kind>(rule, extent, winner, products, sums.energy, least);
+    }
     return {winner.scale, winner.offset, sums.energy * up * up, least * up * up};
 }
 
 }  // namespace
 
 // values: [groups, size], where 16 divides the size, which is at most MOST_WEIGHTS. settings: see Rule. codes: u8
-// [groups, size], counted from 0. scales, offsets: [groups], BF16 numbers. energies, errors: [groups], the sums of
-// squares of the weights and of their errors. bits: 2 to 8. symmetric: without an offset; codes then count from the
-// middle.
+// [groups, size], counted from 0. scales, offsets: [groups], numbers of the dtype, BF16 or F16; the offsets of
+// ASYMMETRIC are the codes that stand for 0. energies, errors: [groups], the sums of squares of the weights and of their
+// errors. bits: 2 to 8. kind: of Kind; codes of SYMMETRIC count from the middle. gain: see Rule; not of AFFINE.
 void pqweights::fit(const float* values, const float* settings, uint8_t* codes, float* scales, float* offsets,
-                    double* energies, double* errors, int64_t groups, int64_t size, int64_t bits, int64_t symmetric,
-                    int64_t middle) {
+                    double* energies, double* errors, int64_t groups, int64_t size, int64_t bits, int64_t kind,
+                    int64_t middle, int64_t gain, int64_t dtype) {
+    constexpr auto symmetric = Kind::SYMMETRIC, asymmetric = Kind::ASYMMETRIC;
     const float half = float(1 << (bits - 1));
-    const Rule rule = {size, half, half * 2.0f - 1.0f, middle || symmetric, settings};
+    const Rule rule = {
+        size, half, half * 2.0f - 1.0f, middle || Kind(kind) == symmetric, gain != 0, Dtype(dtype), settings};
     for (int64_t first = 0; first < groups; first += LANES) {
         const int64_t left = groups - first, at = first * size;
-        Result found = symmetric ? fit_sixteen<false>(values + at, left, rule, codes + at)
-                                 : fit_sixteen<true>(values + at, left, rule, codes + at);
+        Result found = Kind(kind) == symmetric    ? fit_sixteen<symmetric>(values + at, left, rule, codes + at)
+                       : Kind(kind) == asymmetric ? fit_sixteen<asymmetric>(values + at, left, rule, codes + at)
+                                                  : fit_sixteen<Kind::AFFINE>(values + at, left, rule, codes + at);
         found.write(scales, offsets, energies, errors, first, left);
     }
 }

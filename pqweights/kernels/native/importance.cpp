@@ -2,7 +2,8 @@
 //
 // Rows of weights are in the lanes. The search begins with shares of the given range, which move to the weighted mean
 // as they get smaller: weights that are large but hardly count must not stretch it. From each, a few steps alternate
-// between codes and the weighted least-squares fit to them; the best after rounding to BF16 is kept.
+// between codes and the weighted least-squares fit to them; the best after rounding to BF16 or F16 is kept. If 0 must
+// be a code, further steps fit the scale alone with either of the two codes between which it then lies.
 #include "conversions.hpp"
 #include "group_fitting.hpp"
 #include "interface.hpp"
@@ -20,7 +21,8 @@ struct Group {
     const int64_t* columns;
     int64_t size;
     float lowest, highest;
-    bool symmetric;
+    Kind kind;
+    Dtype dtype;
 
     // body(weights, importance) for each column.
     template <class Body>
@@ -55,21 +57,37 @@ INLINE Floats weighted_mean(const Group& group, float total) {
     return sum / total;
 }
 
-// The weighted least-squares scale and offset for the codes that these give.
-INLINE Chain stepped(const Group& group, Chain at, float total) {
+// The sums over the codes that a scale and an offset give, counted from the code `start`.
+INLINE CodeSums sums_of(const Group& group, const Chain& at, Floats start) {
     CodeSums sums;
     group.over([&](Floats w, float factor) ALWAYS {
-        Floats code = group.code(w, at), weighted = factor * code;
+        Floats code = group.code(w, at) - start, weighted = factor * code;
         sums.c += weighted;
         sums.w += factor * w;
         sums.cc += weighted * code;
         sums.cw += weighted * w;
     });
-    Floats mean = group.symmetric ? Floats{} : sums.c / total;
-    CodeLine line = code_line(sums, mean);
+    return sums;
+}
+
+// A line, where the codes determine it.
+INLINE Chain usable_or(const Chain& at, const CodeLine& line, Floats zero, float total) {
     Truths usable = (line.spread > 1e-6f * total) & (line.slope != 0.0f) & (magnitude(line.slope) < 1e30f);
-    Floats zero = group.symmetric ? Floats{} : sums.w / total - line.slope * mean;
     return {choose<Floats>(usable, line.slope, at.scale), choose<Floats>(usable, zero, at.zero)};
+}
+
+// The weighted least-squares scale and offset for the codes that these give.
+INLINE Chain stepped(const Group& group, const Chain& at, float total) {
+    CodeSums sums = sums_of(group, at, Floats{});
+    Floats mean = sums.c / total;
+    CodeLine line = code_line(sums, mean);
+    return usable_or(at, line, sums.w / total - line.slope * mean, total);
+}
+
+// The same with a code that stands for 0.
+INLINE Chain stepped_from_zero(const Group& group, const Chain& at, Floats code, float total) {
+    CodeLine line = code_line(sums_of(group, at, code), Floats{});
+    return usable_or(at, line, Floats{} - code * line.slope, total);
 }
 
 // Where the search begins with a share of the given range.
@@ -77,7 +95,27 @@ INLINE Chain started(const Group& group, const Chain& given, Floats mean, float 
     const float middle = (group.lowest + group.highest) / 2;
     Floats scale = given.scale * share, center = given.zero + middle * given.scale;
     center = mean + (center - mean) * (share < 1 ? share : 1.0f);
-    return {scale, group.symmetric ? given.zero : center - middle * scale};
+    return {scale, group.kind == Kind::SYMMETRIC ? given.zero : center - middle * scale};
+}
+
+// Keep a scale and an offset that were rounded, if they err less than the best so far.
+INLINE void keep_better(const Group& group, const Chain& chain, Fit& best) {
+    Floats error = error_of(group, chain);
+    best.replace((error < best.error) & (chain.scale != 0.0f), {error, chain.scale, chain.zero});
+}
+
+// Try the two codes for 0 that are next to where a chain has it; its range is extended to 0 first.
+INLINE void try_zeros(const Group& group, const Chain& chain, float total, Fit& best) {
+    Floats lowest = minimum(chain.zero, Floats{});
+    Floats highest = maximum(chain.zero + group.highest * chain.scale, Floats{});
+    Floats scale = (highest - lowest) / group.highest, below = floor(-lowest / scale);
+    for (float step : {0.0f, 1.0f}) {
+        Floats code = nearest_code(below + step, group.lowest, group.highest);
+        Chain own = {scale, -code * scale};
+        for (int step = 0; step < STEPS; step++) own = stepped_from_zero(group, own, code, total);
+        Floats kept = nearest_short(own.scale, group.dtype);
+        keep_better(group, {kept, -code * kept}, best);
+    }
 }
 
 // The best of what the search finds and what is given.
@@ -87,10 +125,15 @@ Chain searched(const Group& group, Chain given) {
     Fit best = {error_of(group, given), given.scale, given.zero};
     for (int share : SHARES) {
         Chain chain = started(group, given, mean, float(share) / 16);
-        for (int step = 0; step < STEPS; step++) chain = stepped(group, chain, total);
-        chain = {nearest_bf16(chain.scale), nearest_bf16(chain.zero)};
-        Floats error = error_of(group, chain);
-        best.replace((error < best.error) & (chain.scale != 0.0f), {error, chain.scale, chain.zero});
+        for (int step = 0; step < STEPS; step++) {
+            chain = group.kind == Kind::SYMMETRIC ? stepped_from_zero(group, chain, Floats{}, total)
+                                                  : stepped(group, chain, total);
+        }
+        if (group.kind == Kind::ASYMMETRIC) {
+            try_zeros(group, chain, total, best);
+        } else {
+            keep_better(group, {nearest_short(chain.scale, group.dtype), nearest_short(chain.zero, group.dtype)}, best);
+        }
     }
     return {best.scale, best.zero};
 }
@@ -99,16 +142,18 @@ Chain searched(const Group& group, Chain given) {
 
 // weights: [tiles, size, TILE]. importance: [size], positive, in the order of the weights. position: [size], where in
 // that order each column is. scales, offsets: [tiles, size / group_size, TILE], replaced by those of smaller weighted
-// error where the search finds some. lowest, highest: the range of the codes. symmetric: offsets are 0.
+// error where the search finds some. lowest, highest: the range of the codes. kind: of Kind; offsets of SYMMETRIC are
+// 0, those of ASYMMETRIC the negatives of codes times the scales, and codes count from 0. dtype: of the scales, and of
+// the offsets of AFFINE.
 void pqweights::fit_by_importance(const float* weights, const float* importance, const int64_t* position,
                                   float* scales, float* offsets, int64_t size, int64_t tiles, int64_t group_size,
-                                  int64_t lowest, int64_t highest, int64_t symmetric) {
+                                  int64_t lowest, int64_t highest, int64_t kind, int64_t dtype) {
     const int64_t groups = size / group_size;
     for (int64_t part = 0; part < tiles * groups * TILE_VECTORS; part++) {
         const int64_t lane = part % TILE_VECTORS * LANES, group = part / TILE_VECTORS % groups;
         const int64_t tile = part / TILE_VECTORS / groups, at = part * LANES;
         const Group of = {weights + tile * size * TILE + lane, importance, position + group * group_size, group_size,
-                          float(lowest), float(highest), symmetric != 0};
+                          float(lowest), float(highest), Kind(kind), Dtype(dtype)};
         Chain found = searched(of, {load<Floats>(scales + at), load<Floats>(offsets + at)});
         store(found.scale, scales + at);
         store(found.zero, offsets + at);

@@ -314,6 +314,8 @@ INLINE Floats magnitude(Floats x) { return floats(bits(x) & 0x7FFFFFFF); }
 // The nearest integer, ties to even.
 INLINE Floats rint(Floats x) { return __builtin_elementwise_rint(x); }
 
+INLINE Floats floor(Floats x) { return __builtin_elementwise_floor(x); }
+
 INLINE Floats square_root(Floats x) { return __builtin_elementwise_sqrt(x); }
 
 // The sum of a power of two of vectors, by adding the upper half to the lower one until one vector is left.
