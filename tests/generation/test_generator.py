@@ -97,6 +97,22 @@ def test_families_give_the_tokens_of_transformers(name, tmp_path):
     assert model.stepper.read_tokens in (len(longer), 4)
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_k": 40, "top_p": 0.8}])
+def test_samples_are_as_frequent_as_the_processors_of_transformers_say(cut, work):
+    model, count = open_model(work / "babbler"), 800
+    with torch.no_grad():
+        model.net.get_input_embeddings().weight.fill_(1)  # the logits are then the same after any tokens
+        scores = model.net(torch.tensor(PROMPT)[None]).logits[:, -1] / 8
+    if cut:
+        scores = transformers.TopKLogitsWarper(cut["top_k"])(None, scores)
+        scores = transformers.TopPLogitsWarper(cut["top_p"])(None, scores)
+    expected = count * scores.softmax(-1)[0].numpy()
+    tokens = continued(model.stepper, PROMPT, count, temperature=8.0, seed=1, **cut)
+    found = np.bincount(tokens, minlength=len(expected))
+    assert not found[expected == 0].any()
+    assert (abs(found - expected) < 4 * np.sqrt(expected) + 1).all()
+
+
 def test_what_prompts_have_in_common_is_not_read_again(work):
     stepper = open_model(work / "babbler").stepper
     continued(stepper, PROMPT, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from pqweights.errors import GenerationError, SourceError
 from pqweights.gguf.contents import GgufContents
 from pqweights.inference.runtimes.llama_library import library, load
-from pqweights.inference.runtimes.steps import Continuation, Stepper, TokenChoice, nan_error
+from pqweights.inference.runtimes.steps import Continuation, OnToken, Stepper, TokenChoice, nan_error
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.rewrite.task import usable_cores
 
@@ -83,19 +82,20 @@ class LlamaRun(Stepper):
         end = self._llama.llama_memory_seq_pos_max(memory, 0) + 1
         return bool(self._llama.llama_memory_seq_rm(memory, 0, end - count, -1))
 
-    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: Callable[[int], object]) -> int | None:
+    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: OnToken) -> Ids:
         sampler = self._sampler(wanted.choice)
         try:
-            tokens = ids[kept:]
-            for count in range(wanted.most):
-                if np.isnan(self._read(tokens, len(ids) + count - len(tokens), 1)).any():
+            held, tokens = ids[:kept], ids[kept:]
+            for _ in range(wanted.most):
+                if np.isnan(self._read(tokens, len(held), 1)).any():
                     raise nan_error()
+                held = np.append(held, tokens)
                 token = int(self._llama.llama_sampler_sample(sampler, self._held.context, -1))
                 on_token(token)
                 if token in wanted.ends:
                     break
                 tokens = np.array([token], dtype=np.int64)
-            return count  # the last token is not read
+            return held
         finally:
             self._llama.llama_sampler_free(sampler)
 
