@@ -19,6 +19,8 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "pqweights" / "kernels" / "native"
 LIBRARIES = SOURCES / "lib"
+# Nearly all sources begin with it; its names of instructions take half a second to read.
+SHARED_HEADER = SOURCES / "lanes.hpp"
 OBJECTS = Path(os.environ.get("PQWEIGHTS_OBJECTS") or ROOT / "build" / "kernels")
 
 # The levels of processors of each kind, best last -> zig's name of the processor
@@ -38,6 +42,16 @@ LEVELS = {
     },
     "aarch64": {"aarch64": "generic"},
 }
+# What VBMI, VBMI2 and VNNI make faster; the other sources have the same objects at the last level as at x86-64-v4.
+FASTER_WITH_VNNI = ("polar_scores.cpp", "products.cpp", "scalar_encoding.cpp")
+
+
+class Job(NamedTuple):
+    """A source to be compiled to an object, by a command to which the names of both are added."""
+
+    command: list[str]
+    source: Path
+    object: Path
 
 
 class Target(NamedTuple):
@@ -124,7 +138,8 @@ class Compiler:
         """The command that links objects to a library; `zig c++` would build the C++ library first, for minutes."""
         if self._clang is not None:
             return [*self._clang, "-shared", "-nostdlib++"]
-        return [*self.zig("cc"), "-shared", "-s"]
+        # Without the last two, zig first compiles what sanitizers and wide integers need, for each target.
+        return [*self.zig("cc"), "-shared", "-s", "-O2", "-rtlib=none"]
 
     def zig(self, tool: str) -> list[str]:
         """The beginning of a command of zig."""
@@ -163,20 +178,20 @@ def compiled(wanted: dict[Compiler, list[str]]) -> list[dict[str, list[Path]]]:
     """The objects of each level of each compiler, compiled unless they are there."""
     known = [objects_of(compiler, levels) for compiler, levels in wanted.items()]
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    run_all([job for _, jobs in known for job in jobs])
+    compile_all([job for _, jobs in known for job in jobs])
     return [objects for objects, _ in known]
 
 
-def objects_of(compiler: Compiler, levels: list[str]) -> tuple[dict[str, list[Path]], list[tuple[list[str], Path]]]:
-    """The objects of each level, and the commands that make those of them that are not there."""
+def objects_of(compiler: Compiler, levels: list[str]) -> tuple[dict[str, list[Path]], list[Job]]:
+    """The objects of each level, and how to make those of them that are not there."""
     headers = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("*.inc")]))
     own_flags = {"level.cpp": "-DPQWEIGHTS_LEVEL={level}", "interface.cpp": '-DPQWEIGHTS_SOURCES="{digest}"'}
     digest = _sources_module().sources_digest()
-    jobs, objects = list[tuple[list[str], Path]](), {level: list[Path]() for level in levels}
+    jobs, objects = dict[Path, Job](), {level: list[Path]() for level in levels}
     for level in levels:
         number = list(LEVELS[compiler.kind]).index(level) + 2  # of level.cpp
         for source in sorted(SOURCES.glob("*.cpp")):
-            command = compiler.compile(None if source.name == "level.cpp" else level)
+            command = compiler.compile(_level_of_source(source.name, level))
             if source.name in own_flags:
                 command.append(own_flags[source.name].format(level=number, digest=digest))
             # Not where the compiler is: a build in an environment of its own makes the same objects.
@@ -185,14 +200,30 @@ def objects_of(compiler: Compiler, levels: list[str]) -> tuple[dict[str, list[Pa
             path = OBJECTS / f"{source.stem}-{key}.o"
             objects[level].append(path)
             if not path.exists():
-                jobs.append(([*command, "-c", str(source)], path))
-    return objects, jobs
+                jobs[path] = Job(command, source, path)
+    return objects, list(jobs.values())
 
 
-def run_all(jobs: list[tuple[list[str], Path]]) -> None:
-    """Run commands that write a file each, on all cores."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: run_to(*job), jobs))
+def _level_of_source(name: str, level: str) -> str | None:
+    """The level that a source is compiled for as a part of the library of a level. None: see Compiler.compile."""
+    if name == "level.cpp":
+        return None
+    return "x86-64-v4" if level == "x86-64-v4-vnni" and name not in FASTER_WITH_VNNI else level
+
+
+def compile_all(jobs: list[Job]) -> None:
+    """Compile on all cores. What takes longest to read is compiled once for all sources with the same options."""
+    counts = Counter(tuple(job.command) for job in jobs)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        shared = {command: Path(folder, f"{i}.pch") for i, command in enumerate(counts) if counts[command] > 1}
+        list(pool.map(lambda each: run_to([*each[0], "-x", "c++-header", str(SHARED_HEADER)], each[1]), shared.items()))
+
+        def compile_one(job: Job) -> None:
+            header = shared.get(tuple(job.command))
+            including = ["-include-pch", str(header)] if header else []
+            run_to([*job.command, *including, "-c", str(job.source)], job.object)
+
+        list(pool.map(compile_one, jobs))
 
 
 def run_to(command: list[str], path: Path) -> None:

@@ -175,7 +175,7 @@ def test_what_did_not_change_is_not_compiled_again(
     python.chmod(0o755)
     compiled: list[Any] = []
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(build_kernels, "run_all", compiled.extend)
+    monkeypatch.setattr(build_kernels, "compile_all", compiled.extend)
     build_kernels.compiled({build_kernels.Compiler(build_kernels.own_target()): LEVELS})
     assert compiled == []
 

@@ -1,8 +1,9 @@
 // Calls kernels for another process, which sends arguments to stdin and reads from stdout what was written: so kernels
 // run on an emulated processor, or with sanitizers, which watch the memory of exactly its size that each array gets.
 // kernel_runner.py is the other side.
+#include <unistd.h>
+
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -15,7 +16,21 @@ namespace {
 constexpr int MOST_ARGUMENTS = 64;
 
 void receive(void* to, size_t size) {
-    if (size && fread(to, 1, size, stdin) != size) exit(0);  // the other side has gone
+    while (size) {
+        const ssize_t count = read(STDIN_FILENO, to, size);
+        if (count <= 0) _exit(0);  // the other side has gone
+        to = (char*)to + count;
+        size -= count;
+    }
+}
+
+void send(const void* from, size_t size) {
+    while (size) {
+        const ssize_t count = write(STDOUT_FILENO, from, size);
+        if (count <= 0) _exit(0);
+        from = (const char*)from + count;
+        size -= count;
+    }
 }
 
 template <class T>
@@ -28,7 +43,7 @@ T received() {
 const pqweights::Kernel& kernel_of(const char* name) {
     const pqweights::Kernel* kernel = pqweights_kernels();
     while (kernel->name && strcmp(kernel->name, name)) kernel++;
-    if (!kernel->name) exit(2);
+    if (!kernel->name) _exit(2);
     return *kernel;
 }
 
@@ -51,9 +66,8 @@ int main() {
         kernel.call(slots);
         for (int i = 0; kernel.types[i]; i++) {
             if (sizes[i] < 0) continue;
-            if (kernel.types[i][0] == 'w') fwrite(slots[i].address, 1, sizes[i], stdout);
+            if (kernel.types[i][0] == 'w') send(slots[i].address, sizes[i]);
             free(slots[i].address);
         }
-        fflush(stdout);
     }
 }
