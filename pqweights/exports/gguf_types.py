@@ -97,8 +97,15 @@ PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32}
 F16_ERROR = 1e-8
 # What the headers of further files and the padding of tensors may take of a target size.
 RESERVED_BYTES = 4096
-# The types from which a file of a given size is made.
-CANDIDATES = (*(name for name in BLOCK_TYPES if name not in ("Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")), "F16")
+
+
+def candidates(*, imatrix: bool) -> tuple[str, ...]:
+    """Return the types from which a file of a given size is made.
+
+    Grids have the least errors for their size, but channels that are outliers spoil them unless errors are weighed.
+    """
+    narrow = ("IQ3_S", "IQ3_XXS", "IQ2_S") if imatrix else ("Q3_K", "Q2_K")
+    return ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", *narrow, "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "F16")
 
 
 class TypeChoice(NamedTuple):
@@ -142,8 +149,8 @@ def chosen_types(
         )
     if options.target_size is None:
         return result
-    known = _sensitivity(options, fingerprint)
-    return result | _within(options.target_size, model, checkpoint, chosen=result, free=free, known=known)
+    known, types = _sensitivity(options, fingerprint), candidates(imatrix=imatrix)
+    return result | _within(options.target_size, model, checkpoint, types=types, chosen=result, free=free, known=known)
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
@@ -194,11 +201,12 @@ def _within(
     model: GgufModel,
     checkpoint: Checkpoint,
     *,
+    types: Sequence[str],
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
     known: Sensitivity | None,
 ) -> dict[str, TypeChoice]:
-    """Choose types for the free tensors, so that the predicted rise of the loss is least within a size."""
+    """Choose of some types for the free tensors, so that the predicted rise of the loss is least within a size."""
     stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
     # The header does not depend on the types.
     tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
@@ -213,7 +221,7 @@ def _within(
     groups = groups_of(checkpoint, list(roles.items()))
     alphas, _ = alphas_for(groups, roles=roles, known=known)
     members = {name: [tensor for source in names for tensor in sources[source]] for name, names in groups.items()}
-    choices = [[_choice(type_name, members[name], alphas[name]) for type_name in CANDIDATES] for name in groups]
+    choices = [[_choice(type_name, members[name], alphas[name]) for type_name in types] for name in groups]
     solution = solve(choices, target_bytes - overhead)
     if solution is None:
         least = overhead + cheapest(choices)
@@ -221,7 +229,7 @@ def _within(
     result = {}
     for name, number in zip(groups, solution.choices, strict=True):
         for tensor in members[name]:
-            result[tensor.name] = _fitted(tensor, CANDIDATES[number], f"chosen for {target_bytes} bytes")
+            result[tensor.name] = _fitted(tensor, types[number], f"chosen for {target_bytes} bytes")
     return result
 
 
