@@ -40,6 +40,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "encode_trellis": (0,),
     "encode_gguf_affine": (1, 2),
     "encode_gguf_symmetric": (1, 2),
+    "encode_gguf_grids": (1, 2),
     "fit": (0,),
     "round": (0,),
     "fit_floats": (0, 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,16 @@ from pqweights.exports.target import (
     PlannedMaster,
     one_of,
 )
-from pqweights.gguf.mixes import MIXES, PLAIN_TYPES, Mix, fitting_type
+from pqweights.gguf.mixes import (
+    EMBEDDING,
+    MIXES,
+    OUTPUT,
+    PLAIN_TYPES,
+    WANT_IMPORTANCE,
+    Mix,
+    fitting_type,
+    role_of,
+)
 from pqweights.gguf.model import (
     ALIGNMENT,
     FilePart,
@@ -198,10 +207,21 @@ class Gguf:
             left_out=model.left_out,
             metadata={},
             plain_dtype=None,
-            warnings=model.notes,
+            warnings=model.notes if self.weighed else (*model.notes, *_wanting(types)),
             container=output.container,
             small_files=output.small_files,
             companions=output.companions,
+        )
+
+
+def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
+    """Yield a warning of types that llama.cpp makes with importances only."""
+    matrices = [choice.type for name, choice in types.items() if role_of(name) not in (OUTPUT, EMBEDDING)]
+    wanting = [name for name in WANT_IMPORTANCE if name in matrices]
+    if wanting:
+        yield (
+            f"{', '.join(wanting)} without importances, which llama.cpp's own quantizer demands for such types: little "
+            "is left of a model with channels that are outliers; --calibration FILE weighs errors by the inputs"
         )
 
 

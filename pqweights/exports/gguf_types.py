@@ -78,8 +78,15 @@ def read_types(options: ExportOptions) -> TypeOptions:
 PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32}
 # What the headers of further files and the padding of tensors may take of a target size.
 RESERVED_BYTES = 4096
-# The types from which a file of a given size is made.
-CANDIDATES = (*(name for name in BLOCK_TYPES if name not in ("Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")), "F16")
+
+
+def candidates(*, imatrix: bool) -> tuple[str, ...]:
+    """Return the types from which a file of a given size is made.
+
+    Grids have the least errors for their size, but channels that are outliers spoil them unless errors are weighed.
+    """
+    narrow = ("IQ3_S", "IQ3_XXS", "IQ2_S") if imatrix else ("Q3_K", "Q2_K")
+    return ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", *narrow, "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "F16")
 
 
 class TypeChoice(NamedTuple):
@@ -115,7 +122,8 @@ def chosen_types(
             wanted, reason = "BF16" if rule.format == PLAIN else rule.format, f"rule {rule.pattern}"
         result[tensor.name] = _fitted(tensor, wanted, reason)
     options.assignment.check_used(used)
-    return result | _within(options.assignment, model, checkpoint, chosen=result, free=free)
+    types = candidates(imatrix=imatrix)
+    return result | _within(options.assignment, model, checkpoint, types=types, chosen=result, free=free)
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
@@ -160,10 +168,11 @@ def _within(
     model: GgufModel,
     checkpoint: Checkpoint,
     *,
+    types: Sequence[str],
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
 ) -> dict[str, TypeChoice]:
-    """Choose types for the free tensors, so that the predicted rise of the loss is least within the size, if any."""
+    """Choose of some types for the free tensors, so that the predicted rise of the loss is least within the size, if any."""
     if assignment.target_size is None:
         return {}
     stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
@@ -174,17 +183,17 @@ def _within(
     overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
     by_name, layers = {t.name: t for t in free}, Layers.of(checkpoint, {t.name: made_of(t)[0] for t in free})
     members = {layer: [by_name[name] for name in names] for layer, names in layers.members.items()}
-    candidates = {layer: [_candidate(type_name, of) for type_name in CANDIDATES] for layer, of in members.items()}
-    types = chosen_within(
+    possible = {layer: [_candidate(type_name, of) for type_name in types] for layer, of in members.items()}
+    found = chosen_within(
         assignment.target_size,
-        candidates,
+        possible,
         overhead=overhead,
         weights=layers.weights,
         roles=layers.roles,
         known=assignment.known(),
     )
     reason = f"chosen for {assignment.target_size} bytes"
-    return {tensor.name: _fitted(tensor, types[layer], reason) for layer, of in members.items() for tensor in of}
+    return {tensor.name: _fitted(tensor, found[layer], reason) for layer, of in members.items() for tensor in of}
 
 
 def _candidate(type_name: str, tensors: Sequence[LogicalTensor]) -> Candidate:

@@ -81,7 +81,7 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
 
 
 def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
-    """Blocks of a type, [blocks, block bytes], as the weights that llama.cpp makes of them: f32 [blocks, block size]."""
+    """Blocks of a type, [blocks, block bytes], as the weights that llama.cpp decodes: f32 [blocks, block size]."""
     import gguf
 
     if type_name == "Q1_0":  # the package lacks it
@@ -92,16 +92,15 @@ def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
 
 
 def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -> EncodedBlocks:
-    """A block has the scales of its groups, and then their codes, those of the first half of a group in the low bits."""
+    """A block has the scales of its groups, then their codes, those of the first half of a group in the low bits."""
     rule, flat = FLOATS[kind.name], values.reshape(-1)
     groups = rule.quantize(flat) if importance is None else rule.quantize_weighted(flat, importance)
-    blocks, half = values.size // kind.block_size, rule.group_size // 2
+    in_block, half = kind.block_size // rule.group_size, rule.group_size // 2
     codes = groups.codes[:, :half] | groups.codes[:, half:] << 4
-    scales = groups.scales.astype(np.uint8)
-    energies, errors = (
-        functools.reduce(np.add, sums.reshape(blocks, -1).T) for sums in (groups.energies, groups.errors)
-    )
-    data = np.concatenate([scales.reshape(blocks, -1), codes.reshape(blocks, -1)], axis=1)
+    scales = groups.scales.astype(np.uint8).reshape(-1, in_block)
+    squares = (numbers.reshape(-1, in_block).T for numbers in (groups.energies, groups.errors))
+    energies, errors = (functools.reduce(np.add, of_groups) for of_groups in squares)
+    data = np.concatenate([scales, codes.reshape(len(scales), in_block * half)], axis=1)
     return EncodedBlocks(data=data, energies=energies, errors=errors)
 
 

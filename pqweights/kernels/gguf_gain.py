@@ -19,7 +19,7 @@ from pqweights.kernels.gguf_encoding import EncodedBlocks
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# Where the F16 factors of a block lie, by type. Types of more bits lose less than these factors resolve.
+# Where the F16 factors of a block lie, by type. Others have none, or lose less than these resolve.
 FACTORS = {
     "Q5_K": (0, 2),
     "Q5_1": (0, 2),
@@ -90,23 +90,21 @@ def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None =
     np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
     data = blocks.data.copy()
     for at in FACTORS[type_name]:
-        if type_name == "IQ1_M":
-            words = np.ascontiguousarray(data[:, at : at + 8]).view("<u2")
-            factors = np.bitwise_or.reduce(words >> 12 << _PLACES, axis=1, keepdims=True).view("<f2")
-            data[:, at : at + 8] = (words & 0xFFF | _enlarged(factors, gains).view("<u2") >> _PLACES << 12).view(
-                np.uint8
-            )
-        else:
-            factors = np.ascontiguousarray(data[:, at : at + 2]).view("<f2")
-            data[:, at : at + 2] = _enlarged(factors, gains).view(np.uint8)
+        _enlarge(data, at, gains, spread=type_name == "IQ1_M")
     errors = energies - 2 * gains * found.products + gains * gains * found.squares
     return EncodedBlocks(data=data, energies=energies, errors=np.where(held, errors, blocks.errors))
 
 
-# The bits of the factor of IQ1_M that lie above the scales in each of four words.
-_PLACES = np.array([0, 4, 8, 12], dtype=np.uint16)
+def _enlarge(data: npt.NDArray[np.uint8], at: int, gains: Doubles, *, spread: bool) -> None:
+    """Multiply the F16 factors that begin at a byte of each block, and saturate them.
 
-
-def _enlarged(factors: npt.NDArray[np.float16], gains: Doubles) -> npt.NDArray[np.float16]:
-    """Return F16 factors [blocks, 1] times the gain of each block, saturated."""
-    return np.clip(factors.astype(np.float32) * gains[:, None], -LARGEST_F16, LARGEST_F16).astype("<f2")
+    spread: whether the highest four bits of four words hold one, the lowest bits of it in the first
+    """
+    places = np.array([0, 4, 8, 12], dtype=np.uint16)
+    words = np.ascontiguousarray(data[:, at : at + (8 if spread else 2)]).view("<u2")
+    factors = np.bitwise_or.reduce(words >> 12 << places, axis=1, keepdims=True) if spread else words
+    products = np.clip(factors.view("<f2").astype(np.float32) * gains[:, None], -LARGEST_F16, LARGEST_F16)
+    enlarged = products.astype("<f2").view("<u2")
+    data[:, at : at + 2 * words.shape[1]] = (words & 0xFFF | enlarged >> places << 12 if spread else enlarged).view(
+        np.uint8
+    )

@@ -14,11 +14,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import gguf_cases
+import torch
 from external_runtimes import need
-from gguf_cases import CASES
+from gguf_cases import CASES, Case
 from gguf_files import write_gguf
 
 from pqweights.inference.runtimes.models import open_model
+from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 need("llama.cpp")
 
@@ -49,3 +52,19 @@ def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) ->
 )
 def test_llama_cpp_predicts_what_transformers_does_in_half_precision(name: str, dtype: str, tmp_path: Path) -> None:
     assert difference(name, dtype, tmp_path) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_llama_cpp_computes_with_the_weights_that_blocks_decode_to(kind: str, tmp_path: Path) -> None:
+    """The rows of q and k move in the file, and blocks are parts of rows."""
+    case = Case(name="Llama", settings={"hidden_size": 256, "intermediate_size": 512})
+    model, ids = gguf_cases.saved(case, tmp_path), gguf_cases.token_ids(40)
+    found = open_model(write_gguf(tmp_path, kind)).logits(np.array(ids), len(ids))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                blocks = encode_blocks(kind, parameter.numpy(), None)
+                parameter.copy_(torch.from_numpy(decode_blocks(kind, blocks.data).reshape(parameter.shape)))
+    expected = gguf_cases.logits(model, ids)
+    # It rounds inputs of matrices to 8 bits.
+    assert np.sqrt(np.mean(np.square(found - expected))) < 0.08 * expected.std()

@@ -12,6 +12,8 @@ from tiny_gguf import finish
 
 from pqweights.checkpoint.source import open_local
 from pqweights.gguf.model import GgufModel, gguf_model
+from pqweights.kernels.gguf_encoding import encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 ROWS = 64
@@ -70,7 +72,7 @@ def metadata(model: GgufModel) -> dict[str, Any]:
 
 
 def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
-    """Write the model in a folder to a file in it; matrices get the dtype, everything else is F32."""
+    """Write the model in a folder to a file in it; matrices get the dtype or the type, everything else is F32."""
     model = converted(folder, name)
     path = folder / f"model-{dtype}.gguf"
     writer = gguf.GGUFWriter(path, model.architecture)
@@ -78,9 +80,13 @@ def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
         if key != gguf.Keys.General.ARCHITECTURE:
             items = None if item_kind is None else gguf.GGUFValueType(item_kind)
             writer.add_key_value(key, value, gguf.GGUFValueType(kind), items)
-    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_file_type(FILE_TYPES.get(dtype, 0))
     for tensor in model.tensors:
-        stored = gguf.GGMLQuantizationType[dtype if len(tensor.shape) > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values_of(tensor), stored), raw_dtype=stored)
+        stored, values = gguf.GGMLQuantizationType[dtype if len(tensor.shape) > 1 else "F32"], values_of(tensor)
+        if stored.name in BLOCK_TYPES:
+            data = encode_blocks(dtype, values, None).data.reshape(len(values), -1)
+        else:
+            data = gguf.quants.quantize(values, stored)
+        writer.add_tensor(tensor.name, data, raw_dtype=stored)
     finish(writer)
     return path

@@ -156,7 +156,7 @@ def fit_floats() -> Arrays:
 
 
 def encode_gguf(kernel: str) -> Arrays:
-    """Encode blocks of GGUF of every type with or without offsets, all columns alike and with unequal importance."""
+    """Encode blocks of GGUF of every type of a kernel, all columns alike and with unequal importance."""
     values = _hard_rows(512)
     for name in (name for name, search in SEARCHES.items() if search.kernel == kernel):
         for importance in (None, hard_weights.importance(512, unused=True)):
@@ -377,6 +377,7 @@ KERNELS: dict[str, Callable[[], Arrays]] = {
     "fit_floats": fit_floats,
     "encode_gguf_symmetric": lambda: encode_gguf("encode_gguf_symmetric"),
     "encode_gguf_affine": lambda: encode_gguf("encode_gguf_affine"),
+    "encode_gguf_grids": lambda: encode_gguf("encode_gguf_grids"),
     "rotate": rotate,
     "pack_bits": pack_bits,
     "pack_tiles": pack_tiles,

@@ -236,7 +236,8 @@ struct GridBlocks : Blocks<Format, weighted> {
     // The points nearest to the weights of a part at a scale, and their sums. They are kept in `codes`, and the shifts
     // in `signs`.
     INLINE PointSums nearest_points(int part, Floats scale) {
-        const Floats inverse = inverse_of(scale);
+        // Only where d is saturated, scales are smaller; the errors of points would then hardly differ.
+        const Floats inverse = minimum(inverse_of(scale), 64.0f / mean[part]);
         PointSums total;
         for (int point = part * PART_POINTS; point < (part + 1) * PART_POINTS; point += RUN) {
             if constexpr (SHIFTED) {
