@@ -176,7 +176,7 @@ class IntegerJob:
         return raw.view(np.float32)
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Round rows to codes, and measure their errors; a rule of the runtime's own gets 16 bits, as in the runtime."""
+        """Round rows to codes, and measure their errors; a rule of the runtime's gets 16 bits, as in the runtime."""
         rule = self._rounding.rule
         if rule.name == BEST:
             return rule.quantize(values)
