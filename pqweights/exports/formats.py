@@ -296,7 +296,7 @@ def _packed_along_rows(numbers: Bytes, bits: int) -> Bytes:
     padded = np.zeros((numbers.shape[1], aligned(len(numbers), WORD_ROWS)), dtype=np.uint8)
     padded[:, : len(numbers)] = numbers.T
     words = -(-len(numbers) * bits // 32)
-    return pack_bits(padded, bits).reshape(len(padded), -1)[:, : 4 * words]
+    return np.ascontiguousarray(pack_bits(padded, bits).reshape(len(padded), -1)[:, : 4 * words])
 
 
 def _as_columns(words: Bytes) -> Bytes:
