@@ -23,7 +23,7 @@ from pqweights.errors import SourceError
 from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import Rounding, Rule, Stays, StoredPiece
 from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import BEST, Groups
+from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.rewrite import jobs
@@ -171,7 +171,7 @@ class IntegerJob:
                 sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
         by_master = np.empty(0)
         if self._master is not None:
-            of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
+            of_master = self._enlarged(self._quantized(self._values(self._master, first, count, purpose="master")))
             by_master = _errors(values, of_master, self._rounding.rule)
         return RoundedChunk(
             columns=[piece for piece in pieces if piece.offset is None],
@@ -183,7 +183,7 @@ class IntegerJob:
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
-        return self._quantized(values), None
+        return self._enlarged(self._quantized(values)), None
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
         """Read whole rows as float32. purpose: of the thread's scratch memory."""
@@ -200,6 +200,11 @@ class IntegerJob:
         groups = rule.quantize(to_float32(from_float32(values, "BF16"), "BF16"))
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
+
+    def _enlarged(self, groups: Groups) -> Groups:
+        """Give groups of few bits the size of the weights, where errors are not compensated otherwise."""
+        rule = self._rounding.rule
+        return rule.enlarged(groups) if isinstance(rule, GroupRule) else groups
 
     def collect(self, result: RoundedChunk) -> None:
         """Keep the columns of a chunk, and add up its errors."""
