@@ -265,9 +265,12 @@ class CompensatedJob(_InformedJob):
 
     def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
         """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""
-        plain, vector, rule = self._quantized(values), self._sources[matrix], self._rounding.rule
-        if isinstance(vector, str) or not np.isfinite(plain.errors).all():
-            return self._enlarged(plain), None
+        vector, rule = self._sources[matrix], self._rounding.rule
+        if isinstance(vector, str):
+            return super()._round(matrix, values)
+        plain = self._quantized(values)
+        if not np.isfinite(plain.errors).all():
+            return plain, None
         assert isinstance(rule, GroupRule)
         ready = self._compensation.factor(vector, columns=self._compensation.columns(self._tensor, matrix))
         if ready is None:

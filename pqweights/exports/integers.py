@@ -171,8 +171,8 @@ class IntegerJob:
                 sink.write(piece.stored_name, piece.offset, piece.data.reshape(-1))
         by_master = np.empty(0)
         if self._master is not None:
-            of_master = self._enlarged(self._quantized(self._values(self._master, first, count, purpose="master")))
-            by_master = _errors(values, of_master, self._rounding.rule)
+            master_values = self._values(self._master, first, count, purpose="master")
+            by_master = _errors(values, self._enlarged(master_values), self._rounding.rule)
         return RoundedChunk(
             columns=[piece for piece in pieces if piece.offset is None],
             energies=groups.energies,
@@ -183,7 +183,7 @@ class IntegerJob:
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
-        return self._enlarged(self._quantized(values)), None
+        return self._enlarged(values), None
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
         """Read whole rows as float32. purpose: of the thread's scratch memory."""
@@ -201,10 +201,13 @@ class IntegerJob:
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
-    def _enlarged(self, groups: Groups) -> Groups:
-        """Give groups of few bits the size of the weights, where errors are not compensated otherwise."""
-        rule = self._rounding.rule
-        return rule.enlarged(groups) if isinstance(rule, GroupRule) else groups
+    def _enlarged(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Round rows that no compensation follows: codes of few bits get the size of the weights back."""
+        groups, rule = self._quantized(values), self._rounding.rule
+        if not isinstance(rule, GroupRule) or not np.isfinite(groups.errors).all():
+            return groups
+        larger = rule.enlarged(groups)
+        return groups if larger is groups else replace(larger, errors=_errors(values, larger, rule))
 
     def collect(self, result: RoundedChunk) -> None:
         """Keep the columns of a chunk, and add up its errors."""

@@ -91,7 +91,7 @@ class GroupRule:
     def enlarged(self, groups: Groups) -> Groups:
         """Groups of BEST whose decoded weights have, on average, the size of the weights: see gguf_gain.py.
 
-        The errors follow from those that were measured, up to the rounding of scales and offsets to BF16.
+        Their errors are for the caller to measure.
         """
         if self.rule != BEST or self.bits > MOST_BITS_ENLARGED:
             return groups
@@ -100,7 +100,7 @@ class GroupRule:
         np.divide(energies, left, out=gains, where=np.isfinite(energies) & (left > 0))
         np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
         scales, offsets = (_enlarged(numbers, gains) for numbers in (groups.scales, groups.offsets))
-        return replace(groups, scales=scales, offsets=offsets, errors=groups.errors + (gains - 1) ** 2 * left)
+        return replace(groups, scales=scales, offsets=offsets)
 
 
 def _enlarged(numbers: npt.NDArray[np.float32], gains: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
