@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # pip installs without compiling modules: of some forty thousand those that are imported are compiled, when they are.
 export PIP_COMPILE := 0
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -218,11 +218,14 @@ ablation: $(READY) ## MODEL=... TEXT=FILE: what rotation, levels, norms and AWQ 
 
 # Each calibrated tool has an environment of its own: they want other versions of transformers than the project.
 TOOL_llmcompressor := llmcompressor==0.14.0.1
-TOOL_autoround := auto-round==0.16.1
+# AutoRound stores some formats by compressed-tensors, which it does not install.
+TOOL_autoround := auto-round==0.16.1 compressed-tensors==0.20.0
 TOOL_gptqmodel := gptqmodel==7.6.0
+TOOL_modelopt := nvidia-modelopt==0.47.0 transformers accelerate requests
 TOOLS := llmcompressor autoround gptqmodel
+TOOLS_WITHOUT_DATA := llmcompressor autoround modelopt
 
-$(TOOLS:%=$(VENV)-%/.ready): $(VENV)-%/.ready:
+$(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%/.ready:
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
 	$(VENV)-$*/bin/python -m pip install --quiet "$(TORCH)" $(TOOL_$*)
@@ -232,6 +235,12 @@ bench-calibrated-env: $(READY) $(TOOLS:%=$(VENV)-%/.ready) ## install the tools 
 
 bench-calibrated: $(READY) ## MODELS="DIR ...": 4-bit exports beside GPTQ, AWQ, AutoRound, DWQ and HQQ of other tools
 	$(call BENCHMARK,calibrated) $(MODELS) --environments $(VENV) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-formats-env: $(READY) $(TOOLS_WITHOUT_DATA:%=$(VENV)-%/.ready) ## install the tools of bench-formats
+
+bench-formats: $(READY) ## MODELS="DIR ...": every format of the exports beside tools without data (ARGS="--ik LIBRARY")
+	$(call BENCHMARK,formats) $(MODELS) --environments $(VENV) $(ARGS)
 	$(REPORT)
 
 bench-hub: $(READY) ## over a Hub on the loopback: quantize by id with little disk, push, load; a plan of 430 GB; faults
@@ -307,4 +316,4 @@ fuzz: kernels ## FUZZ_SECONDS=600: the kernels with sanitizers (whose library g+
 	PYTHONPATH=tests/support:tools $(BIN)/python tests/fuzz_decoders.py --seconds $(FUZZ_SECONDS) $(ARGS)
 
 clean: ## remove the environments, what was built, and caches
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(TOOLS:%=$(VENV)-%) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/lib
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(patsubst %,$(VENV)-%,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/lib

@@ -252,6 +252,48 @@ class GgmlType:
         return values
 
 
+class _Memory(ctypes.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def ik_llama_cpp(library: Path, name: str) -> Quantizer:
+    """A type of ik_llama.cpp, whose rows may begin with a scale; importances are all 1."""
+    ggml = ctypes.CDLL(str(library))
+    ggml.ggml_type_name.restype, ggml.ggml_row_size.restype = ctypes.c_char_p, ctypes.c_size_t
+    ggml.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+    ggml.ggml_quantize_chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_Memory], ctypes.c_void_p
+    ggml.ggml_init(_Memory(1 << 16, None, False))  # fills its table of halves
+    kind = next(n for n in range(200) if (ggml.ggml_type_name(n) or b"").decode() == name)
+    ggml.ggml_quantize_init(kind)
+    row_decoder = ggml[f"dequantize_row_{name}"]
+    row_decoder.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+
+    def encode(weight: np.ndarray) -> tuple[Any, int]:
+        rows, columns = weight.shape
+        out, ones = np.zeros((rows, ggml.ggml_row_size(kind, columns)), np.uint8), np.ones(columns, np.float32)
+        ggml.ggml_quantize_chunk(kind, weight.ctypes.data, out.ctypes.data, 0, rows, columns, ones.ctypes.data)
+        return out, columns
+
+    def decode(encoded: tuple[Any, int]) -> np.ndarray:
+        values = np.empty((len(encoded[0]), encoded[1]), dtype=np.float32)
+        for row, to in zip(encoded[0], values, strict=True):
+            row_decoder(row.ctypes.data, to.ctypes.data, len(to))
+        return values
+
+    return Quantizer(
+        name=f"ik_llama.cpp {name.upper()}",
+        counted="blocks, and what comes before those of a row",
+        threading=POOL,
+        prepare=same,
+        encode=encode,
+        decode=decode,
+        stored_bits=lambda encoded: 8 * encoded[0].nbytes,
+    )
+
+
 def llama_cpp() -> list[Quantizer]:
     """llama.cpp's types, without an importance matrix; the IQ types also with one of all ones."""
     ggml = load_ggml()

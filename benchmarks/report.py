@@ -23,6 +23,7 @@ import calibrated
 import commands
 import exports
 import fit
+import formats
 import gguf_types
 import hub
 import kv_cache
@@ -61,6 +62,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "kv_speed_4096": kv_speed.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
+    "formats": formats.sections,
     "hub": hub.sections,
     "fit": fit.sections,
     "rates": rates.sections,

@@ -264,9 +264,11 @@ class CompensatedJob(_InformedJob):
 
     def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
         """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""
-        plain, _ = super()._round(matrix, values)
         vector, rule = self._sources[matrix], self._rounding.rule
-        if isinstance(vector, str) or not np.isfinite(plain.errors).all():
+        if isinstance(vector, str):
+            return super()._round(matrix, values)
+        plain = self._quantized(values)
+        if not np.isfinite(plain.errors).all():
             return plain, None
         assert isinstance(rule, GroupRule)
         ready = self._compensation.factor(vector, columns=self._compensation.columns(self._tensor, matrix))

@@ -160,13 +160,13 @@ class IntegerJob:
             (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
         measures: tuple[Doubles, ...] = (groups.energies, groups.errors)
         if self._master is not None:
-            of_master = self._quantized(self._values(self._master, first, count, purpose="master"))
-            measures = (*measures, _errors(values, of_master, self._rounding.rule))
+            master_values = self._values(self._master, first, count, purpose="master")
+            measures = (*measures, _errors(values, self._enlarged(master_values), self._rounding.rule))
         return RoundedChunk(measures, about)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
-        return self._quantized(values), None
+        return self._enlarged(values), None
 
     def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
         """Read whole rows as float32. purpose: of the thread's scratch memory."""
@@ -184,6 +184,14 @@ class IntegerJob:
         groups = rule.quantize(to_float32(from_float32(values, dtype), dtype))
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
+
+    def _enlarged(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Round rows that no compensation follows: codes of few bits get the size of the weights back."""
+        groups, rule = self._quantized(values), self._rounding.rule
+        if not isinstance(rule, GroupRule) or not np.isfinite(groups.errors).all():
+            return groups
+        larger = rule.enlarged(groups)
+        return groups if larger is groups else replace(larger, errors=_errors(values, larger, rule))
 
     def collect(self, result: RoundedChunk) -> None:
         """Add up the errors of a chunk."""

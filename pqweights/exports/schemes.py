@@ -16,9 +16,6 @@ from pqweights.kernels.groups import FloatRule, GroupRule
 CHANNEL = (1,)  # any row can be a group
 GROUPS, INTEGERS = (128, 64, 32), "pack-quantized"
 TILE = (128, 128)
-# Up to so many bits scales get the size of the weights back, which best codes make smaller: on a small Llama the KL
-# divergence falls by a quarter at 2 bits and by 6 % at 3, and hardly at 4.
-WITH_GAIN = 3
 
 
 class Dialect(enum.Enum):
@@ -131,7 +128,6 @@ class SchemeFormat:
             middle=not scheme.zeros,
             rule=name,
             zeros=scheme.zeros,
-            gain=name == BEST and scheme.bits <= WITH_GAIN,
             scale_dtype="F16" if scheme.dialect.halves else "BF16",
         )
         if scheme.floats is not None:

@@ -7,13 +7,14 @@ arithmetic. The only implementation is for the CPU, where integers are made even
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.common.dtypes import FLOAT4_VALUES, float8_table
+from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, to_float32
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
+from pqweights.kernels.gguf_gain import LARGEST_GAIN
 
 # How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does
 # (native/group_rules.cpp).
@@ -24,6 +25,9 @@ FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7}
 KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
+# Codes of so few bits lose so much of the size of the weights that models notice.
+MOST_BITS_ENLARGED = 3
+LARGEST_BF16 = 3.3895313892515355e38
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,6 +99,27 @@ class GroupRule:
             codes -= np.float32(2 ** (self.bits - 1))
         return codes * groups.scales[:, None] + groups.offsets[:, None]
 
+    def enlarged(self, groups: Groups) -> Groups:
+        """Groups of BEST whose decoded weights have, on average, the size of the weights: see gguf_gain.py.
+
+        Their errors are for the caller to measure.
+        """
+        if self.rule != BEST or self.bits > MOST_BITS_ENLARGED or self.zeros:
+            return groups
+        energies, left = groups.energies, groups.energies - groups.errors
+        gains = np.ones(len(energies))
+        np.divide(energies, left, out=gains, where=np.isfinite(energies) & (left > 0))
+        np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
+        scales, offsets = (_enlarged(numbers, gains) for numbers in (groups.scales, groups.offsets))
+        return replace(groups, scales=scales, offsets=offsets)
+
+
+def _enlarged(numbers: npt.NDArray[np.float32], gains: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """BF16 numbers after multiplication; those that are infinite stay so."""
+    most = np.where(np.isfinite(numbers), LARGEST_BF16, np.inf)
+    products = np.clip(numbers * gains, -most, most).astype(np.float32)
+    return to_float32(from_float32(products, "BF16"), "BF16")
+
 
 @dataclass(frozen=True)
 class FloatRule:
@@ -104,7 +129,7 @@ class FloatRule:
     formats specification 1.0, and NVFP4, whose unit is the scale of the whole tensor; mlx and MXFP4 have a unit of 1.
 
     kind: a key of FLOAT_MODES.
-    name: the rule: BEST, which fp8 has not, or that of a runtime, which knows no unit.
+    name: the rule: BEST, which fp8 has not, or that of a runtime.
     """
 
     kind: str
@@ -118,9 +143,10 @@ class FloatRule:
         result = _empty_groups(values, self.group_size)
         if self.name == BEST:
             fit_floats(values, None, result, kind=self.kind, unit=self.unit)
-        else:
-            round_groups(values, result, bits=self.bits, rule=FLOAT_MODES[self.kind])
-        return result
+            return result
+        round_groups(values / np.float32(self.unit), result, bits=self.bits, rule=FLOAT_MODES[self.kind])
+        squared = float(np.float32(self.unit)) ** 2
+        return replace(result, energies=result.energies * squared, errors=result.errors * squared)
 
     def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [rows * K] as short floats, by how much each column counts: [K], not negative."""

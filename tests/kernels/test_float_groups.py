@@ -112,3 +112,13 @@ def test_hard_weights_have_finite_numbers_and_no_larger_error_than_with_mlx(kind
     ours, theirs = (rule(kind, name).quantize(values) for name in (BEST, "mlx"))
     assert np.isfinite(rule(kind).decode(ours)).all() and np.isfinite(ours.errors).all()
     assert (ours.errors <= theirs.errors * 1.00001 + 1e-80).all()
+
+
+@pytest.mark.parametrize("unit", [1.0, 3e-3])
+def test_rule_of_a_runtime_counts_scales_in_units(unit: float) -> None:
+    values = weights("nvfp4")
+    groups = rule("nvfp4", "compressed-tensors", unit).quantize(values.reshape(-1))
+    errors = np.square(values - decoded("nvfp4", groups.codes, groups.scales, unit)).sum(axis=1)
+    assert np.allclose(groups.errors, errors, rtol=1e-4)
+    assert errors.sum() < 0.02 * groups.energies.sum()
+    assert groups.energies.sum() == pytest.approx(np.square(values, dtype=np.float64).sum(), rel=1e-6)

@@ -514,3 +514,32 @@ def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None
     exact = x.astype(np.float64) @ how.decode(groups).reshape(rows, columns).astype(np.float64).T
     difference = product.float().numpy() - exact
     assert np.linalg.norm(difference) <= 4e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_enlarged_groups_keep_the_size_of_products(kind: str, bits: int) -> None:
+    values = helpers.gaussian(200, 64, seed=3).astype(np.float32)
+    rule = best(kind, bits, 64)
+    before = rule.quantize(values.reshape(-1))
+    after = rule.enlarged(before)
+    sizes = [(values * rule.decode(groups)).sum(dtype=np.float64) / (values**2).sum() for groups in (before, after)]
+    assert sizes[0] < 0.98 and abs(sizes[1] - 1) < 0.002
+    assert np.array_equal(after.scales, nearest_bf16(after.scales))
+    errors = np.square(values - rule.decode(after), dtype=np.float64).sum()
+    assert before.errors.sum() < errors < 1.2 * before.errors.sum()
+
+
+def test_groups_of_more_bits_and_rules_of_runtimes_are_not_enlarged() -> None:
+    values = helpers.gaussian(20, 64, seed=3).astype(np.float32).reshape(-1)
+    for rule in (best("affine from 0", 4, 64), rule_of(3, 64, (False, False), "mlx")):
+        groups = rule.quantize(values)
+        assert rule.enlarged(groups) is groups
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("magnitude", [0.0, 3.3e38])
+def test_scales_do_not_overflow_when_enlarged(kind: str, magnitude: float) -> None:
+    rule, values = best(kind, 2, 64), np.linspace(-magnitude, magnitude, 64, dtype=np.float32)
+    enlarged = rule.enlarged(rule.quantize(values))
+    assert np.isfinite(enlarged.scales).all() and np.isfinite(enlarged.offsets).all()

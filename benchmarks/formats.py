@@ -1,0 +1,421 @@
+"""Every format of the exports beside the tools that make the same one without data: bits, errors, KL divergence.
+
+    python benchmarks/formats.py MODEL_DIR [MODEL_DIR...] --environments PREFIX [--ik LIBRARY] [--only FORMAT...]
+
+Each format is made of the linear layers of a model, from the original: by round-to-nearest as its runtime has it
+(`--qparams minmax`), by this project, and by the tools that benchmarks/format_peers.py calls. What is stored is
+decoded, and transformers computes with it in float32; embeddings and the head stay as they are, also where a format
+would take them, so that all formats are about the same weights. KL is KL(original || model) in nats per token on the
+first tokens of MODEL_DIR/eval.txt. Bits per weight count all that is stored for these weights. Relative MSE is
+||W - W'||^2 / ||W||^2 over them. Rounded inputs: compressed-tensors computes in transformers, and also rounds what
+layers read.
+
+A tool runs with PREFIX-TOOL/bin/python (`make bench-formats-env`), mlx-lm and torchao with this one. --ik is the
+libggml.so of ik-llama-cpp-python. With --only, a document in --out keeps its other rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peers
+from calibrated import Failed, gptq_weight, run
+from harness import Cell, Document, argument_parser, machine, now, publish, table
+from quality import measures, number, remembering
+
+import pqweights
+from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs import get_codec
+from pqweights.errors import PqweightsError
+from pqweights.exports.formats import BlockRule
+from pqweights.inference.runtimes.models import Model, open_model
+from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.kernels.groups import BEST, GroupRule
+from pqweights.quality.protocol import Windows, compare
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from export_decoders import Floats, Stored, from_torchao, from_vllm_format, values_of
+from helpers import as_float32
+
+RTN, OURS, ROUNDED, PLAIN = "round-to-nearest", "ours", "ours, rounded inputs", "ours, not enlarged"
+VLLM, MLX, TORCHAO, GGUF, TRELLIS = "vllm", "mlx", "torchao", "gguf", "master"
+LLAMA_CPP, IK = "llama.cpp", "ik_llama.cpp"
+# The tools of format_peers.py by what tables call them; the last two are in the project's own environment.
+FREE, AUTO_ROUND, MODELOPT, MLX_LM, AO = (
+    "model_free_ptq",
+    "AutoRound opt_rtn (with text)",
+    "ModelOpt",
+    "mlx-lm",
+    "torchao",
+)
+TOOLS = {FREE: "llmcompressor", AUTO_ROUND: "autoround", MODELOPT: "modelopt", MLX_LM: "mlx", AO: "torchao"}
+BOTH = ("minmax", "best")
+Weights = dict[str, Floats]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of a target.
+
+    element, group, scale: how weights are stored
+    seen: what was seen to compute with it, in the tests
+    peers: what others call it
+    rounded: the format that rounds what layers read as well
+    bits: the rate of a codec of masters
+    """
+
+    target: str
+    name: str
+    element: str
+    group: str
+    scale: str
+    seen: str
+    peers: Mapping[str, str]
+    rounded: str | None = None
+    bits: float = 0
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The values of `qparams`: rows and tiles have no better scale than that of the largest weight."""
+        return BOTH if self.group.isdigit() else BOTH[:1]
+
+
+HF, BOTH_RUN, OFFSET = "transformers", "vLLM, transformers", "BF16, with offset"
+FP8_OPT, MX4, MX8, NV4 = "FP8_PER_CHANNEL_PER_TOKEN_CFG", "MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG"
+FORMATS = (
+    Format(VLLM, "w4a16", "INT4", "128", "BF16", BOTH_RUN, {FREE: "W4A16", AUTO_ROUND: "W4A16"}),
+    Format(VLLM, "w8a16", "INT8", "128", "BF16", HF, {FREE: "W8A16"}),
+    Format(VLLM, "int8", "INT8", "row", "BF16", BOTH_RUN, {FREE: "INT8"}, "int8"),
+    Format(VLLM, "fp8", "E4M3", "row", "BF16", BOTH_RUN, {FREE: "FP8_DYNAMIC", MODELOPT: FP8_OPT}, "fp8"),
+    Format(VLLM, "fp8-block", "E4M3", "128 x 128", "BF16", BOTH_RUN, {FREE: "FP8_BLOCK"}, "fp8-block"),
+    Format(VLLM, "mxfp4a16", "E2M1", "32", "E8M0", HF, {FREE: "MXFP4A16", AUTO_ROUND: "MXFP4", MODELOPT: MX4}, "mxfp4"),
+    Format(VLLM, "mxfp8a16", "E4M3", "32", "E8M0", HF, {FREE: "MXFP8A16", AUTO_ROUND: "MXFP8", MODELOPT: MX8}, "mxfp8"),
+    Format(
+        VLLM, "nvfp4a16", "E2M1", "16", "E4M3, F32", HF, {FREE: "NVFP4A16", AUTO_ROUND: "NVFP4", MODELOPT: NV4}, "nvfp4"
+    ),
+    *(Format(MLX, f"q{n}", f"{n}-bit integers", "64", OFFSET, "mlx-lm", {MLX_LM: f"q{n}"}) for n in (2, 3, 4, 5, 6, 8)),
+    Format(MLX, "mxfp4", "E2M1", "32", "E8M0", "mlx-lm", {MLX_LM: "mxfp4"}),
+    Format(MLX, "mxfp8", "E4M3", "32", "E8M0", "mlx-lm", {MLX_LM: "mxfp8"}),
+    Format(MLX, "nvfp4", "E2M1", "16", "E4M3", "mlx-lm", {MLX_LM: "nvfp4"}),
+    *(
+        Format(MLX, name, f"{name[6]}- and {name[8]}-bit integers", "64", OFFSET, "mlx-lm", {MLX_LM: name})
+        for name in ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+    ),
+    Format(TORCHAO, "int4", "INT4", "128", OFFSET, "PyTorch's CPU kernel", {}),
+    Format(TORCHAO, "int8", "INT8", "row", "F32", HF, {AO: "Int8WeightOnlyConfig"}),
+    Format(TORCHAO, "fp8", "E4M3", "row", "F32", HF, {AO: "Float8WeightOnlyConfig"}),
+    *(
+        Format(GGUF, name, f"{bits} bits", group, scale, LLAMA_CPP, {LLAMA_CPP: name})
+        for name, bits, group, scale in (
+            ("Q8_0", 8, "32", "F16"),
+            ("Q6_K", 6, "16", "INT8, F16"),
+            ("Q5_K", 5, "32", "6 bits, F16, with offset"),
+            ("Q4_K", 4, "32", "6 bits, F16, with offset"),
+            ("IQ4_XS", 4, "32", "6 bits, F16"),
+            ("Q4_0", 4, "32", "F16"),
+            ("Q3_K", 3, "16", "6 bits, F16"),
+            ("Q2_K", 2, "16", "4 bits, F16, with offset"),
+        )
+    ),
+    *(
+        Format(TRELLIS, f"{bits:g} bits", "trellis", "128", "F16", HF, {IK: name}, bits=bits)
+        for bits, name in ((4.25, "iq4_ks"), (4.0, "iq4_kt"), (3.125, "iq3_kt"), (2.125, "iq2_kt"))
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One model, and what its rows are made from and measured on.
+
+    model: the folder of the original
+    base: the original, opened; its logits are remembered
+    copy: the same, whose weights are replaced
+    originals: the weights that formats are about
+    ids, windows: what is evaluated
+    work: where folders are made
+    absent: receives why a row could not be measured
+    """
+
+    model: Path
+    base: Model
+    copy: Model
+    originals: Weights
+    ids: Ids
+    windows: Windows
+    work: Path
+    absent: list[str] = field(default_factory=list)
+
+    def of_weights(self, weights: Weights, bits: float | None) -> Document:
+        """What is measured of decoded weights."""
+        import torch
+
+        for name, weight in weights.items():
+            self.copy.net.get_parameter(name).data.copy_(torch.from_numpy(np.ascontiguousarray(weight, np.float32)))
+        errors = sum(np.square(weights[name] - w, dtype=np.float64).sum() for name, w in self.originals.items())
+        energy = sum(np.square(w, dtype=np.float64).sum() for w in self.originals.values())
+        return {"bits": bits, "mse": float(errors / energy)} | self.divergence(self.copy)
+
+    def divergence(self, model: Model) -> Document:
+        """The KL divergence of a model, and its perplexity."""
+        scores = measures(compare(model, self.base, ids=self.ids, windows=self.windows))
+        return {name: scores[name] for name in ("kl", "kl_error", "perplexity")}
+
+    def of_folder(self, folder: Path) -> Document:
+        """What is measured of a folder."""
+        return self.of_weights(*decoded(folder, self.originals))
+
+    def of_quantizer(self, quantizer: peers.Quantizer) -> Document:
+        """What is measured of an encoder of single weights."""
+        weights, bits = {}, 0
+        for name, weight in self.originals.items():
+            encoded = quantizer.encode(quantizer.prepare(weight))
+            weights[name], bits = quantizer.decode(encoded).reshape(weight.shape), bits + quantizer.stored_bits(encoded)
+        return self.of_weights(weights, bits / sum(weight.size for weight in weights.values()))
+
+    def without_gain(self, bits: int) -> Document:
+        """What is measured of MLX's integers whose codes and scales have the least squared error."""
+        rule = GroupRule(bits=bits, group_size=64, symmetric=False, middle=False, rule=BEST)
+        groups = {name: rule.quantize(weight.reshape(-1)) for name, weight in self.originals.items()}
+        weights = {name: rule.decode(groups[name]).reshape(w.shape) for name, w in self.originals.items()}
+        return self.of_weights(weights, None)
+
+    def export(self, target: str, **options: Any) -> Path:
+        """Export the original in a format."""
+        out = self.work / "export"
+        given = options | ({"packing": "plain"} if options["format"] == "int4" else {})
+        pqweights.export(self.work / "master", out, target, source=self.model, overwrite=True, **given)
+        return out
+
+    def with_rounded_inputs(self, form: Format) -> Document:
+        """What is measured where compressed-tensors computes; it decodes small floats in BF16."""
+        dtype = "bfloat16" if form.name.startswith(("mx", "nv")) else "float32"
+        folder = self.export(form.target, format=form.rounded)
+        return {"bits": None, "mse": None} | self.divergence(open_model(folder, dtype=dtype))
+
+
+# --- what folders hold ---
+
+
+def decoded(folder: Path, originals: Weights) -> tuple[Weights, float | None]:
+    """Decode the weights of a folder, by the names of the originals.
+
+    Returns them with their bits per weight, None where a tool saves only what it would compute with.
+    """
+    stored = Stored(folder)
+    config = json.loads((folder / CONFIG_FILE).read_text()) if (folder / CONFIG_FILE).exists() else {}
+    weights = {name: _decoded(stored, config, name, weight.shape) for name, weight in originals.items()}
+    modules = tuple(name.removesuffix("weight") for name in originals)
+    held = sum(tensor.byte_count for name, tensor in stored.tensors.items() if name.startswith(modules))
+    bits = 8 * held / sum(weight.size for weight in weights.values())
+    return weights, bits if bits < 16 else None
+
+
+def _decoded(stored: Stored, config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Floats:
+    module, dtype = name.removesuffix(".weight"), stored.tensors[name].dtype if name in stored.tensors else None
+    if "quantization" in config:
+        return _of_mlx(stored, config["quantization"], module)
+    if f"{module}.qweight" in stored.tensors:
+        return gptq_weight(stored, name)
+    if f"{module}._weight_qdata" in stored.tensors:
+        if stored.tensors[f"{module}._weight_qdata"].shape != shape:
+            return from_torchao(stored, name, shape, False)
+        parts = {name: stored[f"{module}._weight_qdata"], f"{name}_scale": stored[f"{module}._weight_scale"]}
+        return from_vllm_format(parts, name)
+    if dtype in ("F32", "BF16"):
+        return stored.floats(name)
+    groups = config["quantization_config"]["config_groups"].values()
+    return from_vllm_format(stored, name, max(group["weights"]["num_bits"] for group in groups))
+
+
+def _of_mlx(stored: Stored, quantization: dict[str, Any], module: str) -> Floats:
+    """Decode a weight with mlx itself."""
+    import mlx.core as mx
+
+    own = quantization.get(module, quantization)
+    parts: list[Any] = [mx.array(stored[f"{module}.weight"][1])]
+    if f"{module}.biases" in stored.tensors:
+        parts += [mx.array(as_float32(stored[f"{module}.{part}"])) for part in ("scales", "biases")]
+    else:
+        parts.append(mx.array(stored[f"{module}.scales"][1]))
+    how: dict[str, Any] = {"group_size": own["group_size"], "bits": own["bits"], "mode": own.get("mode", "affine")}
+    return np.array(mx.dequantize(*parts, **how).astype(mx.float32))
+
+
+# --- encoders of single weights ---
+
+
+def quantizers(form: Format, ik: Path | None) -> Iterator[tuple[str, peers.Quantizer]]:
+    """The encoders of a format that is made weight by weight."""
+    if form.target == GGUF:
+        rule, plain = BlockRule.of(form.name), peers.gguf_type(form.name)
+        theirs = peers.GgmlType(peers.load_ggml(), form.name.lower().replace("_k", "_K"), importance=False)
+        yield LLAMA_CPP, replace(plain, prepare=theirs.prepare, encode=theirs.encode, decode=theirs.decode)
+        yield OURS, replace(plain, encode=lambda weight: rule.quantize(weight.reshape(-1)).codes)
+        return
+    if ik is not None:
+        yield IK, peers.ik_llama_cpp(ik, form.peers[IK])
+    codec = get_codec("hadamard-trellis")
+    for states in codec.efforts:
+        who = OURS if states == codec.efforts[0] else f"{OURS}, {states} states"
+        yield who, peers.quantizer_of(codec.coder(form.bits, states), who, "all")
+
+
+# --- the rows ---
+
+
+def rows_of(bench: Bench, formats: Sequence[Format], options: Any) -> Iterator[Document]:
+    """The rows of one model."""
+    for form in formats:
+        about = {"model": bench.model.name, "target": form.target, "format": form.name}
+        if form.target in (GGUF, TRELLIS):
+            for who, quantizer in quantizers(form, options.ik):
+                yield about | {"who": who} | bench.of_quantizer(quantizer)
+            continue
+        for rule in form.rules:
+            folder = bench.export(form.target, format=form.name, **({"qparams": rule} if len(form.rules) > 1 else {}))
+            yield about | {"who": OURS if rule == "best" else RTN} | bench.of_folder(folder)
+        if form.name in ("q2", "q3"):
+            yield about | {"who": PLAIN} | bench.without_gain(int(form.name[1:]))
+        if form.rounded is not None:
+            try:
+                yield about | {"who": ROUNDED} | bench.with_rounded_inputs(form)
+            except PqweightsError as error:
+                bench.absent.append(f"{form.rounded}, rounded inputs: {str(error).partition(': ')[2]}")
+    for who in TOOLS:
+        yield from rows_of_tool(bench, who, [form for form in formats if who in form.peers], options.environments)
+
+
+def rows_of_tool(bench: Bench, who: str, formats: Sequence[Format], environments: str) -> Iterator[Document]:
+    """The rows of another tool, which makes all its formats in one process."""
+    work, names = bench.work / TOOLS[who], [form.peers[who] for form in formats]
+    work.mkdir()
+    own = Path(f"{environments}-{TOOLS[who]}").absolute() / "bin" / "python"
+    python = sys.executable if who in (MLX_LM, AO) else str(own)
+    command = [python, str(Path(__file__).with_name("format_peers.py")), TOOLS[who], str(bench.model)]
+    try:
+        if names:
+            run([*command, str(bench.work / "rest.txt"), str(work), *names], bench.work)
+    except Failed as error:
+        bench.absent.append(f"{who}: {error}")
+    failed = work / "failed.txt"
+    lines = failed.read_text().splitlines() if failed.exists() else []
+    bench.absent.extend(f"{who}: {line}" for line in lines)
+    for form, name in zip(formats, names, strict=True):
+        if (work / name).exists() and not any(line.startswith(f"{name}: ") for line in lines):
+            about = {"model": bench.model.name, "target": form.target, "format": form.name, "who": who}
+            yield about | bench.of_folder(work / name)
+
+
+# --- tables ---
+
+
+def sections(document: Document) -> dict[str, str]:
+    """The tables, in Markdown: all formats of exports, and for each model who makes them how well."""
+    of_model: dict[str, dict[tuple[str, str], dict[str, Document]]] = {}
+    for row in document["rows"]:
+        here = of_model.setdefault(row["model"], {}).setdefault((row["target"], row["format"]), {})
+        here[row["who"]] = row | {"ratio": None}
+    for formats in of_model.values():
+        for here in formats.values():
+            base = next((here[who]["mse"] for who in (RTN, LLAMA_CPP, IK) if who in here), None)
+            for row in here.values():
+                row["ratio"] = row["mse"] / base if base and row["mse"] else None
+    result = {"formats": overview(of_model)}
+    result |= {f"formats-{model}": f"{model}\n\n{comparison(formats)}" for model, formats in of_model.items()}
+    return result | {"formats-absent": "\n".join(f"- {line}" for line in document["absent"]) or "-"}
+
+
+def overview(of_model: Mapping[str, Mapping[tuple[str, str], Mapping[str, Document]]]) -> str:
+    """A line for each format of an export."""
+    header = ["target", "format", "element", "group", "scale", "bits", "with rounded inputs", "seen to compute with it"]
+    lines = []
+    for form in (form for form in FORMATS if form.target != TRELLIS):
+        rows = [formats.get((form.target, form.name), {}) for formats in of_model.values()]
+        best = [here.get(OURS, here.get(RTN)) for here in rows]
+        bits = next((number(row["bits"], ".4g") for row in best if row), None)
+        line: list[Cell] = [form.target, f"`{form.name.lower()}`", form.element, form.group, form.scale, bits]
+        line += [form.rounded and f"`{form.rounded}`", form.seen]
+        for row in best:
+            line += [number(row[key], form) if row else None for key, form in (("ratio", ".3f"), ("kl", ".5f"))]
+        lines.append(line)
+    return table([*header, *(f"{what}, {model}" for model in of_model for what in ("error", "KL"))], lines)
+
+
+def comparison(formats: Mapping[tuple[str, str], Mapping[str, Document]]) -> str:
+    """A line for each format, with all who make it; errors as shares of round-to-nearest's."""
+    header = ["target", "format", "bits", "error", "KL: nearest", "ours", "ours, rounded inputs", "others: KL (error)"]
+    lines = []
+    for form in (form for form in FORMATS if (form.target, form.name) in formats):
+        here = formats[form.target, form.name]
+        ours = here.get(OURS, here.get(RTN))
+        others = [_other(who, row) for who, row in here.items() if who not in (RTN, OURS, ROUNDED)]
+        kls = [number(here[who]["kl"], ".5f") if who in here else None for who in (RTN, OURS, ROUNDED)]
+        about = [number(ours[key], form) if ours else None for key, form in (("bits", ".4g"), ("ratio", ".3f"))]
+        lines.append([form.target, f"`{form.name.lower()}`", *about, *kls, "; ".join(others)])
+    return table(header, lines)
+
+
+def _other(who: str, row: Document) -> str:
+    known = [form.format(row[key]) for key, form in (("ratio", "{:.3f}"), ("bits", "{:.4g} bits")) if row[key]]
+    return f"{who} {row['kl']:.5f} ({', '.join(known)})"
+
+
+def open_bench(model: Path, options: Any, work: Path) -> Bench:
+    """Open a model, make its master, and cut its text into what is evaluated on and the rest."""
+    pqweights.quantize(model, work / "master", "q6")
+    base, ids = remembering(open_model(model)), tokenize(model, read_text(model / "eval.txt"))
+    rest = load_tokenizer(model).decode(ids[options.max_tokens : 4 * options.max_tokens].tolist())
+    (work / "rest.txt").write_text(str(rest), encoding="utf-8")
+    linear = [t for t in open_local(model).tensors if ".layers." in t.name and len(t.shape) == 2]
+    bench = Bench(
+        model=model,
+        base=base,
+        copy=open_model(model),
+        originals={tensor.name: values_of(tensor) for tensor in linear},
+        ids=ids[: options.max_tokens],
+        windows=Windows(size=options.window, stride=options.window, score_first=True),
+        work=work,
+    )
+    compare(base, None, ids=bench.ids, windows=bench.windows)
+    return bench
+
+
+def main() -> None:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("models", type=Path, nargs="+", help="folders of language models with an eval.txt")
+    parser.add_argument("--environments", default=".venv", metavar="PREFIX", help="of the tools' environments")
+    parser.add_argument("--ik", type=Path, help="libggml.so of ik_llama.cpp")
+    parser.add_argument("--only", nargs="+", help="formats to measure, by name")
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=256)
+    options = parser.parse_args()
+    start, known = now(), (options.out or Path()) / "formats.json"
+    kept = json.loads(known.read_text()) if options.out and known.exists() else {"rows": [], "absent": []}
+    rows, absent = {_key(row): row for row in kept["rows"]}, kept["absent"] if options.only else []
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as work:
+            bench = open_bench(model, options, Path(work))
+            for row in rows_of(bench, [f for f in FORMATS if not options.only or f.name in options.only], options):
+                rows[_key(row)] = row
+                print(json.dumps(row), flush=True)
+            absent = [*absent, *(f"{model.name}: {line}" for line in bench.absent)]
+    settings = {"tokens": options.max_tokens, "window": options.window}
+    document = {"machine": machine(start), "settings": settings, "rows": [*rows.values()], "absent": sorted({*absent})}
+    publish("formats", document, sections(document), options)
+
+
+def _key(row: Document) -> tuple[str, ...]:
+    return row["model"], row["target"], row["format"], row["who"]
+
+
+if __name__ == "__main__":
+    main()
