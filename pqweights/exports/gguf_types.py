@@ -172,7 +172,7 @@ def _within(
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
 ) -> dict[str, TypeChoice]:
-    """Choose of some types for the free tensors, so that the loss is predicted to rise least within the size, if any."""
+    """Choose of some types for the free tensors, so that the loss is predicted to rise least within a size, if any."""
     if assignment.target_size is None:
         return {}
     stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
