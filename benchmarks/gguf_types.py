@@ -4,12 +4,14 @@
 
 `blocks`: squared error and rate of the encoders alone, beside ggml_quantize_chunk of the same library, on the linear
 weights of all-MiniLM-L6-v2 whose rows 256 divides, on Gaussian weights and on Student-t weights with 4 degrees of
-freedom; without importances, and with the same random ones on both sides.
+freedom; without importances, and with the same random ones on both sides. Types that llama.cpp makes with importances
+only get the same for all columns from it. Rates are those of Gaussian weights.
 
 `models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights
 (--source), folded or not, with the second moments of text or without, and from masters. llama.cpp computes all of them,
 on the CPU; divergences are from the original in transformers, in float32. Both sides store the same types in the same
-tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is made of the same moments.
+tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is made of the same moments; types
+that it makes with one only have no figure without. --types measures some again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +37,11 @@ from harness import Document, argument_parser, machine, now, publish, table
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
+from pqweights.gguf.mixes import MIXES
 from pqweights.gguf.model import gguf_model
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.kernels.gguf_encoding import encode_blocks
+from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.statistics_file import MOMENTS, open_statistics
 from pqweights.quality.calibrate import calibrate
@@ -46,7 +49,10 @@ from pqweights.quality.options import CalibrationOptions
 from pqweights.quality.protocol import Windows, compare
 
 BLOCKS, MODELS = "blocks", "models"
-TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0", "Q3_K_M", "Q2_K")
+TYPES = (
+    "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XXS",
+    "IQ1_M", "IQ1_S",
+)  # fmt: skip
 ROUNDS, ROWS, COLUMNS = 3, 512, 2048
 THREADS = 2
 THEIRS, THEIRS_WITH_DATA = "llama.cpp", "llama.cpp, imatrix"
@@ -85,15 +91,15 @@ def in_threads(encode: Callable[[np.ndarray], Any], values: np.ndarray, threads:
         return time.perf_counter() - start
 
 
-def block_rows() -> Iterator[Document]:
+def block_rows(types: Iterable[str]) -> Iterator[Document]:
     """A row for each type, kind of weights, and with or without importances."""
     ggml = peers.load_ggml()
-    for name in BLOCK_TYPES:
+    for name in types:
         theirs = _Ggml(ggml, name)
         for kind, values in weights().items():
             for importance in (None, _importance(values.shape[1])):
                 yield {"type": name, "weights": kind, "importance": importance is not None} | _measured(
-                    name, theirs, values, importance
+                    name, theirs, values, importance, timed=kind == "Gaussian"
                 )
 
 
@@ -103,9 +109,13 @@ class _Ggml:
     def __init__(self, ggml: ctypes.CDLL, name: str) -> None:
         self._ggml, self.kind = ggml, gguf.GGMLQuantizationType[name]
         ggml.ggml_quantize_init(int(self.kind))
+        ggml.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
+        self._wants_importance = ggml.ggml_quantize_requires_imatrix(int(self.kind))
 
     def encode(self, values: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
         rows, columns = values.shape
+        if importance is None and self._wants_importance:
+            importance = np.ones(columns, dtype=np.float32)
         out = np.empty((rows, BLOCK_TYPES[self.kind.name].row_bytes(columns)), dtype=np.uint8)
         given = None if importance is None else importance.ctypes.data
         self._ggml.ggml_quantize_chunk(int(self.kind), values.ctypes.data, out.ctypes.data, 0, rows, columns, given)
@@ -116,16 +126,16 @@ def _importance(columns: int) -> np.ndarray:
     return np.exp(np.random.default_rng(3).standard_normal(columns)).astype(np.float32)
 
 
-def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarray | None) -> Document:
+def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarray | None, *, timed: bool) -> Document:
     """Relative errors, weighed if there are importances, and rates with one thread and two, alternately measured."""
     factors = np.ones(values.shape[1], dtype=np.float32) if importance is None else importance
 
     def error(data: np.ndarray) -> float:
-        decoded = gguf.quants.dequantize(data.reshape(len(values), -1), theirs.kind)
+        decoded = decode_blocks(name, data.reshape(-1, BLOCK_TYPES[name].block_bytes)).reshape(values.shape)
         return float((np.square(values - decoded, dtype=np.float64) * factors).sum() / (values**2.0 * factors).sum())
 
     seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if timed else 0):
         for threads in (1, THREADS):
             for who, encode in (
                 ("ours", lambda part: encode_blocks(name, part, importance)),
@@ -208,6 +218,8 @@ def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> I
                 continue
             out = bench.work / "theirs.gguf"
             seconds = quantize_by_llama_cpp(plain, out, name, held)
+            if seconds is None:
+                continue
             row = {"model": bench.model.name, "type": name, "what": what, "seconds": seconds}
             yield row | bench.figures(out)
         for what, uses in OURS.items():
@@ -218,8 +230,11 @@ def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> I
             yield row | bench.figures(out)
 
 
-def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[str, np.ndarray]]) -> float:
-    """Quantize a file with llama.cpp's own quantizer, and return the seconds that it took. held: importances"""
+def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[str, np.ndarray]]) -> float | None:
+    """Quantize a file with llama.cpp's own quantizer, and return the seconds that it took. held: importances
+
+    Returns None if it does not make the type without.
+    """
     from llama_cpp import llama_cpp as library
 
     settings = library.llama_model_quantize_default_params()
@@ -232,6 +247,8 @@ def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[st
         settings.imatrix = data
     start = time.perf_counter()
     if library.llama_model_quantize(os.fsencode(plain), os.fsencode(out), ctypes.byref(settings)):
+        if not held:
+            return None
         raise SystemExit(f"error: llama.cpp could not quantize {plain} to {name}")
     return time.perf_counter() - start
 
@@ -300,7 +317,7 @@ def _model_table(rows: list[Document], model: str) -> str:
     ways += [way for way in OURS if "imatrix" in way]
     found = {(row["type"], row["what"]): row for row in here}
     lines = []
-    for name in dict.fromkeys(row["type"] for row in here):
+    for name in sorted({row["type"] for row in here}, key=list(MIXES).index):
         cells = [found.get((name, way)) for way in ways]
         if name == "BF16":
             continue
@@ -313,7 +330,7 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("models", type=Path, nargs="*", help="folders of language models with an eval.txt")
     parser.add_argument("--only", nargs="+", choices=(BLOCKS, MODELS), default=(BLOCKS, MODELS))
-    parser.add_argument("--types", nargs="+", default=TYPES, help="types of llama.cpp, as it spells them")
+    parser.add_argument("--types", nargs="+", help="those of blocks or models to measure again")
     parser.add_argument("--ways", nargs="+", default=(THEIRS, THEIRS_WITH_DATA, *OURS), help="columns to measure again")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
@@ -321,13 +338,15 @@ def main() -> None:
     document = _kept(options.out) | {"settings": {"tokens": options.max_tokens, "window": options.window}}
     start = now()
     if BLOCKS in options.only:
-        document[BLOCKS] = list(block_rows())
+        types = [name for name in BLOCK_TYPES if name in (options.types or BLOCK_TYPES)]
+        kept = [row for row in document.get(BLOCKS, []) if row["type"] not in types]
+        document[BLOCKS] = sorted([*kept, *block_rows(types)], key=lambda row: list(BLOCK_TYPES).index(row["type"]))
     if MODELS in options.only:
         rows = {_key(row): row for row in document.get(MODELS, [])}
         for model in options.models:
             with tempfile.TemporaryDirectory() as work:
                 bench = prepared(model, Path(work), tokens=options.max_tokens, window=options.window)
-                for row in model_rows(bench, tuple(options.types), tuple(options.ways)):
+                for row in model_rows(bench, tuple(options.types or TYPES), tuple(options.ways)):
                     rows[_key(row)] = row
                     print(row["model"], row["type"], row["what"], f"{row['kl']:.5f}", row["bytes"], flush=True)
         document[MODELS] = list(rows.values())

@@ -18,6 +18,8 @@ from helpers import read_all, run_command
 
 from pqweights.exports.gguf import MODELFILE
 from pqweights.exports.gguf_types import type_bytes
+from pqweights.kernels.gguf_encoding import decode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.rewrite.manifest import read_manifest
 
 HEADS, HEAD_SIZE = 4, 64
@@ -85,20 +87,37 @@ def test_name_in_a_manifest_that_names_no_repository_names_no_file(id, master, t
     assert "FROM ./model-Q8_0.gguf\n" in (out / MODELFILE).read_text()
 
 
-def test_blocks_decode_to_the_error_that_the_manifest_states(master, plain, tmp_path):
-    out = export(master, tmp_path / "out", type="q4_k_m", pure=True)
-    assert sorted(path.name for path in out.iterdir()) == ["LICENSE", MODELFILE, "model-Q4_K.gguf", "pqweights.json"]
-    found = tensors(out / "model-Q4_K.gguf")
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ("q4_k_m", "Q4_K"),
+        ("mxfp4_moe", "MXFP4"),
+        *((kind.lower(), kind) for kind in ("NVFP4", "IQ3_S", "IQ1_M", "Q1_0")),
+    ],
+)
+def test_blocks_decode_to_the_error_that_the_manifest_states(asked, kind, master, plain, tmp_path):
+    out = export(master, tmp_path / "out", type=asked, pure=True)
+    name = f"model-{kind}.gguf"
+    assert sorted(path.name for path in out.iterdir()) == ["LICENSE", MODELFILE, name, "pqweights.json"]
+    found, expected_error = tensors(out / name), BLOCK_TYPES[kind].distortion
     for planned, record in read_manifest(out).pairs:
         tensor, expected = found[planned.name], plain[planned.name]
         if planned.codec is None:
             assert tensor.tensor_type.name == "F32"
             continue
-        assert (tensor.tensor_type.name, planned.codec) == ("Q4_K", "Q4_K")
-        error = np.square(values(tensor) - expected).sum() / np.square(expected).sum()
+        assert (tensor.tensor_type.name, planned.codec) == (kind, kind)
+        decoded = decode_blocks(kind, tensor.data.reshape(-1, BLOCK_TYPES[kind].block_bytes)).reshape(expected.shape)
+        error = np.square(decoded - expected).sum() / np.square(expected).sum()
         assert error == pytest.approx(record.relative_mse, rel=0.02), planned.name
-        assert 0.003 < error < 0.006
+        assert 0.6 * expected_error < error < 1.2 * expected_error / (1 - expected_error)
     assert done("verify", out).stdout.startswith(f"{out}: ok")
+
+
+@pytest.mark.parametrize(("asked", "warns"), [("iq2_m", True), ("q2_k", False), ("iq3_s", False)])
+def test_types_that_want_importances_are_named_without(asked, warns, master, tmp_path):
+    shown = done("export", master, tmp_path / "out", "-t", "gguf", "--type", asked, "--json")
+    found = [text for text in json.loads(shown.stdout)["warnings"] if text.startswith("IQ2_S without importances")]
+    assert len(found) == warns
 
 
 def test_parts_are_numbered_and_hold_the_same(master, tmp_path):
@@ -170,7 +189,7 @@ def test_rules_come_before_the_mix(master, tmp_path):
     assert "matches no weight" in refused(*asked, "--set", "*.nothing=q4_k")
 
 
-@pytest.mark.parametrize("size", [550_000, 700_000, 1_500_000])
+@pytest.mark.parametrize("size", [350_000, 550_000, 700_000, 1_500_000])
 def test_a_target_size_is_met_and_used(size, master, tmp_path):
     out = export(master, tmp_path / "out", target_size=size)
     found = (out / "model-fit.gguf").stat().st_size

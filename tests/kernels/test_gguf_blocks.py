@@ -171,6 +171,16 @@ def test_weights_that_the_format_can_hold_hardly_change(name: str) -> None:
     np.testing.assert_allclose(back, constants, rtol=2**-10)
 
 
+@pytest.mark.parametrize("name", ["Q1_0", "TQ1_0", "TQ2_0"])
+def test_weights_of_one_magnitude_are_held_exactly(name: str) -> None:
+    """As those of models that were trained so."""
+    magnitudes = np.array([[0.0125], [3.0], [6e4], [2.0**-20]], dtype=np.float16).astype(np.float32)
+    signs = np.random.default_rng(2).choice([-1, 1] if name == "Q1_0" else [-1, 0, 1], (4, 512))
+    values = (signs * magnitudes).astype(np.float32)
+    found = encode_blocks(name, values, None)
+    assert np.array_equal(decoded(name, found, values.shape), values) and not found.errors.any()
+
+
 @every_type
 def test_zeros_and_weights_far_below_f16_become_zeros(name: str) -> None:
     tiny = np.resize(np.array([1e-30, -1e-30, 1e-45], dtype=np.float32), (2, 512))
@@ -267,6 +277,12 @@ def test_what_does_not_fit_is_an_error() -> None:
 
 
 # --- errors ---
+
+
+@every_type
+def test_gaussian_weights_have_the_stated_distortion(name: str) -> None:
+    found = encode_blocks(name, sample("gaussian"), None)
+    assert found.errors.sum() / found.energies.sum() == pytest.approx(BLOCK_TYPES[name].distortion, rel=0.03)
 
 
 def least_errors(form: Symmetric, w: Doubles, scales: Doubles, factors: Doubles) -> Doubles:

@@ -235,7 +235,7 @@ struct GridBlocks : Blocks<Format, weighted> {
 
     // The points nearest to the weights of a part at a scale, and their sums. They are kept in `codes`, and the shifts
     // in `signs`.
-    INLINE PointSums nearest_points(int part, Floats scale) {
+    [[gnu::noinline]] PointSums nearest_points(int part, Floats scale) {
         // Only where d is saturated, scales are smaller; the errors of points would then hardly differ.
         const Floats inverse = minimum(inverse_of(scale), 64.0f / mean[part]);
         PointSums total;
