@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels.gguf_encoding import EncodedBlocks
+from pqweights.kernels.groups import LARGEST_GAIN
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -42,7 +43,6 @@ FACTORS = {
     "IQ1_S": (0,),
     "Q1_0": (0,),
 }
-LARGEST_GAIN = 1.5
 LARGEST_F16 = 65504.0
 
 

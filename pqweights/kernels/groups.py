@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, to_float32
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
-from pqweights.kernels.gguf_gain import LARGEST_GAIN
 
 # How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does
 # (native/group_rules.cpp).
@@ -27,6 +26,8 @@ KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 MOST_WEIGHTS = 256
 # Codes of so few bits lose so much of the size of the weights that models notice.
 MOST_BITS_ENLARGED = 3
+# Nothing is enlarged more, here or in blocks of GGUF.
+LARGEST_GAIN = 1.5
 LARGEST_BF16 = 3.3895313892515355e38
 
 
