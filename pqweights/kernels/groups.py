@@ -105,14 +105,16 @@ class GroupRule:
 
         Their errors are for the caller to measure.
         """
-        if self.rule != BEST or self.bits > MOST_BITS_ENLARGED or self.zeros:
+        if self.rule != BEST or self.bits > MOST_BITS_ENLARGED:
             return groups
         energies, left = groups.energies, groups.energies - groups.errors
         gains = np.ones(len(energies))
         np.divide(energies, left, out=gains, where=np.isfinite(energies) & (left > 0))
         np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
-        scales, offsets = (_enlarged(numbers, gains) for numbers in (groups.scales, groups.offsets))
-        return replace(groups, scales=scales, offsets=offsets)
+        scales = _enlarged(groups.scales, gains)
+        return replace(
+            groups, scales=scales, offsets=groups.offsets if self.zeros else _enlarged(groups.offsets, gains)
+        )
 
 
 def _enlarged(numbers: npt.NDArray[np.float32], gains: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:

@@ -532,7 +532,7 @@ def test_enlarged_groups_keep_the_size_of_products(kind: str, bits: int) -> None
 
 def test_groups_of_more_bits_and_rules_of_runtimes_are_not_enlarged() -> None:
     values = helpers.gaussian(20, 64, seed=3).astype(np.float32).reshape(-1)
-    for rule in (best("affine from 0", 4, 64), rule_of(3, 64, (False, False), "mlx")):
+    for rule in (best("affine from 0", 4, 64), rule_of(3, 64, "affine from 0", "mlx")):
         groups = rule.quantize(values)
         assert rule.enlarged(groups) is groups
 

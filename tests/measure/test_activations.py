@@ -25,7 +25,10 @@ IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
 WINDOWS = [TextWindow(ids, held_back) for ids, held_back in zip(IDS, (False, True, False), strict=True)]
 TOKENS, TOKENS_HELD_BACK = 48, 24
 # Weights that checkpoint and model hold as [in, out].
-TRANSPOSED = {"gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"), "gpt_oss": ("gate_up_proj", "down_proj")}
+TRANSPOSED = {
+    "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    **dict.fromkeys(("gpt_oss", "llama4"), ("gate_up_proj", "down_proj")),
+}
 
 
 class RecordedRows:
