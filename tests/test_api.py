@@ -74,7 +74,8 @@ def test_arguments_are_those_of_the_command(function):
     options = {
         option.opts[0].removeprefix("--").replace("-", "_") for option in command.params if option.opts[0][0] == "-"
     }
-    mirrored = {RENAMED.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
+    renamed = RENAMED | ({"set": "set_format"} if function == "export" else {})
+    mirrored = {renamed.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
     parameters = signatures.signature(getattr(pqweights, function)).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert (
