@@ -20,16 +20,16 @@ import comparison_codecs
 from pqweights.codecs import get_codec
 from pqweights.codecs.polar import RATE
 from pqweights.errors import ExportError, MissingDependencyError
-from pqweights.exporting import MasterFolder, export
+from pqweights.exports.exporting import MasterFolder, export
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.packages import package
 from pqweights.inference.runtimes.texts import Ids
-from pqweights.options import ExportOptions, QuantizeOptions
+from pqweights.planning.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrate import WINDOW, calibrate
 from pqweights.quality.options import CalibrationOptions
 from pqweights.quality.protocol import Estimate, Scores, Windows, compare, perplexity_change
-from pqweights.quantizing import quantize
+from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
 

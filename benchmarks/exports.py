@@ -38,15 +38,15 @@ from harness import Cell, Document, argument_parser, gigabytes, machine, now, pu
 from safetensors.numpy import save_file
 
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.exporting import MasterFolder, export
+from pqweights.exports.exporting import MasterFolder, export
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.steps import Continuation
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, tokenize
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.protocol import Loss, Windows, change, compare, perplexity
-from pqweights.quantizing import quantize
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))

@@ -37,7 +37,7 @@ from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import SensitivityOptions, TextOptions
 from pqweights.quality.protocol import Windows, compare, perplexity
 from pqweights.quality.sensitivity import measure_sensitivity
-from pqweights.quantizing import plan_quantize, quantize
+from pqweights.rewrite.quantizing import plan_quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
 

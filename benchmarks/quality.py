@@ -34,14 +34,14 @@ from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.options import QuantizeOptions
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.quality.calibrate import WINDOW, calibrate, fewest_tokens
 from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import CalibrationOptions, TextOptions
 from pqweights.quality.protocol import Scores, Windows, compare
-from pqweights.quantizing import Quantize, quantize
+from pqweights.rewrite.quantizing import Quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
 

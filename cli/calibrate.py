@@ -30,8 +30,8 @@ def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> N
     all matrices are written, for export --calibration; --moments --scales writes both into one file.
     """
     from pqweights.inference.runtimes.texts import read_text
-    from pqweights.options import RecipeOptions
     from pqweights.planning.choice import choose_recipe
+    from pqweights.planning.options import RecipeOptions
     from pqweights.quality.calibrate import calibrate
 
     recipe = choose_recipe(asked.recipe, asked.part(RecipeOptions))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted
-from pqweights.options import path_of
+from pqweights.planning.options import path_of
 from pqweights.quality.options import EvaluateArguments
 
 from . import options, output

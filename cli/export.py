@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from pqweights.common.parameters import with_options
 from pqweights.common.units import counted, size_text
-from pqweights.options import ExportArguments
-from pqweights.parameters import with_options
+from pqweights.planning.options import ExportArguments
 
 from . import options, output, report
 from .report import fold_lines, integer_form_lines

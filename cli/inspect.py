@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import size_text
-from pqweights.options import InspectArguments
+from pqweights.planning.options import InspectArguments
 
 from . import options, output, report
 from .report import action_text, integer_form_lines, is_summarized, quality_lines, summary_table

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
-from pqweights.options import ExportOptions, PlanArguments, QuantizeArguments
-from pqweights.parameters import parameters
+from pqweights.planning.options import ExportOptions, PlanArguments, QuantizeArguments
 
 from . import options, output, tables
 

@@ -1,4 +1,4 @@
-"""The options of commands: made from the parameters of the library (pqweights/options.py), or of commands alone."""
+"""The options of commands: made from the parameters of the library (pqweights/planning/options.py), or of commands alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from pqweights import parameters as checks
-from pqweights.parameters import Check, Options, Parameter, in_order, parameters
+from pqweights.common import parameters as checks
+from pqweights.common.parameters import Check, Options, Parameter, in_order, parameters
 
 from . import output
 

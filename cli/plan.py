@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.options import MemoryOptions, PlanArguments, QuantizeArguments
+from pqweights.planning.options import MemoryOptions, PlanArguments, QuantizeArguments
 
 from . import memory, options, output, report, tables
 from .printable import printable

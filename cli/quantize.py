@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pqweights.options import QuantizeArguments
-from pqweights.parameters import with_options
+from pqweights.common.parameters import with_options
+from pqweights.planning.options import QuantizeArguments
 
 from . import options, output, report
 from .plan import fit_lines, show_plan

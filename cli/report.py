@@ -162,7 +162,7 @@ def left_out_lines(plan: Plan) -> list[str]:
 
 def fit_of(report: RewriteReport) -> Fit | None:
     """Return how the bit widths were chosen for a target; None if there was no target."""
-    from pqweights.quantizing import Quantize
+    from pqweights.rewrite.quantizing import Quantize
 
     return report.transform.fit if isinstance(report.transform, Quantize) else None
 

@@ -22,8 +22,8 @@ def command(asked: SensitivityArguments, *, json: options.JsonOption = False) ->
     """
     from pqweights.checkpoint.writer import check_free
     from pqweights.inference.runtimes.texts import read_text
-    from pqweights.options import RecipeOptions
     from pqweights.planning.choice import choose_recipe
+    from pqweights.planning.options import RecipeOptions
     from pqweights.planning.sensitivity_file import read_sensitivity
     from pqweights.quality.sensitivity import measure_sensitivity
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import typer
 
+from pqweights.common.parameters import with_options
 from pqweights.common.units import counted
-from pqweights.options import VerifyArguments
-from pqweights.parameters import with_options
+from pqweights.planning.options import VerifyArguments
 
 from . import options, output
 

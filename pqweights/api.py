@@ -1,6 +1,6 @@
 """The Python API: the functions that `import pqweights` offers, one for each command of the same name.
 
-They take what the commands take, with the same defaults (options.py), print nothing and return a report. docs/python.md
+They take what the commands take, with the same defaults (planning/options.py), print nothing and return a report. docs/python.md
 has examples.
 """
 
@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.exporting import MasterFolder
-from pqweights.exporting import export as export_master
+from pqweights.common.parameters import takes
 from pqweights.exports import get_target
-from pqweights.options import (
+from pqweights.exports.exporting import MasterFolder
+from pqweights.exports.exporting import export as export_master
+from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import (
     ExportArguments,
     GenerateArguments,
     InspectArguments,
@@ -24,10 +26,8 @@ from pqweights.options import (
     VerifyArguments,
     located,
 )
-from pqweights.parameters import takes
-from pqweights.planning.choice import choose_recipe
-from pqweights.quantizing import quantize as quantize_source
 from pqweights.rewrite.distributed.engine import engine_of
+from pqweights.rewrite.quantizing import quantize as quantize_source
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.rewrite.results.inspect import inspect as inspect_folder
 from pqweights.rewrite.results.plan_report import PlanReport, report_plan

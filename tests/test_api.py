@@ -18,9 +18,9 @@ from pqweights_cli.main import app
 
 import pqweights
 from pqweights.errors import MasterError, OptionError, OutputError, RecipeError, SourceError
-from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
-from pqweights.quantizing import plan_quantize
+from pqweights.planning.options import RecipeOptions
+from pqweights.rewrite.quantizing import plan_quantize
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect", "generate")

@@ -33,7 +33,7 @@ LAYERS = (
         "pqweights.common.strict_json",
         "pqweights.common.threads",
         "pqweights.common.units",
-        "pqweights.parameters",
+        "pqweights.common.parameters",
     ),
     ("pqweights.models",),
     ("pqweights.kernels",),
@@ -43,10 +43,10 @@ LAYERS = (
     ("pqweights.storage",),
     ("pqweights.storage.hub",),
     ("pqweights.gguf",),
-    ("pqweights.options", "pqweights.planning"),
+    ("pqweights.planning.options", "pqweights.planning"),
     ("pqweights.rewrite.folding",),
     ("pqweights.rewrite",),
-    ("pqweights.exports", "pqweights.quantizing", "pqweights.exporting"),
+    ("pqweights.exports", "pqweights.rewrite.quantizing"),
     ("pqweights.integrations", "pqweights.rewrite.results", "pqweights.inference.kv"),
     ("pqweights.rewrite.distributed",),
     ("pqweights.inference.runtimes",),
@@ -83,8 +83,8 @@ HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
 LIGHT = {
     "pqweights.common.units",
-    "pqweights.options",
-    "pqweights.parameters",
+    "pqweights.planning.options",
+    "pqweights.common.parameters",
     "pqweights.publish.options",
     "pqweights.quality.options",
 }
@@ -218,7 +218,7 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_imports_load_no_heavy_package() -> None:
     assert not loaded_after("import pqweights") & {"torch", "triton", "transformers", "numpy", "typer"}
-    modules = "import pqweights.quantizing, pqweights.exporting, pqweights.rewrite.results.verify"
+    modules = "import pqweights.rewrite.quantizing, pqweights.exports.exporting, pqweights.rewrite.results.verify"
     assert not loaded_after(modules) & {"torch", "triton", "transformers"}
 
 

@@ -25,8 +25,8 @@ from pqweights.errors import OptionError, RecipeError, SourceError
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models.names import role_name
-from pqweights.options import ExportOptions
 from pqweights.planning.knapsack import Choice, cheapest, solve
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.roles import ROLES
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, read_sensitivity
 

@@ -17,7 +17,7 @@ from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import role_name
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.rewrite.folding.folded import unfolded
 from pqweights.rewrite.jobs import CopyJob, Job

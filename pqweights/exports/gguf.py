@@ -54,7 +54,7 @@ from pqweights.gguf.model import (
     gguf_model,
     outline_model,
 )
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage.hub.repository import is_repository_id

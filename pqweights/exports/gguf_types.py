@@ -27,7 +27,7 @@ from pqweights.exports.bf16 import role_of
 from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
 from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 
 DEFAULT_TYPE = "q4_k_m"
 

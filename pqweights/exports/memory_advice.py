@@ -26,8 +26,8 @@ from pqweights.exports.formats import Rounding
 from pqweights.exports.integers import Outline
 from pqweights.exports.possible import as_in_master
 from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget, PlannedMaster
-from pqweights.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_memory, text_sizes
+from pqweights.planning.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.plan import QUANTIZE, coder_of, stored_bytes
 from pqweights.planning.runtime_memory import RUNTIME_MEMORY
 from pqweights.planning.sensitivity_file import groups_of, heuristic_alphas

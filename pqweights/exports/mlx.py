@@ -62,7 +62,7 @@ from pqweights.exports.target import (
     one_of,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 
 if TYPE_CHECKING:

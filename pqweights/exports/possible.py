@@ -17,7 +17,7 @@ from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.exports import EXPORTS, get_target
 from pqweights.exports.architectures import UNEXAMINED, is_examined
 from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, PlannedMaster
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.rewrite.task import PossibleExport
 

@@ -10,7 +10,7 @@ from typing import Any
 from pqweights.common.documents import ClosedDocument, as_document
 from pqweights.errors import OptionError, RecipeError
 from pqweights.exports.assignment import ROLE
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import parse_yaml, recipe_text
 
 

@@ -17,10 +17,10 @@ from pqweights.errors import ExportError, OptionError
 from pqweights.exports.formats import Rounding
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel
-from pqweights.options import LLAMA_CPP as LLAMA_CPP
-from pqweights.options import MLX as MLX
-from pqweights.options import TRANSFORMERS as TRANSFORMERS
-from pqweights.options import ExportOptions
+from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
+from pqweights.planning.options import MLX as MLX
+from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.folding.fold import check_fold
 from pqweights.rewrite.manifest import Manifest

@@ -35,7 +35,7 @@ from pqweights.exports.target import (
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.models.names import names_in_memory
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 
 NAME = "torchao"

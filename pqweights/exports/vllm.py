@@ -33,7 +33,7 @@ from pqweights.exports.target import (
     check_rounding,
     one_of,
 )
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 
 NAME = "vllm"
 # What manifests call the target: the name that it had first.

@@ -37,7 +37,7 @@ from pqweights.inference.runtimes.models import Model, check_options, check_pack
 from pqweights.inference.runtimes.steps import Continuation, TokenChoice, TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
 from pqweights.models import text_config
-from pqweights.options import GenerationOptions
+from pqweights.planning.options import GenerationOptions
 
 # Called with each piece of the text as it comes.
 OnText = Callable[[str], None]

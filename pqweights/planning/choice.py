@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
-from pqweights.options import RecipeOptions
+from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pqweights.options import LLAMA_CPP, MLX, TRANSFORMERS, VLLM
 from pqweights.planning.context_memory import ContextMemory, TextSizes
+from pqweights.planning.options import LLAMA_CPP, MLX, TRANSFORMERS, VLLM
 
 GIB = 1 << 30
 

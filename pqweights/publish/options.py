@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pqweights import parameters as checks
+from pqweights.common import parameters as checks
+from pqweights.common.parameters import Options, option, options
 from pqweights.errors import OptionError
-from pqweights.options import MAIN_BRANCH, HubOptions, Progress, ThreadsOption
-from pqweights.parameters import Options, option, options
+from pqweights.planning.options import MAIN_BRANCH, HubOptions, Progress, ThreadsOption
 
 
 def _model_id(name: str, value: Any, *, namespace: bool = False) -> str:

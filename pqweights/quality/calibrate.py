@@ -25,7 +25,7 @@ from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError, RecipeError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import package
-from pqweights.options import path_of
+from pqweights.planning.options import path_of
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.statistics_file import (

@@ -14,7 +14,7 @@ from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_s
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.texts import EncodedText, Ids, check_vocabulary, encode
-from pqweights.options import path_of
+from pqweights.planning.options import path_of
 from pqweights.quality.options import EvaluationOptions, TextOptions
 from pqweights.quality.protocol import Scores, Windows, compare
 from pqweights.quality.report import EvaluationReport, EvaluationSettings, ModelScores

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pqweights import parameters as checks
+from pqweights.common import parameters as checks
+from pqweights.common.parameters import StrPath, option, options
 from pqweights.errors import OptionError
-from pqweights.options import (
+from pqweights.planning.options import (
     MODEL_DTYPES,
     RECIPE,
     CodecOptions,
@@ -19,7 +20,6 @@ from pqweights.options import (
     TokenizerOption,
     take_recipe,
 )
-from pqweights.parameters import StrPath, option, options
 
 DEFAULT_CALIBRATION_TOKENS, DEFAULT_SENSITIVITY_TOKENS = 16384, 2048
 FETCHED_SOURCE = "Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."

@@ -18,7 +18,7 @@ from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import Ids, check_vocabulary, encode, with_bos
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.quantizing import Quantize
+from pqweights.rewrite.quantizing import Quantize
 
 if TYPE_CHECKING:
     from pqweights.quality.activations import WeightLocation

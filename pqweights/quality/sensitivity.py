@@ -25,7 +25,7 @@ from pqweights.errors import EvaluationError, MissingDependencyError, SourceErro
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import Refused, package
 from pqweights.inference.runtimes.texts import Ids, has_tokenizer, load_tokenizer, token_before_texts, with_bos
-from pqweights.options import path_of
+from pqweights.planning.options import path_of
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import (

@@ -22,7 +22,7 @@ from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.codecs.weight import encode_weight
 from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.rewrite.results.verify import verify
 

@@ -18,7 +18,7 @@ from golden import make, make_codecs
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.errors import MasterError
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
 
 TRELLIS, POLAR = make_codecs.TRELLIS, make_codecs.POLAR

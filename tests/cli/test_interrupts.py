@@ -76,7 +76,7 @@ def told(out: Path) -> str:
 
 # While the library is imported, headers are read, tensors are read, and the result is written.
 MOMENTS = [
-    ("import", "pqweights.quantizing"),
+    ("import", "pqweights.rewrite.quantizing"),
     ("import", "pqweights.kernels.native"),
     ("open", "model-00002-of-00002.safetensors"),
     ("open", "model-00001-of-00001.safetensors.json.partial"),

@@ -38,8 +38,8 @@ from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError
 from pqweights.integrations.packed import PackedTensor, pack
-from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import parse_recipe
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify

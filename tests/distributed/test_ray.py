@@ -20,12 +20,12 @@ from remote_server import SECRETS, ObjectServer
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
-from pqweights.options import QuantizeOptions
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.distributed import cluster as clusters
 from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.driver import rewrite
+from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.storage import open_store
 

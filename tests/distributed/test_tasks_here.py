@@ -112,8 +112,10 @@ def test_runs_in_tasks_and_plain_ones_continue_each_other(
     out, made = tmp_path / "out", []
     killed_after(monkeypatch, shards, lambda: quantize(base, out, first))
     known = finished(out)
-    job = pqweights.quantizing.Quantize.job
-    monkeypatch.setattr(pqweights.quantizing.Quantize, "job", lambda self, p, t: made.append(p.name) or job(self, p, t))
+    job = pqweights.rewrite.quantizing.Quantize.job
+    monkeypatch.setattr(
+        pqweights.rewrite.quantizing.Quantize, "job", lambda self, p, t: made.append(p.name) or job(self, p, t)
+    )
     assert quantize(base, out, then).resumed == len(known) >= shards
     assert made and not known & set(made)
     assert folder_bytes(out) == folder_bytes(base / "master")
@@ -143,13 +145,13 @@ def test_a_strict_run_refuses_in_tasks_as_in_a_plain_run(
     """What it makes itself, leaving nothing, and what an earlier run finished, before it begins."""
     made, out = use_tasks_here(monkeypatch).made, tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.quantizing.exceeds", lambda planned, record: planned.codec is not None)
+        patch.setattr("pqweights.rewrite.quantizing.exceeds", lambda planned, record: planned.codec is not None)
         with pytest.raises(StrictError, match=r"^tensor '.*': `strict`: relative error"):
             quantize(base, out, ray, strict=True)
         assert not out.exists()
         killed_after(monkeypatch, 3, lambda: quantize(base, out, "here"))
         made.clear()
-        patch.setattr(pqweights.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(0))
+        patch.setattr(pqweights.rewrite.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(0))
         with pytest.raises(StrictError, match="`strict`"):
             quantize(base, out, ray, strict=True)
     assert not made

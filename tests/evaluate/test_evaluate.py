@@ -23,7 +23,7 @@ from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import open_model
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")

@@ -23,7 +23,7 @@ from pqweights.errors import OptionError
 from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget, bf16
 from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify

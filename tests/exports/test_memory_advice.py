@@ -19,15 +19,15 @@ from gguf_files import write_llama
 
 import pqweights
 from pqweights.errors import MissingDependencyError
-from pqweights.exporting import MasterFolder
 from pqweights.exports import EXPORTS, get_target
 from pqweights.exports.assignment import distortion
+from pqweights.exports.exporting import MasterFolder
 from pqweights.exports.gguf import TARGET as GGUF
 from pqweights.exports.memory_advice import Proposal, Stored
 from pqweights.exports.target import ExportSource
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 
 WIDE = {

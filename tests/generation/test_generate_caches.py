@@ -19,7 +19,7 @@ from pqweights.inference.generator import Generator
 from pqweights.inference.report import Generation
 from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
-from pqweights.options import GenerationOptions
+from pqweights.planning.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 
 pytest.importorskip("transformers")

@@ -20,7 +20,7 @@ from pqweights.inference.generator import Generator
 from pqweights.inference.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.steps import Continuation
-from pqweights.options import GenerationOptions
+from pqweights.planning.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 
 torch = pytest.importorskip("torch")

@@ -30,8 +30,8 @@ from hostile.case import (
 from hostile.masters import DOWN_192, MANIFEST, Damage, overwrite, run_quantize, set_json
 
 from pqweights.checkpoint.source import open_local
-from pqweights.exporting import MasterFolder
-from pqweights.exporting import export as exporting_of
+from pqweights.exports.exporting import MasterFolder
+from pqweights.exports.exporting import export as exporting_of
 
 EXPORT_SRC: dict[str, Content] = {
     FILE: stored({UP: WEIGHT, DOWN: DOWN_192, NORM: VECTOR}),

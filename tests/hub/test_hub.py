@@ -27,8 +27,8 @@ from loopback_faults import Fault, Request, Stall
 from loopback_hub import LoopbackHub
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.quantizing import EncodeJob
 from pqweights.rewrite.jobs import Sink
+from pqweights.rewrite.quantizing import EncodeJob
 
 pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.

@@ -19,7 +19,7 @@ from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.activations import MatrixId, TextWindow, WeightLocation, locate, watch
 from pqweights.quality.collecting import Collector, Sample, VectorInputs
-from pqweights.quantizing import Quantize
+from pqweights.rewrite.quantizing import Quantize
 
 IDS = np.random.default_rng(3).integers(0, 490, (3, 24))
 WINDOWS = [TextWindow(ids, held_back) for ids, held_back in zip(IDS, (False, True, False), strict=True)]

@@ -24,9 +24,9 @@ from pqweights.models.table import MODELS
 from pqweights.models.traits import Trait
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity_file import groups_of
-from pqweights.quantizing import Quantize
 from pqweights.rewrite.folding.search import find_links
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.quantizing import Quantize
 
 NAME = "quokka"
 # Its modules, and what Llama calls them.

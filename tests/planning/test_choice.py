@@ -11,8 +11,8 @@ from commands import answer, invoke, refused
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.errors import OptionError
-from pqweights.options import RecipeOptions
 from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Rule
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"

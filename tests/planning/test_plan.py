@@ -19,8 +19,8 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import json_bytes
 from pqweights.errors import SourceError
-from pqweights.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, Plan, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.plan_report import report_plan

@@ -14,8 +14,8 @@ from external_runtimes import need
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.options import RUNTIMES
 from pqweights.planning.context_memory import context_memory, text_sizes
+from pqweights.planning.options import RUNTIMES
 from pqweights.planning.runtime_memory import GIB, RUNTIME_MEMORY
 
 # Loads a file with a context of so many tokens; llama.cpp then says on stderr what it takes.

@@ -23,8 +23,8 @@ from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import Quantize
 from pqweights.rewrite.finished_shards import FinishedShards
+from pqweights.rewrite.quantizing import Quantize
 from pqweights.storage.local import LocalStore
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

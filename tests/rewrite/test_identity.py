@@ -12,9 +12,9 @@ from helpers import folder_bytes, run_command
 from rewriting import SHARD_BYTES, command, interrupt, marks
 
 from pqweights.errors import MasterError, OutputError
-from pqweights.quantizing import Quantize
 from pqweights.rewrite import identity
 from pqweights.rewrite.manifest import read_manifest
+from pqweights.rewrite.quantizing import Quantize
 from pqweights.rewrite.results.verify import verify
 
 RECIPE = """

@@ -16,9 +16,9 @@ from memory_storage import Operation, Place, each_operation, objects, put, run_i
 from rewriting import SHARD_BYTES, command
 
 from pqweights.errors import OptionError, OutputError
-from pqweights.options import QuantizeOptions
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import plan_quantize, quantize
+from pqweights.rewrite.quantizing import plan_quantize, quantize
 from pqweights.storage import open_store
 from pqweights.storage.bucket import BucketStore
 from pqweights.storage.local import LocalStore

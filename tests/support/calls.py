@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pqweights import exporting, quantizing
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.options import ExportOptions, QuantizeOptions
+from pqweights.exports import exporting
+from pqweights.planning.options import ExportOptions, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Sensitivity
@@ -20,6 +20,7 @@ from pqweights.quality import evaluation
 from pqweights.quality import sensitivity as measuring
 from pqweights.quality.options import EvaluationOptions, SensitivityOptions
 from pqweights.quality.report import EvaluationReport
+from pqweights.rewrite import quantizing
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 

@@ -16,8 +16,8 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.planning.plan import KEEP
 from pqweights.planning.recipe import load_recipe
-from pqweights.quantizing import Quantize
 from pqweights.rewrite.folding.fold import Fold
+from pqweights.rewrite.quantizing import Quantize
 
 Floats = npt.NDArray[np.float32]
 STORE = {"F32": f32, "F16": f16, "BF16": bf16}

@@ -25,7 +25,7 @@ from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.exports import torchao
-from pqweights.options import ExportOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs, shard
 from pqweights.rewrite.task import RewriteReport

@@ -22,8 +22,8 @@ import pytest
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.planning.plan import TensorPlan
-from pqweights.quantizing import Quantize
 from pqweights.rewrite.jobs import Job
+from pqweights.rewrite.quantizing import Quantize
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MB
 WAIT_SECONDS = 60.0

@@ -12,8 +12,8 @@ import pytest
 import safetensors
 from helpers import folder_bytes, killed_runs, run_command
 
-from pqweights.quantizing import Quantize
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
+from pqweights.rewrite.quantizing import Quantize
 from pqweights.rewrite.task import RewriteReport
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint

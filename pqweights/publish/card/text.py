@@ -13,12 +13,12 @@ from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import CODECS
 from pqweights.common.markdown import code, fenced, table, words
+from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
 from pqweights.exports import EXPORTS, target_name
 from pqweights.exports.loading import LoadableModel, by_pqweights, from_pretrained, shell
 from pqweights.exports.target import ExportTarget
-from pqweights.options import ExportOptions
-from pqweights.parameters import parameters
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.rewrite.manifest import Manifest, shards_of

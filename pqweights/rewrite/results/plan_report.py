@@ -13,12 +13,12 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.memory_advice import MemoryAdvice, advise
 from pqweights.exports.possible import planned_master, possible_exports
-from pqweights.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.fit import Fit
+from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
-from pqweights.quantizing import plan_quantize
 from pqweights.rewrite.folding.fold import Fold
+from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, resource_needs
 from pqweights.storage import Store
 from pqweights.storage.hub.storage import LOW_DISK_FILES

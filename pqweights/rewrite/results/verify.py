@@ -29,8 +29,8 @@ from pqweights.common.strict_json import json_pieces
 from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
-from pqweights.quantizing import encodings
 from pqweights.rewrite.manifest import MOST_BYTES, Manifest, read_manifest, shards_of
+from pqweights.rewrite.quantizing import encodings
 from pqweights.rewrite.results.evaluation_record import read_records
 
 Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name of the tensor

@@ -19,9 +19,9 @@ from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import planned_master, possible_exports
 from pqweights.models import text_model
-from pqweights.options import QuantizeOptions
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coder_of, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity

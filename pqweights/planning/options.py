@@ -1,4 +1,4 @@
-"""The options of all functions and commands: each is defined here, once (parameters.py).
+"""The options of all functions and commands: each is defined here, once (common/parameters.py).
 
 A class of options is what the library takes; those that end in `Arguments` are all that a function of the API and
 its command take. The flags that only a command has, about what it prints, are in cli/options.py.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqweights import parameters as checks
+from pqweights.common import parameters as checks
+from pqweights.common.parameters import Options, StrPath, option, options
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError
-from pqweights.parameters import Options, StrPath, option, options
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe

@@ -12,7 +12,7 @@ from pqweights.errors import OptionError, SourceError
 from pqweights.exports import get_target, target_name
 from pqweights.exports.recipe import with_recipe
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
-from pqweights.options import ExportOptions, path_of
+from pqweights.planning.options import ExportOptions, path_of
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
