@@ -1,0 +1,106 @@
+"""What is known of the weights of a layer from a sample of tokens: moments of inputs, and gradients at outputs.
+
+Of a weight W [N, K] in a product y = W x: H = E[x x'], [K, K], the second moments of its inputs; and g = E[(dL/dy)**2],
+[N], the mean squares of the gradients at its outputs. The loss L is the log-likelihood of tokens that are drawn from the
+model's own predictions, so the products of these gradients are the Fisher information, and g_i H is about the block of
+its matrix that belongs to row i of W, as in K-FAC (Martens and Grosse, arXiv:1503.05671).
+
+Products are recorded where torch computes them, so no architecture needs a rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class ProductStatistics:
+    """What is known of one weight; both sums are over all rows of inputs.
+
+    vector: the number of the moments; weights that read the same share them
+    rows: how many rows of inputs were seen
+    squares: the sums of squares of the gradients, [N]
+    """
+
+    vector: int
+    rows: int
+    squares: Tensor | None = None
+
+
+@dataclass(eq=False)
+class LayerStatistics(TorchFunctionMode):
+    """Records the products with some parameters while layers compute; a context.
+
+    parameters: which, by name
+    moments: the sums of x x' of each vector of inputs, [K, K], by number
+    products: what is known of each parameter that was multiplied by, by name
+    """
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    moments: dict[int, Tensor] = field(default_factory=dict)
+    products: dict[str, ProductStatistics] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._inputs: list[tuple[Tensor, int]] = []  # of this batch; kept, so that no other tensor has their place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at a call of any function of torch, and pass it on."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear:
+            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+            name = self._names.get(id(given["weight"]))
+            if name is not None:
+                self._record(name, given["input"].detach(), result)
+        return result
+
+    def next_batch(self) -> None:
+        """Forget which inputs were the same tensors."""
+        self._inputs.clear()
+
+    def mean_moments(self, name: str) -> Tensor:
+        """Return H of a weight, [K, K]."""
+        product = self.products[name]
+        return self.moments[product.vector] / product.rows
+
+    def mean_squares(self, name: str) -> Doubles | None:
+        """Return g of a weight, [N]; None if no gradient reached its outputs."""
+        product = self.products[name]
+        return None if product.squares is None else (product.squares / product.rows).double().numpy()
+
+    def _record(self, name: str, values: Tensor, result: Tensor) -> None:
+        rows = values.reshape(-1, values.shape[-1])
+        product = self.products.get(name)
+        known = next((number for other, number in self._inputs if other is values or _same_place(other, values)), None)
+        if product is None:
+            number = len(self.moments) if known is None else known
+            product = self.products[name] = ProductStatistics(vector=number, rows=0)
+        product.rows += len(rows)
+        if known != product.vector:
+            sums = self.moments.get(product.vector)
+            if sums is None:
+                sums = self.moments[product.vector] = torch.zeros(rows.shape[1], rows.shape[1])
+            sums.addmm_(rows.T, rows)
+            self._inputs.append((values, product.vector))
+        if result.requires_grad:
+            result.register_hook(lambda gradient: self._add_gradient(product, gradient))
+
+    @staticmethod
+    def _add_gradient(product: ProductStatistics, gradient: Tensor) -> None:
+        squares = gradient.detach().reshape(-1, gradient.shape[-1]).square().sum(0)
+        product.squares = squares if product.squares is None else product.squares + squares
+
+
+def _same_place(first: Tensor, second: Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride()

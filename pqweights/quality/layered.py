@@ -1,0 +1,259 @@
+"""A language model that is run one decoder layer at a time, with the weights of that layer alone in memory.
+
+The modules are transformers', made without memory for their weights. What a model does before and after its layers is
+its own code: it runs with layers that only note how they are called. So positions, masks and scalings are those of the
+architecture, and none needs a rule of its own, as long as it has its layers in a list and each of them maps the hidden
+states of a batch to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.errors import SourceError
+from pqweights.inference.runtimes.folders import transformers_config
+from pqweights.inference.runtimes.packages import Refused, package, quiet
+
+OUTSIDE = -1  # in place of the number of a layer: what comes before and after the layers
+REMEDY = "quantize it without `calibrate`"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What a layer gets besides the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def equals(self, other: LayerCall) -> bool:
+        """Whether both hold the same."""
+        return _equal(self.args, other.args) and _equal(self.kwargs, other.kwargs)
+
+
+class _Note(torch.nn.Module):
+    """Stands in the place of a layer, notes the call, and returns the hidden states or what it is told to."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # no submodule
+        self.__dict__["call"], self.__dict__["hidden"], self.__dict__["result"] = None, None, None
+        self.__dict__["as_tuple"] = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)  # such as the kind of attention, for which the model asks
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note the call."""
+        state = self.__dict__
+        state["call"], state["hidden"] = LayerCall(args, kwargs), hidden_states
+        result = hidden_states if state["result"] is None else state["result"]
+        return (result,) if state["as_tuple"] else result
+
+
+class LayeredModel:
+    """The model of a checkpoint; see above.
+
+    checkpoint: the opened source, an original
+    folder: where its configuration lies
+
+    Raises SourceError for a model that cannot be run so, MissingDependencyError.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        transformers = package("transformers", "transformers", "calibrating")
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._folder = folder
+        config = transformers_config(folder)
+        with Refused(f"{folder}: transformers cannot run this model"), quiet(), _without_weights():
+            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model.requires_grad_(False)
+        with contextlib.suppress(ValueError, KeyError, AttributeError):
+            self.model.set_experts_implementation("eager")
+        self._path, self._list = self._find_layers(config)
+        self._layers = list(self._list)
+        self._mapping = get_model_conversion_mapping(self.model)
+        self._tensors = self._by_layer(checkpoint)
+        self._as_tuple = False
+        if self._list_shares_state(config):
+            raise self._refused("its layers share keys and values")
+
+    # --- what there is ---
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers."""
+        return len(self._layers)
+
+    def parameters_of(self, layer: int) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of a layer, or of what is outside, by name; those outside only once if they are tied."""
+        if layer != OUTSIDE:
+            prefix = f"{self._path}.{layer}."
+            return {prefix + name: parameter for name, parameter in self._layers[layer].named_parameters()}
+        inside = {id(parameter) for module in self._layers for parameter in module.parameters()}
+        return {name: parameter for name, parameter in self.model.named_parameters() if id(parameter) not in inside}
+
+    def tensors_of(self, layer: int) -> Sequence[LogicalTensor]:
+        """Return the tensors of the checkpoint that belong to a layer, or to what is outside."""
+        return self._tensors.get(layer, ())
+
+    def _find_layers(self, config: Any) -> tuple[str, torch.nn.ModuleList]:
+        count = getattr(config.get_text_config(), "num_hidden_layers", None)
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.base_model
+        for name, module in self.model.named_modules():
+            inside = name.startswith(next((n for n, m in self.model.named_modules() if m is decoder), ""))
+            if inside and isinstance(module, torch.nn.ModuleList) and len(module) == count:
+                return name, module
+        raise self._refused("it has no list of decoder layers")
+
+    def _refused(self, why: str) -> SourceError:
+        return SourceError(f"{self._folder}: {type(self.model).__name__} cannot be calibrated: {why}; {REMEDY}")
+
+    def _list_shares_state(self, config: Any) -> bool:
+        return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
+
+    def _by_layer(self, checkpoint: Checkpoint) -> dict[int, list[LogicalTensor]]:
+        """Return which tensors of the checkpoint belong to each layer, by transformers' rules for renaming."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        renamings = [rule for rule in self._mapping if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in self._mapping if isinstance(rule, WeightConverter)]
+        state, prefix = self.model.state_dict(), self._path + "."
+        result: dict[int, list[LogicalTensor]] = {}
+        for tensor in checkpoint.tensors:
+            name, _ = rename_source_key(tensor.name, renamings, converters, self.model.base_model_prefix, state)
+            name = name if name in state else tensor.name
+            if name in state:
+                number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+                result.setdefault(int(number) if number.isdigit() else OUTSIDE, []).append(tensor)
+        return result
+
+    # --- weights ---
+
+    @contextlib.contextmanager
+    def loaded(self, layer: int) -> Iterator[None]:
+        """Have the weights of a layer, or of what is outside, in memory."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        state = {tensor.name: _read(tensor) for tensor in self._tensors.get(layer, ())}
+        options = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping)
+        with Refused(f"{self._folder}: transformers cannot load this model"), quiet():
+            convert_and_load_state_dict_in_model(self.model, state, options)
+            if layer == OUTSIDE:
+                self.model.tie_weights()
+        del state
+        missing = [name for name, parameter in self.parameters_of(layer).items() if parameter.is_meta]
+        if missing:
+            raise self._refused(f"the checkpoint has no tensor for {missing[0]}")
+        self.model.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for module in self._modules(layer):
+                for name, parameter in module._parameters.items():
+                    module._parameters[name] = None if parameter is None else _on_meta(parameter)
+            if layer == OUTSIDE:
+                self.model.tie_weights()
+
+    def _modules(self, layer: int) -> list[torch.nn.Module]:
+        if layer != OUTSIDE:
+            return list(self._layers[layer].modules())
+        inside = {id(module) for one in self._layers for module in one.modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
+
+    # --- computing ---
+
+    def begin(self, ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        """Return the hidden states before the first layer, [windows, tokens, width], and how each layer is called.
+
+        ids: token ids, [windows, tokens]. What is outside must be loaded.
+        """
+        try:
+            notes = self._run_outside(ids, None)
+        except SourceError:
+            if self._as_tuple:
+                raise
+            notes = []
+        if not notes or any(note.hidden.shape != notes[0].hidden.shape for note in notes):
+            self._as_tuple = True  # a model that takes the first item of what a layer returns
+            notes = self._run_outside(ids, None)
+        return notes[0].hidden, [note.call for note in notes]
+
+    def end(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the logits [windows, tokens, vocabulary] for hidden states after the last layer."""
+        return self._run_outside(ids, hidden)[-1].logits
+
+    def run(self, layer: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Return the hidden states after a layer that is loaded."""
+        with Refused(f"{self._folder}: transformers cannot run this model"):
+            result = self._layers[layer](hidden, *call.args, **call.kwargs)
+        result = result[0] if isinstance(result, tuple) else result
+        if not isinstance(result, Tensor) or result.shape != hidden.shape:
+            raise self._refused("a layer does not map hidden states to hidden states")
+        return result
+
+    def _run_outside(self, ids: Tensor, result: Tensor | None) -> list[_Note]:
+        notes = [_Note(layer) for layer in self._layers]
+        for number, note in enumerate(notes):
+            self._list._modules[str(number)] = note
+            note.__dict__["as_tuple"] = self._as_tuple
+        notes[-1].__dict__["result"] = result
+        try:
+            with Refused(f"{self._folder}: transformers cannot run this model"):
+                logits = self.model(ids, use_cache=False, logits_to_keep=0 if result is not None else 1).logits
+        finally:
+            for number, layer in enumerate(self._layers):
+                self._list._modules[str(number)] = layer
+        if any(note.call is None for note in notes):
+            raise self._refused("it does not call its layers one after the other")
+        notes[-1].__dict__["logits"] = logits
+        return notes
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Have modules made with parameters on the meta device; buffers are computed, as the constructors do."""
+    from transformers.initialization import no_init_weights
+
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(self, name, None if parameter is None else _on_meta(parameter))
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _on_meta(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def _read(tensor: LogicalTensor) -> Tensor:
+    values = np.empty(4 * element_count(tensor), dtype=np.uint8)
+    tensor.read(0, element_count(tensor), "F32", values)
+    return torch.from_numpy(values.view(np.float32)).view(tensor.shape)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and torch.equal(first, second)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(_equal, first, second))
+    if isinstance(first, dict):
+        return isinstance(second, dict) and first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
+    return first is second or bool(first == second)
