@@ -83,6 +83,7 @@ class LayeredModel:
         self._path, self._list = self._find_layers(config)
         self._layers = list(self._list)
         self._mapping = get_model_conversion_mapping(self.model)
+        self._direct: dict[str, str] = {}
         self._tensors = self._by_layer(checkpoint)
         self._as_tuple = False
         if self._list_shares_state(config):
@@ -103,9 +104,22 @@ class LayeredModel:
         inside = {id(parameter) for module in self._layers for parameter in module.parameters()}
         return {name: parameter for name, parameter in self.model.named_parameters() if id(parameter) not in inside}
 
+    @property
+    def tied(self) -> str | None:
+        """The tensor of the embedding if the head has the same; None if there are two, or no head."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if head is None or embedding.weight is not head.weight:
+            return None
+        names = {name for name, parameter in self.parameters_of(OUTSIDE).items() if parameter is head.weight}
+        return next((tensor for tensor, parameter in self._direct.items() if parameter in names), None)
+
     def tensors_of(self, layer: int) -> Sequence[LogicalTensor]:
         """Return the tensors of the checkpoint that belong to a layer, or to what is outside."""
         return self._tensors.get(layer, ())
+
+    def parameter_of(self, tensor: str) -> str | None:
+        """Return the parameter that holds a tensor of the checkpoint as it is; None if it is changed or not used."""
+        return self._direct.get(tensor)
 
     def _find_layers(self, config: Any) -> tuple[str, torch.nn.ModuleList]:
         count = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -131,9 +145,11 @@ class LayeredModel:
         state, prefix = self.model.state_dict(), self._path + "."
         result: dict[int, list[LogicalTensor]] = {}
         for tensor in checkpoint.tensors:
-            name, _ = rename_source_key(tensor.name, renamings, converters, self.model.base_model_prefix, state)
-            name = name if name in state else tensor.name
+            name, pattern = rename_source_key(tensor.name, renamings, converters, self.model.base_model_prefix, state)
+            name, pattern = (name, pattern) if name in state else (tensor.name, None)
             if name in state:
+                if pattern is None and state[name].shape == tensor.shape:
+                    self._direct[tensor.name] = name
                 number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
                 result.setdefault(int(number) if number.isdigit() else OUTSIDE, []).append(tensor)
         return result

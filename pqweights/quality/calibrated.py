@@ -1,0 +1,318 @@
+"""Codes for a master from what its weights are for: a calibration in the memory of one decoder layer.
+
+A sample of tokens goes through the model layer by layer (layered.py), and gradients come back the same way; what a layer
+got, and the gradients before it, lie on the disk between its passes:
+
+1. Forward: the hidden states before each layer.
+2. Backward, from the last layer to the first: each is computed again, now with gradients. Its weights get their g and,
+   from the moments H of their inputs, the scales of their columns; of H nothing else is kept. From how large the scaled
+   weights are follows what they would take at any step, and so the step of the whole model for the wanted size.
+3. Encoding: each layer is computed once more for H, and its weights are encoded with that step.
+
+docs/calibration.md has the method. Every layer's part of a pass is a file, so an interrupted calibration goes on with
+the layer at which it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.codecs.column_encoding import encode_columns, expected_bits, factorized, row_scales
+from pqweights.errors import SourceError
+from pqweights.quality.layer_statistics import LayerStatistics
+from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
+
+Doubles = npt.NDArray[np.float64]
+Progress = Callable[[int, int, str], None]
+
+# Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
+BATCH_TOKENS = 1024
+# The most logits that are computed together, in bytes.
+LOGITS_BYTES = 1 << 28
+# The mean squared error of a weight that is not too small for it, in squares of the step.
+_ERROR = 0.2588
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedWeight:
+    """A weight that is to be calibrated.
+
+    name: of the tensor in the checkpoint
+    parameter: of the model that holds it
+    """
+
+    name: str
+    parameter: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerwiseCalibration:
+    """A calibration of some weights of a model.
+
+    model: the model
+    ids: token ids of the sample, [windows, tokens]
+    weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
+    work: a folder for what lies on the disk
+    states: of the trellis
+    seed: of the labels that are drawn
+    """
+
+    model: LayeredModel
+    ids: Tensor
+    weights: Mapping[int, Sequence[CalibratedWeight]]
+    work: Path
+    states: int
+    seed: int = 0
+    progress: Progress = lambda done, total, what: None
+
+    def encode(self, wanted_bits: float) -> list[Path]:
+        """Run all passes, and return the files with the codes.
+
+        wanted_bits: about how many all weights together are to take
+
+        Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
+        """
+        self.work.mkdir(parents=True, exist_ok=True)
+        with torch.no_grad():
+            calls = self._forward()
+        self._backward(calls)
+        step = self._step(wanted_bits)
+        with torch.no_grad():
+            return self._encode(calls, step)
+
+    # --- batches ---
+
+    @property
+    def _batches(self) -> list[slice]:
+        windows = max(1, BATCH_TOKENS // self.ids.shape[1])
+        return [slice(at, at + windows) for at in range(0, len(self.ids), windows)]
+
+    def _file(self, kind: str, layer: int) -> Path:
+        return self.work / f"{kind}-{layer:04}.safetensors"
+
+    def _save(self, kind: str, layer: int, tensors: Mapping[str, npt.NDArray[Any]], **metadata: Any) -> None:
+        path = self._file(kind, layer)
+        partial = path.with_suffix(".partial")
+        with disk_errors(path):
+            save_file(dict(tensors), partial, {key: json.dumps(value) for key, value in metadata.items()})
+            partial.replace(path)
+
+    def _done(self, passes: int, layer: int, what: str) -> None:
+        self.progress(passes * (self.model.layers + 1) + layer, 3 * (self.model.layers + 1), what)
+
+    # --- the passes ---
+
+    def _forward(self) -> list[list[LayerCall]]:
+        """Write the hidden states before each layer and after the last; return how layers are called, by batch."""
+        model, shape = self.model, None
+        calls: list[list[LayerCall]] = []
+        with model.loaded(OUTSIDE):
+            begun = [model.begin(self.ids[batch]) for batch in self._batches]
+        for hidden, of_batch in begun:
+            shared = next((known for known in calls if _same(known, of_batch)), of_batch)
+            calls.append(shared)
+        if not self._file("hidden", 0).exists():
+            self._save("hidden", 0, {"x": torch.cat([hidden for hidden, _ in begun]).numpy()})
+        del begun
+        for layer in range(model.layers):
+            if not self._file("hidden", layer + 1).exists():
+                hidden = self._load("hidden", layer)
+                shape = hidden.shape
+                after = torch.empty(shape)
+                with model.loaded(layer):
+                    for batch, call in zip(self._batches, calls, strict=True):
+                        after[batch] = model.run(layer, hidden[batch], call[layer])
+                if not bool(after.isfinite().all()):
+                    raise SourceError(f"calibration: layer {layer} of the model computes values that are not finite")
+                self._save("hidden", layer + 1, {"x": after.numpy()})
+            self._done(0, layer + 1, f"layer {layer} forward")
+        return calls
+
+    def _load(self, kind: str, layer: int) -> Tensor:
+        return torch.from_numpy(load_file(self._file(kind, layer))["x"])
+
+    def _backward(self, calls: Sequence[Sequence[LayerCall]]) -> None:
+        """Write the statistics of each layer, and the gradients at its inputs."""
+        model, last = self.model, self.model.layers
+        if not self._file("head", last).exists():
+            self._outside()
+        self._done(1, 1, "head backward")
+        for layer in reversed(range(last)):
+            if not self._file("statistics", layer).exists():
+                hidden, gradients = self._load("hidden", layer), self._load("gradients", layer + 1)
+                before = torch.empty_like(hidden)
+                with model.loaded(layer), self._statistics(layer) as statistics:
+                    for batch, call in zip(self._batches, calls, strict=True):
+                        inputs = hidden[batch].requires_grad_()
+                        model.run(layer, inputs, call[layer]).backward(gradients[batch])
+                        before[batch] = inputs.grad
+                        statistics.next_batch()
+                    self._save("gradients", layer, {"x": before.numpy()})
+                    self._save_statistics("statistics", layer, statistics)
+            self._file("gradients", layer + 1).unlink(missing_ok=True)
+            self._done(1, last - layer + 1, f"layer {layer} backward")
+        if not self._file("statistics", last).exists():
+            self._finish_outside()
+
+    def _statistics(self, layer: int) -> LayerStatistics:
+        parameters = dict(self.model.parameters_of(layer))
+        return LayerStatistics({weight.parameter: parameters[weight.parameter] for weight in self.weights.get(layer, ())})
+
+    def _outside(self) -> None:
+        """Draw labels, and write the gradients after the last layer, and what is known of the head."""
+        model, last = self.model, self.model.layers
+        hidden, random = self._load("hidden", last), torch.Generator().manual_seed(self.seed)
+        gradients = torch.empty_like(hidden)
+        with model.loaded(OUTSIDE), self._statistics(OUTSIDE) as statistics:
+            for window in range(len(self.ids)):
+                inputs = hidden[window : window + 1].requires_grad_()
+                logits = model.end(self.ids[window : window + 1], inputs)[0]
+                labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
+                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+                gradients[window : window + 1] = inputs.grad
+                statistics.next_batch()
+            self._save("gradients", last, {"x": gradients.numpy()})
+            self._save_statistics("head", last, statistics, keep_moments=True)
+
+    def _finish_outside(self) -> None:
+        """Write what is known of the weights outside the layers, now that there are gradients at the embedding.
+
+        An embedding that is the head as well is looked up and multiplied by. A row that is looked up has, of the V
+        tokens, the gradients of its own; each row of the head has its g for all inputs.
+        """
+        last = self.model.layers
+        known = load_file(self._file("head", last))
+        tied = self.model.tied
+        if tied is not None and f"{tied}:moments" in known:
+            gradients = self._load("gradients", 0).flatten(0, 1)
+            squares = known[f"{tied}:gradients"]
+            share = float(len(squares) * squares.mean()) * len(gradients)
+            known[f"{tied}:moments"] += (gradients.T @ gradients).numpy() / np.float32(max(share, 1e-30))
+        with self.model.loaded(OUTSIDE):
+            parameters = self.model.parameters_of(OUTSIDE)
+            for weight in self.weights.get(OUTSIDE, ()):
+                if f"{weight.name}:moments" in known:
+                    moments = torch.from_numpy(known[f"{weight.name}:moments"])
+                    known |= _described(weight.name, parameters[weight.parameter], moments, known[f"{weight.name}:gradients"])
+        self._save("statistics", last, known)
+
+    def _save_statistics(self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False) -> None:
+        number = OUTSIDE if keep_moments else layer
+        parameters, result = self.model.parameters_of(number), {}
+        for weight in self.weights.get(number, ()):
+            if weight.parameter not in statistics.products:
+                continue  # the sample did not reach it, or it is used otherwise than in a linear layer
+            moments = statistics.mean_moments(weight.parameter)
+            squares = statistics.mean_squares(weight.parameter)
+            assert squares is not None
+            if keep_moments:
+                result |= {f"{weight.name}:gradients": squares, f"{weight.name}:moments": moments.numpy()}
+            else:
+                result |= _described(weight.name, parameters[weight.parameter], moments, squares)
+        self._save(kind, layer, result)
+
+    # --- the step ---
+
+    def _step(self, wanted_bits: float) -> float:
+        """Return the step at which all weights are expected to take so many bits."""
+        low, high = -100.0, 100.0  # log2 of the step
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._expected_bits(2.0**middle) > wanted_bits else (low, middle)
+        return float(2.0**high)
+
+    def _expected_bits(self, step: float) -> float:
+        bits = 0.0
+        for path in sorted(self.work.glob("statistics-*.safetensors")):
+            with safe_open(path, "numpy") as stored:
+                for key in stored.keys():
+                    name, _, what = key.rpartition(":")
+                    if what == "energies":
+                        energies = stored.get_tensor(key)
+                        errors = np.minimum(energies.mean(0), _ERROR * step**2)
+                        spread = stored.get_tensor(f"{name}:spread")
+                        bits += expected_bits(energies + errors * spread, step, tuple(stored.get_tensor(f"{name}:shape")))
+        return bits
+
+    # --- encoding ---
+
+    def _encode(self, calls: Sequence[Sequence[LayerCall]], step: float) -> list[Path]:
+        model, last = self.model, self.model.layers
+        for layer in range(last + 1):
+            if not self._file("codes", layer).exists():
+                self._encode_outside(step) if layer == last else self._encode_layer(layer, calls, step)
+            self._done(2, layer + 1, f"encoding layer {layer}")
+        return [self._file("codes", layer) for layer in range(last + 1)]
+
+    def _encode_layer(self, layer: int, calls: Sequence[Sequence[LayerCall]], step: float) -> None:
+        hidden = self._load("hidden", layer)
+        with self.model.loaded(layer):
+            with self._statistics(layer) as statistics:
+                for batch, call in zip(self._batches, calls, strict=True):
+                    self.model.run(layer, hidden[batch], call[layer])
+                    statistics.next_batch()
+            known = load_file(self._file("statistics", layer))
+            self._write_codes(layer, OUTSIDE + 1 + layer, known, statistics.mean_moments, step)
+
+    def _encode_outside(self, step: float) -> None:
+        last = self.model.layers
+        known = load_file(self._file("statistics", last))
+        names = {weight.parameter: weight.name for weight in self.weights.get(OUTSIDE, ())}
+        with self.model.loaded(OUTSIDE):
+            self._write_codes(
+                last, OUTSIDE, known, lambda parameter: torch.from_numpy(known[f"{names[parameter]}:moments"]), step
+            )
+
+    def _write_codes(
+        self, file: int, layer: int, known: Mapping[str, Any], moments: Callable[[str], Tensor], step: float
+    ) -> None:
+        parameters, tensors, measures = self.model.parameters_of(layer), {}, {}
+        for weight in self.weights.get(layer, ()):
+            if f"{weight.name}:gradients" not in known:
+                continue
+            codes, measured = encode_columns(
+                parameters[weight.parameter].detach().numpy(),
+                moments=moments(weight.parameter).numpy(),
+                gradients=known[f"{weight.name}:gradients"],
+                step=step,
+                states=self.states,
+            )
+            tensors |= {weight.name + suffix: part for suffix, part in codes.parts.items()}
+            measures[weight.name] = measured
+        self._save("codes", file, tensors, measures=measures)
+
+
+def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
+    return all(one.equals(other) for one, other in zip(first, second, strict=True))
+
+
+def _described(name: str, weight: Tensor, moments: Tensor, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
+    """Return what is kept of a weight until it is encoded.
+
+    energies: the mean square of the weights of each block, with the scales of rows and columns, [strips, K] f32
+    spread: by how much of their errors, in the scales of columns, those before a column change it, [K] f32
+    """
+    rows = torch.from_numpy(row_scales(gradients)).float()
+    feedback, columns = factorized(moments.numpy())
+    scaled = weight.detach().square() * rows.square()[:, None] * torch.from_numpy(columns).float().square()
+    padded = torch.nn.functional.pad(scaled, (0, 0, 0, -len(scaled) % 128)).view(-1, 128, scaled.shape[1])
+    spread = columns**2 * ((1 / columns**2) @ feedback**2)
+    return {
+        f"{name}:gradients": gradients,
+        f"{name}:energies": (padded.sum(1) / 128).numpy(),
+        f"{name}:spread": spread.astype(np.float32),
+        f"{name}:shape": np.array(weight.shape),
+    }

@@ -1,0 +1,29 @@
+"""The sample of tokens from which a calibration learns: drawn from the model itself, or cut from a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pqweights.errors import EvaluationError
+
+
+def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:
+    """Draw token ids [windows, tokens] from a causal language model, at temperature 1.
+
+    first: the token with which each window begins
+    """
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.full((windows, 1), first)
+    cache = None
+    with torch.inference_mode():
+        for _ in range(tokens - 1):
+            output = model(ids[:, -1:], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits = output.logits[:, -1].float()
+            if not bool(logits.isfinite().all()):
+                raise EvaluationError("the sample: the model's logits are not finite; give a text instead")
+            ids = torch.cat([ids, torch.multinomial(torch.softmax(logits, -1), 1, generator=random)], dim=1)
+    return ids
