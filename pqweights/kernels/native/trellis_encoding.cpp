@@ -11,8 +11,6 @@
 namespace {
 
 constexpr int TILE = BLOCK * LANES;
-// Larger than what any path costs, so that blocks of class 0 have only numbers 0 and 1.
-constexpr float FORBIDDEN = 1e6f;
 // Magnitudes outside these are brought to 1 by a power of two, so that sums of squares stay in the range of float32.
 constexpr uint32_t SMALLEST = (127 - 40) << 23, LARGEST = (127 + 40) << 23, INFINITE = 0x7F800000;
 constexpr double LARGEST_STEP = 3.4028234663852886e38;  // those of weights near the largest float32 could be larger

@@ -11,6 +11,8 @@ namespace {
 
 // More than any path costs within a tile.
 constexpr float UNREACHABLE = 1e9f;
+// Larger than what any path costs, so that blocks of class 0 have only numbers 0 and 1.
+constexpr float FORBIDDEN = 1e6f;
 
 // Metrics of sequences that begin in these states.
 template <int states>
