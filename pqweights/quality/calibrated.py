@@ -36,6 +36,8 @@ from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
 
 Doubles = npt.NDArray[np.float64]
+# A stored scale of a row or a column.
+SCALE_BITS = 8
 Progress = Callable[[int, int, str], None]
 
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
@@ -244,7 +246,8 @@ class LayerwiseCalibration:
                         energies = stored.get_tensor(key)
                         errors = np.minimum(energies.mean(0), _ERROR * step**2)
                         spread = stored.get_tensor(f"{name}:spread")
-                        bits += expected_bits(energies + errors * spread, step, tuple(stored.get_tensor(f"{name}:shape")))
+                        shape = tuple(stored.get_tensor(f"{name}:shape").tolist())
+                        bits += expected_bits(energies + errors * spread, step, shape) + SCALE_BITS * sum(shape)
         return bits
 
     # --- encoding ---
@@ -290,8 +293,13 @@ class LayerwiseCalibration:
                 step=step,
                 states=self.states,
             )
-            tensors |= {weight.name + suffix: part for suffix, part in codes.parts.items()}
-            measures[weight.name] = measured
+            tensors |= {
+                f"{weight.name}_trellis": codes.trellis,
+                f"{weight.name}_lengths": codes.lengths,
+                f"{weight.name}_row_scales": codes.row_scales,
+                f"{weight.name}_column_scales": codes.column_scales,
+            }
+            measures[weight.name] = measured._asdict()
         self._save("codes", file, tensors, measures=measures)
 
 
