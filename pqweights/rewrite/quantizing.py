@@ -22,13 +22,14 @@ from pqweights.models import text_model
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
-from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coder_of, stored_bytes
+from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coding_of, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.statistics_file import MOMENTS, AwqScales, open_awq, open_statistics
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
+from pqweights.rewrite.ready import ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
@@ -112,6 +113,7 @@ class Quantize:
     awq: scales for the input channels of some weights
     fit: the bit widths that were chosen for a recipe with a target
     fold: the fold of the checkpoint, of which the tensors are read
+    ready: the weights whose codes a calibration has found; the recipe decides on the others
     """
 
     recipe: Recipe
@@ -119,6 +121,7 @@ class Quantize:
     awq: AwqScales | None = None
     fit: Fit | None = None
     fold: Fold | None = None
+    ready: ReadyWeights | None = None
 
     @property
     def account(self) -> Account:
@@ -126,13 +129,16 @@ class Quantize:
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
         fit = {} if self.fit is None else {"fit": self.fit.describe()}
         fold = {} if self.fold is None else {"fold": self.fold.describe()}
-        return Account(MASTER, {"recipe": self.recipe.to_json()} | awq | fit | fold)
+        ready = {} if self.ready is None else {"calibrated": self.ready.describe()}
+        return Account(MASTER, {"recipe": self.recipe.to_json()} | ready | awq | fit | fold)
 
     @property
     def inputs(self) -> TransformInputs:
-        """The file of the scales, and the fold with that of the moments for it."""
+        """The files of the scales and of ready codes, and the fold with that of the moments for it."""
         scales = {} if self.awq is None else {"--awq": self.awq.file.file}
-        return TransformInputs(checkpoints=scales | ({} if self.fold is None else self.fold.also_reads), fold=self.fold)
+        ready = {} if self.ready is None else {"calibrated": self.ready.files}
+        fold = {} if self.fold is None else self.fold.also_reads
+        return TransformInputs(checkpoints=scales | ready | fold, fold=self.fold)
 
     @property
     def output(self) -> Output:
@@ -148,6 +154,8 @@ class Quantize:
         result = self.planner(checkpoint).planned({} if self.fit is None else self.fit.rates)
         if self.awq is not None:
             self.awq.check(checkpoint, result)
+        if self.ready is not None:
+            result = self.ready.planned(result)
         return result if self.fold is None else self.fold.noted(result)
 
     def planner(self, checkpoint: Checkpoint) -> RatePlanner:
@@ -201,7 +209,9 @@ class Quantize:
         measure_fold(self.fold, preparation)
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """Return the job that encodes a weight or copies a tensor that is kept."""
+        """Return the job that encodes a weight, stores its ready codes, or copies a tensor that is kept."""
+        if self.ready is not None and planned.name in self.ready.weights:
+            return self.ready.job(planned)
         if planned.action == KEEP:
             return CopyJob(planned, tensor)
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
@@ -243,7 +253,7 @@ def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) ->
     """Return how each quantized tensor of a finished plan is stored."""
     return [
         Encoding(
-            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coder_of(tensor), state=record.state or {}
+            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coding_of(tensor), state=record.state or {}
         )
         for tensor, record in zip(tensors, records, strict=True)
         if tensor.action == QUANTIZE

@@ -16,7 +16,7 @@ from commands import refused
 from golden import make, make_codecs
 
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import CODECS
+from pqweights.codecs import MASTER_CODECS
 from pqweights.errors import MasterError
 from pqweights.planning.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
@@ -54,9 +54,9 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
 
 @pytest.mark.parametrize("codec", ["hadamard-trellis", "polar"])
 def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden, version = GOLDEN[codec], CODECS[codec].format_version
-    before = {name: other for name, other in CODECS.items() if other.format_version < version}
-    monkeypatch.setattr("pqweights.checkpoint.master.CODECS", before)
+    golden, version = GOLDEN[codec], MASTER_CODECS[codec].format_version
+    before = {name: other for name, other in MASTER_CODECS.items() if other.format_version < version}
+    monkeypatch.setattr("pqweights.checkpoint.master.MASTER_CODECS", before)
     with pytest.raises(MasterError, match=f"format_version: expected 1.*, found {version}; a newer pqweights may"):
         open_local(golden.MASTER)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
-from pqweights.codecs import CODECS
+from pqweights.codecs import MASTER_CODECS
 from pqweights.common.markdown import code, fenced, table, words
 from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
@@ -191,7 +191,7 @@ def _fold(kind: str) -> str:
 def method(manifest: Manifest) -> list[str]:
     """Return how the weights were quantized, and the papers that the method comes from."""
     about, codecs = _about_master(manifest), _codecs(manifest)
-    known = [CODECS[name] for name in codecs if name in CODECS]
+    known = [MASTER_CODECS[name] for name in codecs if name in MASTER_CODECS]
     prefix = "" if manifest.kind == "master" else "The master was made as follows. "
     described = [f"{prefix}{codec.description}" for codec in known if codec.description]
     papers = [paper for codec in known for paper in codec.papers]
