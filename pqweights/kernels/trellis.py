@@ -67,7 +67,7 @@ class Superblocks(NamedTuple):
 
 def most_bytes(blocks: int) -> int:
     """Return the most bytes that a superblock can use: in each step, a lane takes one word at most."""
-    return HEADER_BYTES + 256 + 4 * min(_LANES, blocks) + 2 * (BLOCK_SIZE + 1) * blocks
+    return HEADER_BYTES + 256 + 4 * _LANES + 2 * (BLOCK_SIZE + 1) * blocks
 
 
 def encode(

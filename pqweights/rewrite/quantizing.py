@@ -45,6 +45,7 @@ def quantize(
     *,
     options: QuantizeOptions = QuantizeOptions(),
     run: RunOptions = RunOptions(),
+    ready: ReadyWeights | None = None,
 ) -> RewriteReport:
     """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
 
@@ -52,11 +53,12 @@ def quantize(
         or an address in object storage
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     recipe: which codec encodes which tensor
+    ready: the weights whose codes a calibration of this source has found
 
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
     store = open_store(out)
-    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    checkpoint, transform, plan = plan_quantize(source, recipe, options, ready)
     if checkpoint.storage.origin is not None and str(Path(source)) == str(store):
         raise OutputError(
             f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
@@ -75,7 +77,10 @@ def quantize(
 
 
 def plan_quantize(
-    source: str | Path, recipe: Recipe, options: QuantizeOptions = QuantizeOptions()
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions = QuantizeOptions(),
+    ready: ReadyWeights | None = None,
 ) -> tuple[Checkpoint, Quantize, Plan]:
     """Open a source, and decide from its headers alone what quantizing it would do.
 
@@ -90,7 +95,7 @@ def plan_quantize(
         include=options.include_files,
     )
     awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)
-    transform = Quantize(recipe=recipe, strict=options.strict, awq=awq)
+    transform = Quantize(recipe=recipe, strict=options.strict, awq=awq, ready=ready)
     if recipe.target is not None:
         chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
         transform = replace(transform, fit=chosen)
