@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import column_decoder
 import numpy as np
 import numpy.typing as npt
+from export_decoders import values_of
 
-from pqweights.codecs.columns import ColumnCodes, ColumnCut
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs.columns import ColumnCodes, ColumnCut, decode_columns
 from pqweights.codecs.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import trellis
+from pqweights.rewrite.ready import Measured, write_ready
 
 Floats = npt.NDArray[np.float32]
 STRIP = 128
@@ -55,3 +61,22 @@ def superblock(blocks: Floats, rate: float) -> npt.NDArray[np.uint8]:
         if damaged < 0:
             return row[0, :length]
         length += 1
+
+
+def write_codes(source: Path, folder: Path, names: Sequence[str], rate: float = 3.0) -> dict[str, Floats]:
+    """Write a file of ready codes for each of some weights of a checkpoint, and return what they decode to."""
+    tensors, decoded = {tensor.name: tensor for tensor in open_local(source).tensors}, {}
+    for seed, name in enumerate(names):
+        shape = tensors[name].shape
+        exact = values_of(tensors[name])
+        codes = encoded(exact, rate, seed=seed)
+        decoded[name] = decode_columns(codes, range(codes.cut.strips), "F32").view(np.float32).reshape(shape)
+        energy = float((exact.astype(np.float64) ** 2).sum())
+        error = float(((decoded[name] - exact).astype(np.float64) ** 2).sum()) / energy
+        measured = Measured(relative_mse=error, energy=energy, weighed_mse=error / 2)
+        write_ready(folder / f"{seed}.safetensors", {name: (codes, measured)})
+    return decoded
+
+
+# Of codes that nobody looks at.
+NOTHING = Measured(relative_mse=0.0, energy=0.0)
