@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.codecs.columns import Coding, ColumnCoding, ColumnCut, StripPart, decode_strip
+from pqweights.codecs.columns import Coding, ColumnCodes, ColumnCoding, ColumnCut, decode_codes
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
@@ -297,48 +297,42 @@ class ColumnTensor(EncodedTensor):
         return BLOCK_SIZE * self.shape[1]
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode elements strip by strip, straight into `out` where they are all elements of superblocks and rows."""
+        """Decode elements strip by strip, straight into `out` where they are rows from the first of a strip on."""
         columns, size, end = self.shape[1], item_bytes(dtype), start + count
         while start < end:
-            stop = min(end, (start // self.unit + 1) * self.unit)
-            rows = range(start // columns, -(-stop // columns))
-            numbers = range(self.cut.superblocks)
-            if len(rows) == 1:
-                first, last = start % columns, stop - 1 - rows.start * columns
-                numbers = range(first // self.cut.blocks, last // self.cut.blocks + 1)
-            begin = self.cut.columns_of(numbers[0]).start
-            width = self.cut.columns_of(numbers[-1]).stop - begin
-            skip, taken = (start - rows.start * columns - begin) * size, (stop - start) * size
-            in_place = taken == len(rows) * width * size
-            values = out[:taken] if in_place else np.empty(len(rows) * width * size, dtype=np.uint8)
+            strip, row, stop = start // self.unit, start // columns, min(end, (start // self.unit + 1) * self.unit)
+            rows, numbers = range(strip * BLOCK_SIZE, -(-stop // columns)), range(self.cut.superblocks)
+            if row == rows.stop - 1:
+                blocks = self.cut.blocks
+                numbers = range(start % columns // blocks, (stop - 1) % columns // blocks + 1)
+            decoded = range(self.cut.columns_of(numbers[0]).start, self.cut.columns_of(numbers[-1]).stop)
+            skip = (row - rows.start) * len(decoded) + start - row * columns - decoded.start
+            byte_count, whole = (stop - start) * size, len(rows) * len(decoded) * size
+            values = out[:byte_count] if byte_count == whole else np.empty(whole, dtype=np.uint8)
             self.decode_rows(rows, numbers, dtype, values)
-            if not in_place:
-                out[:taken] = values[skip : skip + taken]
-            start, out = stop, out[taken:]
+            if byte_count != whole:
+                out[:byte_count] = values[skip * size : skip * size + byte_count]
+            start, out = stop, out[byte_count:]
 
     def decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode rows of one strip to one of VALUE_DTYPES: raw bytes [rows, columns of the superblocks].
+        """Decode rows of a strip, from its first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
 
-        superblocks: neighbouring ones, by their numbers in the strip
+        superblocks: whose columns, neighbouring ones by their numbers in the strip
 
         Raises MasterError if they cannot be decoded.
         """
-        cut, strip = self.cut, rows.start // BLOCK_SIZE
-        columns = range(cut.columns_of(superblocks[0]).start, cut.columns_of(superblocks[-1]).stop)
-        at = strip * cut.superblocks + superblocks.start
+        columns = range(self.cut.columns_of(superblocks[0]).start, self.cut.columns_of(superblocks[-1]).stop)
+        at = rows.start // BLOCK_SIZE * self.cut.superblocks + superblocks.start
         ends = self._ends[at : at + len(superblocks) + 1]
         trellis, _, row_scales, column_scales = self.encoded
-        part = StripPart(
-            cut=cut,
-            superblocks=superblocks,
-            trellis=self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),
-            lengths=np.diff(ends).tolist(),
-            row_scales=self._read_items(row_scales, rows.start, np.empty(len(rows), dtype=np.uint8)),
-            first_row=rows.start % BLOCK_SIZE,
-            column_scales=self._read_items(column_scales, columns.start, np.empty(len(columns), dtype=np.uint8)),
+        codes = ColumnCodes(
+            self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),
+            np.diff(ends).astype(np.int32)[None],
+            self._read_items(row_scales, rows.start, np.empty(len(rows), dtype=np.uint8)),
+            self._read_items(column_scales, columns.start, np.empty(len(columns), dtype=np.uint8)),
         )
         try:
-            decode_strip(part, dtype, out)
+            decode_codes(codes, self.cut.blocks, dtype, out)
         except DamagedBlock as damaged:
             raise damaged_error(self.place, damaged, first=at) from None
 

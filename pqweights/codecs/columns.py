@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.hadamard_trellis import REASONS, TRELLIS, HadamardTrellis
-from pqweights.codecs.protocol import Bytes, Codec, Coder, DamagedBlock, Floats, exact_rate
+from pqweights.codecs.protocol import Bytes, Codec, Coder, DamagedBlock, exact_rate
 from pqweights.codecs.trellis_tables import decode_tables
 from pqweights.common.documents import Document
-from pqweights.common.dtypes import FINITE_RANGES, convert, item_bytes
+from pqweights.common.dtypes import item_bytes
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
-from pqweights.kernels import BLOCK_SIZE, trellis
-from pqweights.kernels.workers import scratch
+from pqweights.kernels import BLOCK_SIZE, columns, trellis
 
 # Blocks of a superblock at most.
 _MOST = 768
@@ -129,13 +128,9 @@ class ColumnCut(NamedTuple):
         """Return the columns of a superblock of each strip."""
         return range(superblock * self.blocks, min((superblock + 1) * self.blocks, self.columns))
 
-    def longest(self, superblock: int) -> int:
-        """Return the most bytes that a superblock can take: in each step, a lane takes one word at most."""
-        return trellis.most_bytes(len(self.columns_of(superblock)))
-
     def length_problem(self, lengths: npt.NDArray[np.int32], total: int) -> str | None:
         """Say what is wrong with lengths [strips, superblocks] of superblocks that take `total` bytes, if anything."""
-        most = np.array([self.longest(number) for number in range(self.superblocks)])
+        most = np.array([trellis.most_bytes(len(self.columns_of(number))) for number in range(self.superblocks)])
         wrong = (lengths < SHORTEST) | (lengths > most)
         if wrong.any():
             strip, number = (int(place) for place in np.argwhere(wrong)[0])
@@ -175,81 +170,42 @@ class ColumnCodes:
         return (self.trellis, self.lengths, self.row_scales, self.column_scales)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StripPart:
-    """Neighbouring superblocks of a strip, as they are stored.
+def decode_codes(codes: ColumnCodes, blocks: int, dtype: str, out: Bytes) -> None:
+    """Decode neighbouring strips, or neighbouring superblocks of one, into raw bytes of `dtype`, [rows, columns].
 
-    cut: how the weight is cut
-    superblocks: their numbers in the strip
-    trellis: their bytes, one after the other
-    lengths: how many each has
-    row_scales: those of some neighbouring rows
-    first_row: the first of these rows, in the strip
-    column_scales: those of the columns of the superblocks
-    """
-
-    cut: ColumnCut
-    superblocks: range
-    trellis: Bytes
-    lengths: Sequence[int]
-    row_scales: Bytes
-    first_row: int
-    column_scales: Bytes
-
-
-def decode_strip(part: StripPart, dtype: str, out: Bytes) -> None:
-    """Decode the rows of a part into raw bytes of `dtype`, [rows, columns of the superblocks].
-
+    codes: their part of the stored tensors; the last strip may have fewer rows
+    blocks: the columns of each superblock but the last
     dtype: BF16, F16 or F32
 
     Raises DamagedBlock, with the number of a superblock among these, if no encoder wrote it.
     """
-    size, rows, at, left = item_bytes(dtype), _FACTORS[part.row_scales], 0, 0
-    into = out.reshape(len(rows), -1)
-    for place, (number, length) in enumerate(zip(part.superblocks, part.lengths, strict=True)):
-        blocks = len(part.cut.columns_of(number))
-        values = scratch("superblock", blocks * BLOCK_SIZE * 4)
-        damaged, reason = trellis.decode(
-            part.trellis[at : at + length],
-            values,
-            "F32",
-            cut=trellis.Superblocks(1, blocks, length),
-            signed=False,
-            tables=decode_tables(),
-        )
-        if damaged >= 0:
-            raise DamagedBlock(place, REASONS[reason])
-        mine = values.view(np.float32).reshape(blocks, BLOCK_SIZE)[:, part.first_row : part.first_row + len(rows)]
-        with np.errstate(over="ignore"):  # infinities are clamped
-            scaled: Floats = mine.T * rows[:, None] * _FACTORS[part.column_scales[left : left + blocks]]
-        finite = np.ascontiguousarray(np.clip(scaled, *FINITE_RANGES[dtype])).reshape(-1).view(np.uint8)
-        into[:, left * size : (left + blocks) * size] = convert(finite, "F32", dtype).reshape(len(rows), -1)
-        at, left = at + length, left + blocks
+    damaged, reason = columns.decode(
+        codes.trellis,
+        codes.lengths,
+        out,
+        dtype,
+        blocks=blocks,
+        row_factors=_FACTORS[codes.row_scales],
+        column_factors=_FACTORS[codes.column_scales],
+        tables=decode_tables(),
+    )
+    if damaged >= 0:
+        raise DamagedBlock(damaged, REASONS[reason])
 
 
 def decode_columns(codes: ColumnCodes, strips: range, dtype: str) -> Bytes:
     """Return the rows of neighbouring strips as raw bytes of `dtype`: BF16, F16 or F32.
 
-    Raises DamagedBlock, with the number of a superblock in the weight, if no encoder wrote it.
+    Raises DamagedBlock, with the number of a superblock among those of the strips, if no encoder wrote it.
     """
     cut = codes.cut
-    ends = np.append(0, np.cumsum(codes.lengths.reshape(-1), dtype=np.int64))
-    rows = slice(strips.start * BLOCK_SIZE, strips.stop * BLOCK_SIZE)
-    out = np.empty(len(codes.row_scales[rows]) * cut.columns * item_bytes(dtype), dtype=np.uint8)
-    whole = BLOCK_SIZE * cut.columns * item_bytes(dtype)
-    for place, strip in enumerate(strips):
-        first = strip * cut.superblocks
-        part = StripPart(
-            cut=cut,
-            superblocks=range(cut.superblocks),
-            trellis=codes.trellis[ends[first] : ends[first + cut.superblocks]],
-            lengths=codes.lengths[strip].tolist(),
-            row_scales=codes.row_scales[strip * BLOCK_SIZE : (strip + 1) * BLOCK_SIZE],
-            first_row=0,
-            column_scales=codes.column_scales,
-        )
-        try:
-            decode_strip(part, dtype, out[place * whole : (place + 1) * whole])
-        except DamagedBlock as damage:
-            raise DamagedBlock(first + damage.block, damage.reason) from None
+    ends = np.append(0, np.cumsum(codes.lengths, dtype=np.int64))
+    part = ColumnCodes(
+        codes.trellis[ends[strips.start * cut.superblocks] : ends[strips.stop * cut.superblocks]],
+        codes.lengths[strips.start : strips.stop],
+        codes.row_scales[strips.start * BLOCK_SIZE : strips.stop * BLOCK_SIZE],
+        codes.column_scales,
+    )
+    out = np.empty(len(part.row_scales) * cut.columns * item_bytes(dtype), dtype=np.uint8)
+    decode_codes(part, cut.blocks, dtype, out)
     return out

@@ -15,9 +15,6 @@
 
 namespace {
 
-// Rows of weights come in tiles of 64, by columns [size, 64], where columns count unequally or errors are compensated.
-constexpr int TILE = 64, TILE_VECTORS = TILE / LANES;
-
 // The importance of weights that all count alike: one that is not Alike is a vector.
 struct Alike {};
 INLINE Floats operator*(Alike, Floats x) { return x; }

@@ -6,6 +6,7 @@
 // be a code, further steps fit the scale alone with either of the two codes between which it then lies.
 #include "conversions.hpp"
 #include "group_fitting.hpp"
+#include "weight_tiles.hpp"
 #include "interface.hpp"
 
 namespace {

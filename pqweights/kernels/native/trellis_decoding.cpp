@@ -1,203 +1,57 @@
-// Decodes superblocks of the codec hadamard-trellis, whatever their bytes are: section 8 of docs/format.md.
-//
-// A tile is sixteen blocks in the sixteen lanes. Two superblocks are decoded side by side, because each step of one
-// waits for the step before it.
+// Decodes superblocks of the codec hadamard-trellis to weights: section 8 of docs/format.md.
 #include "conversions.hpp"
 #include "interface.hpp"
-#include "trellis_entropy.hpp"
+#include "trellis_superblocks.hpp"
 
 namespace {
 
-enum Status : int64_t { SOUND, BAD_HEADER, BAD_STREAM };
-
-// What all superblocks share.
+// How weights are written.
 struct Format {
-    const uint32_t* entries;    // [tables, 2 parities, 4096]: 12 bits s - C, 12 bits F - 1, a bit for tails, 7 bits K
-    const int32_t* tables;      // [256]: of each class
-    const int32_t* widths;      // [tables, 2]: the low bits of buckets of the core, and of the tails
-    const double* gains;        // [256]: what a number of each class is multiplied by, besides the step
-    const float* signs;         // [128], or null
-    int64_t blocks, stride;     // of a superblock; stride in bytes
+    const float* signs;  // [128], or null
+    int64_t blocks;      // of a superblock
     Dtype dtype;
+
+    int64_t block_bytes() const { return BLOCK * bytes_of(dtype); }
 };
-
-// What a step changes.
-struct Place {
-    Unsigned states = splat(LEAST), paths{};  // of the coder, and of the trellis
-    const uint16_t* next;                     // word of the stream
-};
-
-// One of the two that are decoded side by side. Without tiles it decodes to zeros and takes no words.
-struct Superblock {
-    Status status = SOUND;
-    int64_t tiles = 0;
-    double step = 0;
-    Trellis trellis{};
-    uint16_t* stream;                         // [stride / 2 + TILE_WORDS + LANES]: the words, and zeros
-    const uint16_t* end;                      // of the words
-    uint32_t classes[CLASSES];                // by the lowest byte of a state: 12 bits s - C, 12 bits F - 1, the class
-    Place at;
-    Unsigned table, core_bits, tail_bits;     // of each block
-    Floats scale, raised;                     // what blocks are multiplied by before the rotation, and after it
-    Floats work[BLOCK];
-};
-
-// --- the header ---
-
-// Fill the table of classes; return whether the frequencies add up to 256.
-bool read_classes(const uint8_t* row, uint32_t (&classes)[CLASSES]) {
-    const int first = row[5], count = row[6];
-    int start = 0;
-    for (int i = 0; i < count; i++) {
-        const int frequency = count > 1 ? row[HEADER_BYTES + i] : CLASSES;
-        if (start + frequency > CLASSES || first + i >= CLASSES) return false;
-        for (int s = 0; s < frequency; s++) classes[start + s] = s | (frequency - 1) << 12 | uint32_t(first + i) << 24;
-        start += frequency;
-    }
-    return start == CLASSES;
-}
-
-int64_t bytes_before_states(const uint8_t* row) { return HEADER_BYTES + (row[6] > 1 ? row[6] : 0); }
-
-// Read what comes before the words, and copy these.
-Status open(Superblock& it, const uint8_t* row, const Format& format) {
-    const float step = load<float>(row);
-    const int state_bits = row[4], lanes = format.blocks < LANES ? int(format.blocks) : LANES;
-    if (row[6] == 0) return step == 0 && state_bits == 0 && row[5] == 0 ? SOUND : BAD_HEADER;  // all weights are zero
-    if (!(step >= 0 && step < __builtin_inff())) return BAD_HEADER;
-    if (state_bits > MOST_STATE_BITS || !TRELLISES[state_bits].if_odd) return BAD_HEADER;
-    const int64_t states_at = bytes_before_states(row), words_at = states_at + 4 * lanes;
-    if (words_at > format.stride || !read_classes(row, it.classes)) return BAD_HEADER;
-    Unsigned states = splat(LEAST);
-    std::memcpy(&states, row + states_at, 4 * lanes);
-    if (mask_of(states < LEAST)) return BAD_HEADER;
-    it.at.states = states;
-    const int64_t words = (format.stride - words_at) / 2;
-    std::memcpy(it.stream, row + words_at, 2 * words);
-    std::memset(it.stream + words, 0, 2 * (format.stride / 2 + TILE_WORDS + LANES - words));
-    it.end = it.stream + words;
-    it.step = step;
-    it.trellis = TRELLISES[state_bits];
-    it.tiles = (format.blocks + LANES - 1) / LANES;
-    return SOUND;
-}
-
-// --- the steps ---
-
-// The classes of sixteen blocks; 0 in lanes without a block.
-Unsigned decode_classes(Superblock& it, Truths present) {
-    const Unsigned entries = gathered<Unsigned>(it.classes, it.at.states & ((1 << CLASS_BITS) - 1));
-    it.at.states = choose<Unsigned>(present, advanced(it.at.states, entries, CLASS_BITS), it.at.states);
-    it.at.next = refill(it.at.states, it.at.next);
-    return choose<Unsigned>(present, entries >> 24, Unsigned{});
-}
-
-// Decode number t of sixteen blocks.
-INLINE void decode_number(Superblock& it, Place& at, const uint32_t* table, int t) {
-    const Unsigned parity = at.paths & 1;
-    const Unsigned place = at.states & ((1 << NUMBER_BITS) - 1);
-    const Unsigned entries = gathered<Unsigned>(table, it.table + (parity << NUMBER_BITS) + place);
-    const Unsigned states = advanced(at.states, entries, NUMBER_BITS);
-    const Truths is_tail = (Ints)(entries << 7) < 0;
-    const Unsigned low_bits = choose<Unsigned>(is_tail, it.tail_bits, it.core_bits);
-    const Unsigned low = states & ((splat(1u) << low_bits) - 1);
-    const Unsigned k = ((Unsigned)((Ints)entries >> 25) << it.core_bits) + low;
-    it.work[t] = converted<Floats>((Ints)(k << 1 | parity)) * it.scale;
-    at.paths = at.paths >> 1 ^ (-parity & it.trellis.if_odd) ^ (-(k & 1) & it.trellis.if_k_odd);
-    at.states = states >> low_bits;
-    at.next = refill(at.states, at.next);
-}
-
-[[gnu::noinline]] void decode_numbers(Superblock (&pair)[2], const uint32_t* table) {
-    Place first = pair[0].at, second = pair[1].at;  // in registers
-    for (int t = 0; t < BLOCK; t++) {
-        decode_number(pair[0], first, table, t);
-        decode_number(pair[1], second, table, t);
-    }
-    pair[0].at = first, pair[1].at = second;
-}
-
-// --- tiles ---
-
-// Decode the classes of a tile, and set what they mean for its numbers.
-void prepare_tile(Superblock& it, Truths present, const Format& format) {
-    const Unsigned classes = it.tiles ? decode_classes(it, present) : Unsigned{};
-    for (int lane = 0; lane < LANES; lane++) {
-        const int32_t table = format.tables[classes[lane]];
-        const double scale = it.step * format.gains[classes[lane]];
-        const bool large = scale >= 0x1p100;  // then sums of the rotation could be infinite
-        it.scale[lane] = float(large ? scale * 0x1p-96 : scale);
-        it.raised[lane] = large ? 0x1p96f : 1.0f;
-        it.table[lane] = table << (NUMBER_BITS + 1);
-        it.core_bits[lane] = format.widths[2 * table];
-        it.tail_bits[lane] = format.widths[2 * table + 1];
-    }
-}
 
 // Write the first `blocks` blocks of a tile.
-[[gnu::noinline]] void finish_tile(Superblock& it, uint8_t* values, int64_t blocks, const Format& format) {
-    rotate_blocks(it.work);
-    const int64_t block_bytes = BLOCK * bytes_of(format.dtype);
+[[gnu::noinline]] void finish_tile(const Superblock& it, uint8_t* values, int64_t blocks, const Format& format) {
     for (int j = 0; j < BLOCK; j += LANES) {
         Floats x[LANES];
         each<LANES>([&](auto i) ALWAYS { x[i] = it.work[j + i] * it.raised; });
         transpose(x);
         const Floats signs = format.signs ? load<Floats>(format.signs + j) : splat(1.0f);
         uint8_t* to = values + j * bytes_of(format.dtype);
-        for (int i = 0; i < LANES && i < blocks; i++) store_values(x[i] * signs, to + i * block_bytes, format.dtype);
+        for (int i = 0; i < LANES && i < blocks; i++)
+            store_values(x[i] * signs, to + i * format.block_bytes(), format.dtype);
     }
-}
-
-// Whether the coder ended in the state in which it began, and only zeros follow its words.
-bool ends_well(const Superblock& it, const uint8_t* row, const Format& format) {
-    if (mask_of(it.at.states != LEAST)) return false;
-    for (const uint16_t* word = it.at.next; word < it.end; word++)
-        if (*word) return false;
-    const bool half_a_word = (format.stride - bytes_before_states(row)) & 1;
-    return !half_a_word || row[format.stride - 1] == 0;
-}
-
-// Decode up to two superblocks.
-void decode_pair(Superblock (&pair)[2], int count, const uint8_t* rows, uint8_t* values, const Format& format) {
-    const int64_t block_bytes = BLOCK * bytes_of(format.dtype), value_bytes = format.blocks * block_bytes;
-    for (int k = 0; k < count; k++) {
-        pair[k].status = open(pair[k], rows + k * format.stride, format);
-        if (!pair[k].tiles) std::memset(values + k * value_bytes, 0, value_bytes);
-    }
-    const Ints lanes = lanes_of<Ints>([](int lane) ALWAYS { return lane; });
-    for (int64_t tile = 0; tile < pair[0].tiles || tile < pair[1].tiles; tile++) {
-        const int64_t left = format.blocks - tile * LANES;
-        for (Superblock& it : pair) prepare_tile(it, lanes < int32_t(left < LANES ? left : LANES), format);
-        decode_numbers(pair, format.entries);
-        for (int k = 0; k < count; k++) {
-            Superblock& it = pair[k];
-            if (it.at.next > it.end) it.status = BAD_STREAM, it.at.next = it.stream;
-            if (it.tiles) finish_tile(it, values + k * value_bytes + tile * LANES * block_bytes, left, format);
-        }
-    }
-    for (int k = 0; k < count; k++)
-        if (pair[k].tiles && !ends_well(pair[k], rows + k * format.stride, format)) pair[k].status = BAD_STREAM;
 }
 
 }  // namespace
 
-// rows: [superblocks, stride]. entries, tables, widths, gains: see Format. signs: null without. values: [superblocks,
-// blocks, 128] of the dtype. streams: room, [2, stride / 2 + TILE_WORDS + LANES]. status: [2]: the first superblock
-// that is not sound, or -1, and what is wrong with it.
+// rows: [superblocks, stride]. entries, tables, widths, gains: see Tables. signs: null without. values: [superblocks,
+// blocks, 128] of the dtype. streams: room, [2, room_words(stride)]. status: [2]: the first superblock that is not
+// sound, or -1, and what is wrong with it.
 void pqweights::decode_trellis(const uint8_t* rows, const uint32_t* entries, const int32_t* tables,
                                const int32_t* widths, const double* gains, const float* signs, uint8_t* values,
                                uint16_t* streams, int64_t* status, int64_t superblocks, int64_t blocks, int64_t stride,
                                int64_t dtype) {
-    const Format format{entries, tables, widths, gains, signs, blocks, stride, Dtype{dtype}};
-    const int64_t value_bytes = blocks * BLOCK * bytes_of(format.dtype);
+    const Tables classes{entries, tables, widths, gains};
+    const Format format{signs, blocks, Dtype{dtype}};
+    const int64_t value_bytes = blocks * format.block_bytes();
     status[0] = -1, status[1] = SOUND;
     for (int64_t first = 0; first < superblocks; first += 2) {
-        const int count = superblocks - first < 2 ? 1 : 2;
-        Superblock pair[2];
-        for (int k = 0; k < 2; k++) pair[k].stream = streams + k * (stride / 2 + TILE_WORDS + LANES);
-        for (Superblock& it : pair) it.at.next = it.end = it.stream;
-        decode_pair(pair, count, rows + first * stride, values + first * value_bytes, format);
-        for (int k = 0; k < count; k++)
+        const uint8_t* row = rows + first * stride;
+        uint8_t* to = values + first * value_bytes;
+        Pair pair;
+        open(pair, {row, first + 1 < superblocks ? row + stride : nullptr}, {stride, stride}, blocks, streams,
+             room_words(stride));
+        for (int k = 0; k < 2; k++)
+            if (pair[k].row && !pair[k].tiles) std::memset(to + k * value_bytes, 0, value_bytes);
+        decode_tiles(pair, blocks, classes, [&](int k, int64_t tile, int64_t left) ALWAYS {
+            finish_tile(pair[k], to + k * value_bytes + tile * LANES * format.block_bytes(), left, format);
+        });
+        for (int k = 0; k < 2; k++)
             if (pair[k].status != SOUND && status[0] < 0) status[0] = first + k, status[1] = pair[k].status;
     }
 }

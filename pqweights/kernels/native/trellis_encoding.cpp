@@ -5,14 +5,12 @@
 // and no sum crosses lanes.
 #include "conversions.hpp"
 #include "interface.hpp"
+#include "trellis_packing.hpp"
 #include "trellis_search.hpp"
-#include "trellis_step.hpp"
 
 namespace {
 
 constexpr int TILE = BLOCK * LANES;
-// Larger than what any path costs, so that blocks of class 0 have only numbers 0 and 1.
-constexpr float FORBIDDEN = 1e6f;
 // Magnitudes outside these are brought to 1 by a power of two, so that sums of squares stay in the range of float32.
 constexpr uint32_t SMALLEST = (127 - 40) << 23, LARGEST = (127 + 40) << 23, INFINITE = 0x7F800000;
 constexpr double LARGEST_STEP = 3.4028234663852886e38;  // those of weights near the largest float32 could be larger
@@ -20,7 +18,7 @@ constexpr int ATTEMPTS = 12, MOST_FITS = 3;  // after so many of the attempts th
 
 // A superblock on the way to its bytes. Arrays end with lanes that have no block.
 struct Superblock {
-    int blocks, tiles;
+    int tiles;
     int exponent;          // weights were divided by this power of two
     float* work;           // [tiles, 128, 16], the rotated weights
     uint16_t* decisions;   // [tiles, 128, states]
@@ -29,20 +27,8 @@ struct Superblock {
     BlockSizes sizes;
     Classes classes;
     float products[MOST_BLOCKS], lengths[MOST_BLOCKS], errors[MOST_BLOCKS];  // see NumberSums and squared_errors
-    Unsigned states;                                                         // of the coder
     Floats metrics[1 << MOST_STATE_BITS], room[1 << MOST_STATE_BITS];
-
-    // The class of a block, or 0 for a lane without one.
-    int class_of(int block) const { return block < blocks ? classes.of[block] : 0; }
 };
-
-// f(block) in the lane of each block of a tile.
-template <class V, class F>
-INLINE V by_block(int tile, F f) {
-    V result;
-    for (int lane = 0; lane < LANES; lane++) result[lane] = f(tile * LANES + lane);
-    return result;
-}
 
 // --- weights ---
 
@@ -64,7 +50,7 @@ void load_tile(Superblock& it, int tile, const uint8_t* values, Dtype dtype, con
         for (int lane = 0; lane < LANES; lane++) {
             const int block = tile * LANES + lane;
             const uint8_t* from = values + block * block_bytes + j * bytes_of(dtype);
-            x[j + lane] = block < it.blocks ? load_values(from, dtype) * once * twice * sign : Floats{};
+            x[j + lane] = block < it.classes.blocks ? load_values(from, dtype) * once * twice * sign : Floats{};
         }
         transpose(x + j);
     }
@@ -83,7 +69,7 @@ void load_tile(Superblock& it, int tile, const uint8_t* values, Dtype dtype, con
 
 // Rotate a superblock; return whether all weights are finite.
 bool load_superblock(Superblock& it, const uint8_t* values, Dtype dtype, const float* signs) {
-    const uint32_t largest = largest_magnitude(values, it.blocks * int64_t(BLOCK), dtype);
+    const uint32_t largest = largest_magnitude(values, it.classes.blocks * int64_t(BLOCK), dtype);
     if (largest >= INFINITE) return false;
     it.exponent = largest && (largest < SMALLEST || largest > LARGEST) ? int(largest >> 23) - 127 : 0;
     const int half = it.exponent >> 1;
@@ -99,16 +85,16 @@ template <int state_bits>
 void quantize(Superblock& it, const ClassModel& model, double step) {
     constexpr int states = 1 << state_bits;
     const double inverse = ORTHONORMAL / step;
-    auto factors = [&](int block) { return float(model.down[it.class_of(block)] * inverse); };
-    auto penalties = [&](int block) { return it.class_of(block) ? 0.0f : FORBIDDEN; };
+    auto factors = [&](int block) { return float(model.down[it.classes.at(block)] * inverse); };
+    auto penalties = [&](int block) { return it.classes.at(block) ? 0.0f : FORBIDDEN; };
     auto decisions = [&](int tile) { return it.decisions + int64_t(tile) * BLOCK * states; };
 
-    begin_search(*(Floats(*)[states])it.metrics);
+    begin_search(Ints{}, *(Floats(*)[states])it.metrics);
     for (int tile = 0; tile < it.tiles; tile++)
         extend<state_bits>(it.work + TILE * tile, by_block<Floats>(tile, factors), by_block<Floats>(tile, penalties),
                            decisions(tile), it.metrics, it.room);
     Planes<state_bits> planes;
-    cheapest_states<state_bits>(it.metrics, planes);
+    split<state_bits>(cheapest_states<state_bits>(it.metrics), planes);
     for (int tile = it.tiles - 1; tile >= 0; tile--) {
         Residues residues[BLOCK];
         trace<state_bits>(decisions(tile), planes, residues);
@@ -122,7 +108,7 @@ void quantize(Superblock& it, const ClassModel& model, double step) {
 // The step, for the weights as they came, with which the numbers decode with the least squared error.
 float fitted_step(const Superblock& it, const ClassModel& model) {
     double product = 0, length = 0;
-    for (int i = 0; i < it.blocks; i++) {
+    for (int i = 0; i < it.classes.blocks; i++) {
         const double gain = model.up[it.classes.of[i]];
         product += gain * it.products[i];
         length += gain * gain * it.lengths[i];
@@ -137,50 +123,24 @@ double measure(Superblock& it, const ClassModel& model, float step) {
     const double unit = power_of_two(-it.exponent) * 128.0;
     for (int tile = 0; tile < it.tiles; tile++) {
         const Floats scales = by_block<Floats>(tile, [&](int block) {
-            const float scale = float(step * (model.up[it.class_of(block)] * ORTHONORMAL));  // as decoders compute it
+            const float scale = float(step * (model.up[it.classes.at(block)] * ORTHONORMAL));  // as decoders compute it
             return float(scale * unit);
         });
         store(squared_errors(it.work + TILE * tile, it.numbers + TILE * tile, scales), it.errors + LANES * tile);
     }
     double total = 0;
-    for (int i = 0; i < it.blocks; i++) total += it.errors[i];
+    for (int i = 0; i < it.classes.blocks; i++) total += it.errors[i];
     return total / 128.0;
 }
 
 // --- bytes ---
 
-// Encode the numbers of a tile, from the last to the first; return where the stream begins now.
-uint16_t* encode_numbers(Superblock& it, int tile, const ClassModel& model, uint16_t* stream) {
-    auto zeros = [&](int parity) {  // where k = 0 is in the table
-        return by_block<Ints>(tile, [&](int block) { return model.zero[2 * it.class_of(block) + parity]; });
-    };
-    const Ints even = zeros(0), odd = zeros(1);
-    Unsigned states = it.states;
-    for (int t = BLOCK - 1; t >= 0; t--) {
-        const Ints n = converted<Ints>(load<Shorts>(it.numbers + TILE * tile + LANES * t));
-        const Ints place = (n >> 1) + choose<Ints>((n & 1) != 0, odd, even);
-        stream = encode_step(states, gathered<Unsigned>(model.entries, place), NUMBER_BITS, stream);
-    }
-    it.states = states;
-    return stream;
-}
-
-// Encode the classes of a tile, in the same way; lanes without a block stay as they are.
-uint16_t* encode_classes(Superblock& it, int tile, uint16_t* stream) {
-    const Unsigned entries = by_block<Unsigned>(tile, [&](int block) {
-        const int c = it.class_of(block);
-        return block < it.blocks ? uint32_t(it.classes.starts[c] | (it.classes.shares[c] - 1) << 12) : 255u << 12;
-    });
-    return encode_step(it.states, entries, CLASS_BITS, stream);
-}
-
-// Encode all; return where the stream begins.
-const uint16_t* encode_stream(Superblock& it, const ClassModel& model) {
-    uint16_t* stream = it.stream_end;
-    it.states = splat(LEAST);
+// Encode all numbers and classes.
+Stream encode_stream(const Superblock& it, const ClassModel& model) {
+    Stream stream(it.stream_end);
     for (int tile = it.tiles - 1; tile >= 0; tile--) {
-        stream = encode_numbers(it, tile, model, stream);
-        stream = encode_classes(it, tile, stream);
+        encode_numbers(stream, it.classes, tile, it.numbers + TILE * tile, model);
+        encode_classes(stream, it.classes, tile);
     }
     return stream;
 }
@@ -191,20 +151,10 @@ struct Row {
 };
 
 // Write a superblock if it fits into its row and leaves fewer bytes than `unused`; return how many it leaves.
-int64_t write(const Superblock& it, Row row, float step, int state_bits, const uint16_t* stream, int64_t unused) {
-    const Classes& classes = it.classes;
-    const int lanes = it.blocks < LANES ? it.blocks : LANES, shares = classes.stored_shares();
-    const int64_t word_bytes = 2 * (it.stream_end - stream);
-    const int64_t left = row.stride - (HEADER_BYTES + shares + 4 * lanes + word_bytes);
+int64_t write(const Superblock& it, Row row, float step, int state_bits, const Stream& stream, int64_t unused) {
+    const int64_t left = row.stride - packed_bytes(it.classes, stream);
     if (left < 0 || left >= unused) return left;
-    uint8_t* to = row.bytes;
-    std::memcpy(to, &step, 4);
-    to[4] = uint8_t(state_bits), to[5] = uint8_t(classes.first), to[6] = uint8_t(classes.end - classes.first);
-    to += HEADER_BYTES;
-    for (int i = 0; i < shares; i++) *to++ = uint8_t(classes.shares[classes.first + i]);
-    std::memcpy(to, &it.states, 4 * lanes);
-    std::memcpy(to + 4 * lanes, stream, word_bytes);
-    std::memset(to + 4 * lanes + word_bytes, 0, left);
+    std::memset(pack(row.bytes, it.classes, stream, step, state_bits), 0, left);
     return left;
 }
 
@@ -230,7 +180,7 @@ Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
     std::memset(row.bytes, 0, row.stride);
     double energy = 0;
     float most = 0;
-    for (int i = 0; i < it.blocks; i++) {
+    for (int i = 0; i < it.classes.blocks; i++) {
         energy += it.sizes.squares[i] / 128.0;
         most = it.sizes.squares[i] > most ? it.sizes.squares[i] : most;
     }
@@ -239,12 +189,12 @@ Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
     // Blocks that are so much smaller than the largest become zeros, whatever the rate.
     const double least = __builtin_sqrt(double(most)) / 128.0 * 0x1p-45;
     const double margin = 16.0 + 0.0003 * 8.0 * row.stride;
-    double step = first_guess(__builtin_sqrt(energy / (128.0 * it.blocks)), row.stride, it.blocks);
+    double step = first_guess(__builtin_sqrt(energy / (128.0 * it.classes.blocks)), row.stride, it.classes.blocks);
     double best = energy, wanted = 8.0 * row.stride - margin;
     int64_t unused = row.stride + 1;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
-        step = find_step(it.classes, it.sizes, model, it.blocks, wanted, step, least);
-        if (it.classes.counts[0] == it.blocks) break;
+        step = find_step(it.classes, it.sizes, model, wanted, step, least);
+        if (it.classes.counts[0] == it.classes.blocks) break;
         quantize<state_bits>(it, model, step);
         const float fitted = fitted_step(it, model);
         const int64_t left = write(it, row, fitted, state_bits, encode_stream(it, model), unused);
@@ -275,7 +225,7 @@ void pqweights::encode_trellis(const uint8_t* values, const float* signs, const 
     const int tiles = int((blocks + LANES - 1) / LANES);
     const int64_t value_bytes = blocks * BLOCK * bytes_of(Dtype{dtype});
     Superblock it;
-    it.blocks = int(blocks), it.tiles = tiles;
+    it.classes.blocks = int(blocks), it.tiles = tiles;
     it.work = work, it.decisions = decisions, it.numbers = numbers;
     it.stream_end = stream + tiles * TILE_WORDS + LANES;
     first_bad[0] = -1;

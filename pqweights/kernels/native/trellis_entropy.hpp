@@ -12,6 +12,8 @@ constexpr int TILE_WORDS = (BLOCK + 1) * LANES;  // that sixteen blocks take at 
 constexpr int CLASS_BITS = 8, NUMBER_BITS = 12;  // of a state, those that choose a class or a bucket
 constexpr uint32_t LEAST = 1 << 16;              // of a state between steps; with it an encoder begins, a decoder ends
 
+using Shorts = Vector<int16_t, LANES>;  // sixteen numbers
+
 // What flips in the next state of the trellis if n is odd, and if k is: Ungerboeck's parity-check polynomials of rate
 // 1/2 (IEEE Trans. Inf. Theory IT-28, 1982) without their lowest bits.
 struct Trellis {

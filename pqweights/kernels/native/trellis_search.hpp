@@ -11,11 +11,14 @@ namespace {
 
 // More than any path costs within a tile.
 constexpr float UNREACHABLE = 1e9f;
+// Larger than what any path costs, so that blocks of class 0 have only numbers 0 and 1.
+constexpr float FORBIDDEN = 1e6f;
 
-// Metrics of sequences that begin in state 0.
+// Metrics of sequences that begin in these states.
 template <int states>
-INLINE void begin_search(Floats (&metrics)[states]) {
-    for (int state = 0; state < states; state++) metrics[state] = splat(state ? UNREACHABLE : 0.0f);
+INLINE void begin_search(Ints starts, Floats (&metrics)[states]) {
+    for (int state = 0; state < states; state++)
+        metrics[state] = choose<Floats>(starts == state, Floats{}, splat(UNREACHABLE));
 }
 
 // The squared distances of x from the nearest integers that leave 0, 1, 2 and 3 when divided by 4; `penalty` is added
@@ -98,7 +101,7 @@ using Planes = uint16_t[state_bits];
 
 // The last states of the cheapest paths, of equals the lowest.
 template <int state_bits>
-void cheapest_states(const Floats* metrics, Planes<state_bits>& planes) {
+Ints cheapest_states(const Floats* metrics) {
     Floats least = metrics[0];
     Ints best{};
     for (int state = 1; state < 1 << state_bits; state++) {
@@ -106,7 +109,12 @@ void cheapest_states(const Floats* metrics, Planes<state_bits>& planes) {
         least = choose<Floats>(less, metrics[state], least);
         best = choose<Ints>(less, Ints{} + state, best);
     }
-    for (int i = 0; i < state_bits; i++) planes[i] = uint16_t(mask_of((best & (1 << i)) != 0));
+    return best;
+}
+
+template <int state_bits>
+void split(Ints states, Planes<state_bits>& planes) {
+    for (int i = 0; i < state_bits; i++) planes[i] = uint16_t(mask_of((states & (1 << i)) != 0));
 }
 
 // Of a word for each state: bit by bit that of each sequence's state.
@@ -143,8 +151,6 @@ void trace(const uint16_t* decisions, Planes<state_bits>& planes, Residues (&res
 }
 
 // --- numbers and errors ---
-
-using Shorts = Vector<int16_t, LANES>;
 
 // For each block the sums of weight * n and of n * n.
 struct NumberSums {

@@ -27,6 +27,7 @@ struct BlockSizes {
 };
 
 struct Classes {
+    int blocks;
     int32_t of[MOST_BLOCKS];  // the class of each block
     int32_t counts[CLASSES];  // the blocks of each class
     int32_t shares[CLASSES];  // its frequency of 256
@@ -34,6 +35,9 @@ struct Classes {
     int first, end;           // the classes that there are
 
     int stored_shares() const { return end - first > 1 ? end - first : 0; }
+    int lanes() const { return blocks < LANES ? blocks : LANES; }
+    // The class of a block, or 0 for a lane without one.
+    int at(int block) const { return block < blocks ? of[block] : 0; }
 };
 
 // About 2**x, for |x| <= 1.
@@ -42,21 +46,24 @@ inline double exp2_near_zero(double x) {
     return 1.0 + y * (1.0 + y * (0.5 + y * (0.16666666666666666 + y * 0.041666666666666664)));
 }
 
+// The class of a block with mean square w in squares of the step, and largest coordinate `top` in steps, looked for from
+// a class on.
+inline int class_for(const ClassModel& model, double w, double top, int c) {
+    while (c > 0 && w < model.limits[c]) c--;
+    while (w >= model.limits[c + 1]) c++;
+    while (c > 0 && c < CLASSES - 1 && top * model.down[c] + 2.0 > model.reach[c]) c++;  // n may be 2 from its weight
+    return c;
+}
+
 // Choose the classes of all blocks, count them, and return how many bits the numbers are expected to take.
-inline double classify(Classes& classes, const BlockSizes& sizes, const ClassModel& model, int blocks, double step) {
+inline double classify(Classes& classes, const BlockSizes& sizes, const ClassModel& model, double step) {
     std::memset(classes.counts, 0, sizeof classes.counts);
     const double inverse = 1.0 / step, per_square = inverse * inverse / (128.0 * 128.0);
     double total = 0;
-    for (int i = 0; i < blocks; i++) {
+    for (int i = 0; i < classes.blocks; i++) {
         const double w = sizes.squares[i] * per_square;
-        int c = classes.of[i];
-        while (c > 0 && w < model.limits[c]) c--;
-        while (w >= model.limits[c + 1]) c++;
-        if (c > 0) {
-            const double top = sizes.largest[i] * inverse * ORTHONORMAL;
-            while (c < CLASSES - 1 && top * model.down[c] + 2.0 > model.reach[c]) c++;  // n may be 2 from its weight
-            total += 128.0 * (model.bits[c] + model.slopes[c] * w);
-        }
+        const int c = class_for(model, w, sizes.largest[i] * inverse * ORTHONORMAL, classes.of[i]);
+        if (c > 0) total += 128.0 * (model.bits[c] + model.slopes[c] * w);
         classes.of[i] = c;
         classes.counts[c]++;
     }
@@ -77,7 +84,8 @@ inline int class_to_change(const Classes& classes, bool too_many) {
 }
 
 // Turn counts of classes into frequencies that add up to 256.
-inline void share_classes(Classes& classes, int blocks) {
+inline void share_classes(Classes& classes) {
+    const int blocks = classes.blocks;
     int given = 0;
     classes.first = classes.end = 0;
     for (int c = CLASSES - 1; c >= 0; c--) {
@@ -93,30 +101,29 @@ inline void share_classes(Classes& classes, int blocks) {
 }
 
 // How many bits a superblock is expected to take with a step; sets its classes.
-inline double expected_bits(Classes& classes, const BlockSizes& sizes, const ClassModel& model, int blocks,
-                            double step) {
-    double total = classify(classes, sizes, model, blocks, step);
-    share_classes(classes, blocks);
+inline double expected_bits(Classes& classes, const BlockSizes& sizes, const ClassModel& model, double step) {
+    double total = classify(classes, sizes, model, step);
+    share_classes(classes);
     for (int c = classes.first; c < classes.end; c++)
         if (classes.counts[c]) total += classes.counts[c] * model.logarithms[classes.shares[c]];
-    return total + STATE_BITS * (blocks < LANES ? blocks : LANES) + 8.0 * (HEADER_BYTES + classes.stored_shares());
+    return total + STATE_BITS * classes.lanes() + 8.0 * (HEADER_BYTES + classes.stored_shares());
 }
 
 // A step, at least `least`, with which a superblock is expected to take `wanted` bits, from a first guess. Sets the
 // classes that belong to it.
-inline double find_step(Classes& classes, const BlockSizes& sizes, const ClassModel& model, int blocks, double wanted,
-                        double step, double least) {
-    for (int i = 0; i < blocks; i++) classes.of[i] = 8;
+inline double find_step(Classes& classes, const BlockSizes& sizes, const ClassModel& model, double wanted, double step,
+                        double least) {
+    for (int i = 0; i < classes.blocks; i++) classes.of[i] = 8;
     for (int turn = 0; turn < 24; turn++) {
         step = step > least ? step : least;
-        const double excess = expected_bits(classes, sizes, model, blocks, step) - wanted;
+        const double excess = expected_bits(classes, sizes, model, step) - wanted;
         if (__builtin_fabs(excess) < 4.0) return step;
-        const int coded = blocks - classes.counts[0];
+        const int coded = classes.blocks - classes.counts[0];
         const double ratio = excess / (128.0 * (coded > 1 ? coded : 1));
         step *= exp2_near_zero(ratio < -1.0 ? -1.0 : ratio > 1.0 ? 1.0 : ratio);
     }
     step = step > least ? step : least;
-    expected_bits(classes, sizes, model, blocks, step);
+    expected_bits(classes, sizes, model, step);
     return step;
 }
 

@@ -1,0 +1,223 @@
+"""The kernels of the codec hadamard-trellis-columns, called with arrays: groups of 2048 rows to bytes, and back.
+
+docs/format.md, section 10, has the bytes and the decoder's arithmetic; native/columns_*.cpp are the kernels. They run on
+the CPU alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.common.dtypes import item_bytes
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, VALUE_DTYPES, native
+from pqweights.kernels.trellis import CLASSES, HEADER_BYTES, MOST_BLOCKS, STATES, DecodeTables, EncodeModel
+from pqweights.kernels.workers import scratch
+
+Floats = npt.NDArray[np.float32]
+
+# The strips of a group, one in each lane, and its rows.
+STRIPS = 16
+GROUP_ROWS = STRIPS * BLOCK_SIZE
+# The columns of a run, whose targets are computed together, and what a matrix of feedback has more rows than columns.
+_RUN, _SPARE_ROWS = 64, 3
+# Words of a stream that a tile of sixteen blocks takes at most.
+_TILE_WORDS = (BLOCK_SIZE + 1) * STRIPS
+
+
+def most_bytes(blocks: int) -> int:
+    """Return the most bytes that a superblock of some blocks takes."""
+    return HEADER_BYTES + CLASSES + 4 * STRIPS + 2 * -(-blocks // STRIPS) * _TILE_WORDS
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Group:
+    """Up to 2048 rows of a weight while their columns are searched.
+
+    values: f32 [32, K, 64]: scaled and rotated weights, replaced by their errors column by column
+    squares: f32 [2, 128, 16]: the squared errors of each row of each strip, and those of what was searched for
+    """
+
+    values: Floats
+    squares: Floats
+
+    @staticmethod
+    def of(rows: Floats, row_factors: Floats, column_factors: Floats) -> Group:
+        """Return rows [rows, K], multiplied by the factors [rows] and [K].
+
+        Raises ValueError for arrays that do not fit together.
+        """
+        count, columns = rows.shape
+        if not 1 <= count <= GROUP_ROWS or columns < 1:
+            raise ValueError(f"expected 1 to {GROUP_ROWS} rows, found {count} of {columns} columns")
+        values = np.empty((GROUP_ROWS // 64, columns, 64), dtype=np.float32)
+        native.call(
+            "load_columns",
+            native.array(rows, np.float32, count * columns),
+            native.array(row_factors, np.float32, count),
+            native.array(column_factors, np.float32, columns),
+            native.array(values, np.float32, values.size, written=True),
+            *(count, columns),
+        )
+        return Group(values=values, squares=np.zeros((2, BLOCK_SIZE, STRIPS), dtype=np.float32))
+
+
+def feedback_room(columns: int) -> Floats:
+    """Return room for a matrix of feedback: [K + 3, K] f32, of which the last rows mean nothing."""
+    room = np.empty((columns + _SPARE_ROWS, columns), dtype=np.float32)
+    room[columns:] = 0
+    return room
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Numbers:
+    """What is found for a superblock of each strip of a group.
+
+    numbers: i16 [blocks, 128, 16]
+    classes: u8 [blocks, 16]
+    """
+
+    numbers: npt.NDArray[np.int16]
+    classes: npt.NDArray[np.uint8]
+
+
+def search(
+    group: Group,
+    columns: range,
+    feedback: Floats,
+    *,
+    weights: Floats,
+    model: EncodeModel,
+    states: int,
+    step: float,
+) -> Numbers:
+    """Find the numbers of one superblock of each strip, after those of the columns before it.
+
+    columns: those of the superblock
+    feedback: as of `feedback_room`; row k has by what the error of each column before k is multiplied before it is
+        added to column k
+    weights: f32 [columns, 2], of the squared errors of each column, and of those of what was searched for
+    states: one of STATES
+    step: of the coordinates, between 1 and 2
+
+    Raises ValueError for arrays that do not fit together, too many columns, or states or a step of another number.
+    """
+    _, size, _ = group.values.shape
+    count = len(columns)
+    if states not in STATES or not 1 <= step <= 2:
+        raise ValueError(f"expected one of {STATES} states and a step from 1 to 2, found {states} and {step}")
+    if not 0 <= columns.start < columns.stop <= size or columns.step != 1 or count > MOST_BLOCKS:
+        raise ValueError(f"expected up to {MOST_BLOCKS} of {size} columns, found {columns}")
+    result = Numbers(
+        numbers=np.empty((count, BLOCK_SIZE, STRIPS), dtype=np.int16),
+        classes=np.empty((count, STRIPS), dtype=np.uint8),
+    )
+    native.call(
+        "search_columns",
+        native.array(feedback, np.float32, (size + _SPARE_ROWS) * size),
+        native.array(group.values, np.float32, GROUP_ROWS * size, written=True),
+        native.array(weights, np.float32, 2 * count),
+        native.array(model.limits, np.float64, CLASSES + 1),
+        *(native.array(factors, np.float64, CLASSES) for factors in (model.down, model.up)),
+        native.array(model.reach, np.int32, CLASSES),
+        native.array(result.numbers, np.int16, result.numbers.size, written=True),
+        native.array(result.classes, np.uint8, result.classes.size, written=True),
+        native.array(group.squares, np.float32, 2 * GROUP_ROWS, written=True),
+        _room("sums", np.float32, GROUP_ROWS * _RUN),
+        _room("decisions", np.uint16, BLOCK_SIZE * states),
+        *(size, columns.start, count, states, step),
+    )
+    return result
+
+
+def pack(
+    found: Numbers, *, strips: int, model: EncodeModel, states: int, step: float
+) -> list[npt.NDArray[np.uint8]]:
+    """Return the bytes of the superblock of each of the first `strips` strips.
+
+    states: of the trellis with which the numbers were found
+    step: that is stored
+
+    Raises ValueError for arrays that do not fit together.
+    """
+    blocks = len(found.classes)
+    if not 1 <= blocks <= MOST_BLOCKS or not 0 <= strips <= STRIPS or states not in STATES:
+        raise ValueError(f"expected up to {MOST_BLOCKS} blocks of up to {STRIPS} strips, found {blocks} of {strips}")
+    stride = most_bytes(blocks)
+    rows = scratch("columns packed", STRIPS * stride).reshape(STRIPS, stride)
+    lengths = np.empty(STRIPS, dtype=np.int32)
+    native.call(
+        "pack_columns",
+        native.array(found.numbers, np.int16, blocks * GROUP_ROWS),
+        native.array(found.classes, np.uint8, blocks * STRIPS),
+        native.array(model.zero, np.int32, 2 * CLASSES),
+        native.array(model.entries, np.uint32, len(model.entries)),
+        native.array(rows, np.uint8, rows.size, written=True),
+        native.array(lengths, np.int32, STRIPS, written=True),
+        _room("tile", np.int16, STRIPS * GROUP_ROWS),
+        _room("words", np.uint16, STRIPS * (-(-blocks // STRIPS) * _TILE_WORDS + STRIPS)),
+        *(blocks, stride, states, step),
+    )
+    return [row[:length].copy() for row, length in zip(rows[:strips], lengths, strict=False)]
+
+
+def decode(
+    superblocks: npt.NDArray[np.uint8],
+    lengths: npt.NDArray[np.int32],
+    values: npt.NDArray[np.uint8],
+    dtype: str,
+    *,
+    blocks: int,
+    row_factors: Floats,
+    column_factors: Floats,
+    tables: DecodeTables,
+) -> tuple[int, int]:
+    """Decode neighbouring strips into raw bytes of `dtype`, [rows, K].
+
+    superblocks: their bytes, one superblock after the other
+    lengths: i32 [strips, superblocks of a strip], their bytes
+    dtype: BF16, F16 or F32
+    blocks: of each superblock of a strip but the last, which has the rest of the columns
+    row_factors, column_factors: f32 [rows] and [K]
+
+    Returns the first superblock that is not sound, or -1, and what is wrong with it: 1 the header, 2 what follows. The
+    weights of such a superblock mean nothing. Raises ValueError for arrays that do not fit together.
+    """
+    strips, count = lengths.shape
+    rows, columns = len(row_factors), len(column_factors)
+    fits = -(-rows // BLOCK_SIZE) == strips and 1 <= blocks <= MOST_BLOCKS and -(-columns // blocks) == count
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if not fits or lengths.min(initial=HEADER_BYTES) < HEADER_BYTES or ends[-1] != len(superblocks):
+        raise ValueError(
+            f"expected {HEADER_BYTES} bytes or more for each superblock of the strips of {rows} rows and {columns} "
+            f"columns, {blocks} of which are in a superblock, found {strips} x {count} lengths of {len(superblocks)} bytes"
+        )
+    longest = int(lengths.max())
+    status = np.empty(2, dtype=np.int64)
+    native.call(
+        "decode_columns",
+        native.array(superblocks, np.uint8, len(superblocks)),
+        native.array(ends - lengths.reshape(-1), np.int64, strips * count),
+        native.array(lengths, np.int32, strips * count),
+        native.array(tables.entries, np.uint32, tables.entries.size),
+        native.array(tables.tables, np.int32, CLASSES),
+        native.array(tables.widths, np.int32, 2 * len(tables.entries)),
+        native.array(tables.gains * ORTHONORMAL, np.float64, CLASSES),
+        native.array(row_factors, np.float32, rows),
+        native.array(column_factors, np.float32, columns),
+        native.array(values, np.uint8, rows * columns * item_bytes(dtype), written=True),
+        _room("streams", np.uint16, 2 * (longest // 2 + _TILE_WORDS + STRIPS)),
+        native.array(status, np.int64, 2, written=True),
+        *(strips, count, blocks, rows, columns, longest, VALUE_DTYPES[dtype]),
+    )
+    return int(status[0]), int(status[1])
+
+
+def _room(purpose: str, dtype: type[np.number[Any]], count: int) -> native.Array:
+    """Memory in which a kernel computes; its contents mean nothing before and after."""
+    memory = scratch(f"columns {purpose}", count * np.dtype(dtype).itemsize).view(dtype)
+    return native.array(memory, dtype, count, written=True)
