@@ -23,7 +23,15 @@ from pqweights.checkpoint.header import stored_tensors
 from pqweights.checkpoint.master import column_specs
 from pqweights.checkpoint.readers import ColumnTensor
 from pqweights.codecs import checked_rate
-from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, Unstated, bits_of, decode_columns
+from pqweights.codecs.columns import (
+    ColumnCodes,
+    ColumnCoding,
+    ColumnCut,
+    HadamardTrellisColumns,
+    Unstated,
+    bits_of,
+    decode_columns,
+)
 from pqweights.codecs.protocol import VALUE_DTYPES, DamagedBlock
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import MasterError, RecipeError
@@ -184,6 +192,11 @@ def test_damaged_superblock_is_named_by_its_number() -> None:
     tensor.read(0, 128 * 800, "BF16", np.empty(128 * 800 * 2, dtype=np.uint8))
     with pytest.raises(MasterError, match="file: tensor 'w': block 3: its header is not one that an encoder writes"):
         tensor.read(128 * 800, 1600, "BF16", np.empty(3200, dtype=np.uint8))
+
+
+def test_tables_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected none for hadamard-trellis-columns"):
+        HadamardTrellisColumns().coder_from_tables(3.5, [1.0])
 
 
 def test_recipes_cannot_name_the_codec() -> None:
