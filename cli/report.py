@@ -265,6 +265,7 @@ def _worst_lines(pairs: Pairs) -> list[str]:
     """Return the weights whose errors are the largest, relative to the largest one that needs no rescue."""
     from pqweights.rewrite.records import promise
 
+    pairs = [pair for pair in pairs if promise(pair[0]) is not None]
     shares = [(record.relative_mse or 0) / (promise(tensor) or 1) for tensor, record in pairs]
     worst = sorted(range(len(pairs)), key=shares.__getitem__, reverse=True)[:WORST_SHOWN]
     return [

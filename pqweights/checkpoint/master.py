@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor, scale_shape
+from pqweights.checkpoint.readers import (
+    BlockTensor,
+    ColumnTensor,
+    EncodedTensor,
+    LogicalTensor,
+    PlainTensor,
+    scale_shape,
+)
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import CODECS, DEFAULT_CODEC, WITHDRAWN, withdrawn
-from pqweights.codecs.protocol import Codec, Coder, State, exact_rate
+from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, WITHDRAWN, withdrawn
+from pqweights.codecs.columns import Coding, ColumnCoding, ColumnCut, HadamardTrellisColumns, MasterCodec, bits_of
+from pqweights.codecs.protocol import Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.common.advice import instead
 from pqweights.common.documents import Document, Number, Size, as_document
@@ -42,11 +50,11 @@ class Encoding:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    coder: Coder
+    coder: Coding
     state: Mapping[str, Any]
 
 
-def has_whole_rows(shape: tuple[int, ...], coder: Coder) -> bool:
+def has_whole_rows(shape: tuple[int, ...], coder: Coding) -> bool:
     """Whether blocks of a fixed size divide the last dimension, so that the stored shapes follow the weight's."""
     if coder.depends_on_size or not shape or math.prod(shape) == 0:
         return False
@@ -73,15 +81,26 @@ def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool 
     return tuple(specs)
 
 
+def column_specs(name: str, cut: ColumnCut, total: int) -> tuple[TensorSpec, ...]:
+    """Return the stored tensors of a weight of hadamard-trellis-columns whose superblocks take `total` bytes."""
+    trellis, lengths, row_scales, column_scales = (name + suffix for suffix in HadamardTrellisColumns.suffixes)
+    return (
+        TensorSpec(trellis, "U8", (total,)),
+        TensorSpec(lengths, "I32", (cut.strips, cut.superblocks)),
+        TensorSpec(row_scales, "U8", (cut.rows,)),
+        TensorSpec(column_scales, "U8", (cut.columns,)),
+    )
+
+
 def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:
     """Return the quantization_config of a master with these weights; the most common settings become the defaults."""
-    codecs = [CODECS[e.coder.codec] for e in encodings]
+    codecs = [MASTER_CODECS[e.coder.codec] for e in encodings]
     defaults: dict[str, Any] = {
         "codec": _most_common([e.coder.codec for e in encodings]),
         "bits": _most_common([e.coder.bits for e in encodings]),
         "dtype": _most_common([e.dtype for e in encodings]),
     }
-    for key in stated_defaults(codecs or [CODECS[DEFAULT_CODEC]]):
+    for key in stated_defaults(MASTER_CODECS.values()):
         defaults[key] = _most_common([c.state_defaults[key] for c in codecs if key in c.state_defaults])
     overrides = {e.name: own for e in encodings if (own := _override(e, defaults))}
     levels: dict[str, dict[str, Any]] = {}
@@ -93,7 +112,7 @@ def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> d
     return {
         "quant_method": QUANT_METHOD,
         "format_version": max((codec.format_version for codec in codecs), default=1),
-        "block_size": _most_common([codec.block_size for codec in codecs]) or CODECS[DEFAULT_CODEC].block_size,
+        "block_size": _most_common([codec.block_size for codec in codecs]) or MASTER_CODECS[DEFAULT_CODEC].block_size,
         **defaults,
         "levels": levels,
         "overrides": overrides,
@@ -101,7 +120,7 @@ def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> d
     }
 
 
-def stated_defaults(codecs: Sequence[Codec]) -> tuple[str, ...]:
+def stated_defaults(codecs: Iterable[MasterCodec]) -> tuple[str, ...]:
     """Return the keys of states for which a configuration states a default; a default of 0 is not stated."""
     return tuple(dict.fromkeys(key for codec in codecs for key, value in codec.state_defaults.items() if value))
 
@@ -114,7 +133,7 @@ def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]
     """Return the settings of an encoding that differ from the defaults."""
     coder = encoding.coder
     own = {"codec": coder.codec, "bits": coder.bits, "dtype": encoding.dtype, **encoding.state}
-    expected = {**CODECS[coder.codec].state_defaults, **defaults}
+    expected = {**MASTER_CODECS[coder.codec].state_defaults, **defaults}
     result = {key: value for key, value in own.items() if value != expected[key]}
     if not has_whole_rows(encoding.shape, coder):
         result["shape"] = list(encoding.shape)
@@ -173,29 +192,28 @@ class _Reader:
     """Reads the weights of a master by its quantization_config, which is checked as far as that needs no tensors."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        latest = max(codec.format_version for codec in CODECS.values())
+        latest = max(codec.format_version for codec in MASTER_CODECS.values())
         version = settings.get("format_version")
         if type(version) is not int or not 1 <= version <= latest:
             expected = "1" if latest == 1 else f"1 to {latest}"
             raise _damaged(f"format_version: expected {expected}, found {version!r}; a newer pqweights may read it")
-        _check_keys(
-            "quantization_config", settings, (*_Settings.__struct_fields__, *stated_defaults(list(CODECS.values())))
-        )
+        known = (*_Settings.__struct_fields__, *stated_defaults(MASTER_CODECS.values()))
+        _check_keys("quantization_config", settings, known)
         stated = as_document(settings, _Settings, _damaged)
         self.kept, self.overrides, self._levels = frozenset(stated.kept), stated.overrides, stated.levels
         self._settings, self._version, self._block_size = settings, version, stated.block_size
-        self._coders: dict[tuple[str, float], Coder] = {}
+        self._coders: dict[tuple[str, float], Coding] = {}
         # The longest first: one suffix may be the end of another.
-        self._first_suffixes = sorted({codec.suffixes[0] for codec in CODECS.values()}, key=len, reverse=True)
+        self._first_suffixes = sorted({codec.suffixes[0] for codec in MASTER_CODECS.values()}, key=len, reverse=True)
 
     def check_codecs(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError unless version and block size are those of the codecs, or of the default one."""
         names = sorted({tensor.coder.codec for tensor in encoded})
         for name in names:
-            first = CODECS[name].format_version
+            first = MASTER_CODECS[name].format_version
             if self._version < first:
                 raise _damaged(f"format_version: expected {first} or later for {name}, found {self._version}")
-        sizes = sorted({CODECS[name].block_size for name in names or [DEFAULT_CODEC]})
+        sizes = sorted({MASTER_CODECS[name].block_size for name in names or [DEFAULT_CODEC]})
         if self._block_size not in sizes:
             raise _damaged(f"block_size: expected {' or '.join(map(str, sizes))}, found {self._block_size}")
 
@@ -205,7 +223,8 @@ class _Reader:
             if stored_name.endswith(suffix):
                 name = stored_name[: -len(suffix)]
                 codec = self._merged(name).get("codec")
-                if not isinstance(codec, str) or codec not in CODECS or CODECS[codec].suffixes[0] == suffix:
+                named = MASTER_CODECS.get(codec) if isinstance(codec, str) else None
+                if named is None or named.suffixes[0] == suffix:
                     return name
         return None
 
@@ -213,12 +232,12 @@ class _Reader:
         """The settings of a weight: the defaults with its overrides."""
         return {**self._settings, "shape": None, **self.overrides.get(name, {})}
 
-    def coder(self, where: str, codec: str, bits: float) -> Coder:
+    def coder(self, where: str, codec: str, bits: float) -> Coding:
         """Return the coder of a codec at a rate, with the tables that the master itself holds."""
         if (codec, bits) not in self._coders:
             try:
                 tables = self._levels.get(codec, {}).get(str(exact_rate(bits)))
-                self._coders[codec, bits] = CODECS[codec].coder_from_tables(bits, tables)
+                self._coders[codec, bits] = MASTER_CODECS[codec].coder_from_tables(bits, tables)
             except RecipeError as error:
                 raise _damaged(f"{where}: bits: {error}") from None
             except ValueError as error:
@@ -229,11 +248,11 @@ class _Reader:
         """Return a weight by its own settings and its stored tensors."""
         where, merged = f"{name!r}", self._merged(name)
         codec = merged.get("codec")
-        if codec in WITHDRAWN and codec not in CODECS:
+        if codec in WITHDRAWN and codec not in MASTER_CODECS:
             raise _damaged(f"{where}: codec: {withdrawn(codec)}; quantize the model again")
-        if not isinstance(codec, str) or codec not in CODECS:
-            raise _damaged(f"{where}: codec: expected one of {', '.join(CODECS)}, found {codec!r}")
-        defaults = CODECS[codec].state_defaults
+        if not isinstance(codec, str) or codec not in MASTER_CODECS:
+            raise _damaged(f"{where}: codec: expected one of {', '.join(MASTER_CODECS)}, found {codec!r}")
+        defaults = MASTER_CODECS[codec].state_defaults
         _check_keys(
             f"overrides of {where}", self.overrides.get(name, {}), (*_WeightSettings.__struct_fields__, *defaults)
         )
@@ -244,23 +263,23 @@ class _Reader:
         parts = _parts(stored, name, coder)
         awq = stored.get(awq_name(name)) if awq_name(name) not in self.kept else None
         shape = _shape(where, own.shape, coder=coder, first=parts[0])
+        about: Any = {"storage": storage, "name": name, "shape": shape, "dtype": own.dtype, "encoded": parts}
+        state = _state(where, coder, merged)
+        if isinstance(coder, ColumnCoding):
+            cut, total = _column_cut(where, shape), parts[0].byte_count
+            _check_shapes(column_specs(name, cut, total), shape, coder=coder, parts=parts, awq=awq)
+            if own.bits != (bits := bits_of(cut, total)):
+                raise _damaged(f"{where}: bits: expected {bits}, which its stored tensors take, found {own.bits}")
+            return ColumnTensor(**about, coder=coder, state=state)
         coder = coder.sized(math.prod(shape))
-        _check_shapes(name, shape, coder=coder, parts=parts, awq=awq)
-        return EncodedTensor(
-            storage=storage,
-            name=name,
-            shape=shape,
-            dtype=own.dtype,
-            coder=coder,
-            state=_state(where, coder, merged),
-            encoded=parts,
-            awq=awq,
-        )
+        specs = encoded_specs(name, shape, coder, awq=awq is not None and len(shape) > 1)
+        _check_shapes(specs, shape, coder=coder, parts=parts, awq=awq)
+        return BlockTensor(**about, coder=coder, state=state, awq=awq)
 
 
-def _state(where: str, coder: Coder, merged: Mapping[str, Any]) -> State:
+def _state(where: str, coder: Coding, merged: Mapping[str, Any]) -> State:
     """Return the state in which a weight was encoded, by its settings."""
-    codec = CODECS[coder.codec]
+    codec = MASTER_CODECS[coder.codec]
     for key in stated_defaults([codec]):
         if key not in merged:
             raise _damaged(f"{where}: missing key {key}")
@@ -270,16 +289,16 @@ def _state(where: str, coder: Coder, merged: Mapping[str, Any]) -> State:
         raise _damaged(f"{where}: {error}") from None
 
 
-def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coder) -> tuple[StoredTensor, ...]:
+def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coding) -> tuple[StoredTensor, ...]:
     """Return the stored parts of a weight."""
-    names = [name + suffix for suffix in CODECS[coder.codec].suffixes]
+    names = [name + suffix for suffix in MASTER_CODECS[coder.codec].suffixes]
     for missing in names:
         if missing not in stored:
             raise MasterError(f"tensor {names[0]!r} has no {missing!r} beside it; the master is damaged")
     return tuple(stored[part] for part in names)
 
 
-def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coder, first: StoredTensor) -> tuple[int, ...]:
+def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coding, first: StoredTensor) -> tuple[int, ...]:
     """Return the shape of a weight: the one that its settings state, else the one that its first part implies.
 
     Nothing implies the shape of a weight whose blocks depend on its size.
@@ -288,7 +307,7 @@ def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coder, first: S
         if math.prod(stated) > MAX_ELEMENTS:
             raise _damaged(f"{where}: shape: expected at most {MAX_ELEMENTS} elements, found {list(stated)}")
         return stated
-    if coder.depends_on_size:
+    if isinstance(coder, ColumnCoding) or coder.depends_on_size:
         raise _damaged(f"{where}: shape: expected that of the weight, as for all weights of {coder.codec}, found none")
     items = coder.parts[0].items_per_block
     per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)
@@ -300,16 +319,28 @@ def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coder, first: S
     return (*first.shape[:-1], per_row * coder.block_size)
 
 
+def _column_cut(where: str, shape: tuple[int, ...]) -> ColumnCut:
+    if len(shape) != 2 or not math.prod(shape):
+        raise _damaged(f"{where}: shape: expected rows and columns for {ColumnCoding.codec}, found {list(shape)}")
+    return ColumnCut.of(shape)
+
+
 def _check_shapes(
-    name: str, shape: tuple[int, ...], *, coder: Coder, parts: tuple[StoredTensor, ...], awq: StoredTensor | None
+    specs: Sequence[TensorSpec],
+    shape: tuple[int, ...],
+    *,
+    coder: Coding,
+    parts: tuple[StoredTensor, ...],
+    awq: StoredTensor | None,
 ) -> None:
     """Raise MasterError if the stored tensors of a weight do not have the dtypes and shapes that its shape implies."""
-    if awq is not None and len(shape) < 2:
-        raise MasterError(
-            f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)}; the master is damaged"
-        )
     stored = parts if awq is None else (*parts, awq)
-    for spec, part in zip(encoded_specs(name, shape, coder, awq=awq is not None), stored, strict=True):
+    if awq is not None and len(specs) < len(stored):
+        raise MasterError(
+            f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)} of {coder.codec}; the master is "
+            "damaged"
+        )
+    for spec, part in zip(specs, stored, strict=True):
         if (spec.dtype, spec.shape) != (part.dtype, part.shape):
             raise MasterError(
                 f"{part.file}: {part.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "

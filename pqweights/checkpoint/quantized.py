@@ -20,7 +20,7 @@ from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import CODECS
+from pqweights.codecs import CODECS, MASTER_CODECS
 from pqweights.common.dtypes import (
     FLOAT4_VALUES,
     FLOAT8_DTYPES,
@@ -122,7 +122,7 @@ def _decoded(
 def _check_names(names: list[str]) -> None:
     """Raise SourceError for a name that two tensors have, or that a master needs for a part of a weight."""
     distinct = set(names)
-    suffixes = tuple(dict.fromkeys(suffix for codec in CODECS.values() for suffix in codec.suffixes))
+    suffixes = tuple(dict.fromkeys(suffix for codec in MASTER_CODECS.values() for suffix in codec.suffixes))
     for name in names:
         if name.endswith(suffixes):
             weight = name.removesuffix(next(suffix for suffix in suffixes if name.endswith(suffix)))

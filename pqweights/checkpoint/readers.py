@@ -7,6 +7,7 @@ end: which files are needed when tensors are read in order.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ import numpy.typing as npt
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.codecs.columns import Coding, ColumnCodes, ColumnCoding, ColumnCut, decode_codes
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
+from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.workers import scratch
 
 Floats = npt.NDArray[np.float32]
@@ -114,23 +117,21 @@ class PlainTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedTensor:
-    """A weight of a master, decoded block by block.
+    """A weight of a master, of which any elements are decoded. It is a BlockTensor or a ColumnTensor.
 
     storage: where the stored tensors lie
     name, shape, dtype: those of the weight in the source
-    coder, state: what decodes it; the coder is sized for it
-    encoded: the stored tensors of the coder's parts
-    awq: the scales by which the input channels were multiplied, if they were
+    coder, state: how it was encoded
+    encoded: the stored tensors that its codec has, in the order of the codec's suffixes
     """
 
     storage: Reads
     name: str
     shape: tuple[int, ...]
     dtype: str
-    coder: Coder
+    coder: Coding
     state: State
     encoded: tuple[StoredTensor, ...]
-    awq: StoredTensor | None = None
 
     @property
     def plain_dtype(self) -> str:
@@ -139,31 +140,75 @@ class EncodedTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The encoded parts, then the scales if there are any."""
-        return self.encoded if self.awq is None else (*self.encoded, self.awq)
+        """Everything that is stored for it."""
+        return self.encoded
 
     @property
     def place(self) -> str:
         """File and name of the weight, for messages."""
         return f"{self.encoded[0].file}: tensor {self.name!r}"
 
+    @property
+    def unit(self) -> int:
+        """How many elements, from a multiple of this number on, are decoded together."""
+        raise NotImplementedError
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Decode elements. Raises MasterError if they cannot be decoded."""
+        if dtype in VALUE_DTYPES:
+            self._decode(start, count, dtype, out)
+            return
+        decoded = scratch("decoded", count * 4)
+        self._decode(start, count, "F32", decoded)
+        out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
+
+    def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Decode elements [start, start + count) to one of VALUE_DTYPES."""
+        raise NotImplementedError
+
+    def _read_items(self, stored: StoredTensor, first: int, out: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Read bytes of a stored tensor from `first` on."""
+        self.storage.read_into(stored.file, stored.offset + first, out)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTensor(EncodedTensor):
+    """A weight that is decoded block by block.
+
+    coder: what decodes it, sized for it
+    awq: the scales by which the input channels were multiplied, if they were
+    """
+
+    coder: Coder
+    awq: StoredTensor | None = None
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The encoded parts, then the scales if there are any."""
+        return self.encoded if self.awq is None else (*self.encoded, self.awq)
+
+    @property
+    def unit(self) -> int:
+        """See EncodedTensor."""
+        return self.coder.block_size
+
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode the blocks that hold the elements, and undo the scales of the input channels.
 
         Raises MasterError if a block cannot be decoded.
         """
-        if self.awq is None and dtype in VALUE_DTYPES:
-            self._decode(start, count, dtype, out)
+        if self.awq is None:
+            super().read(start, count, dtype, out)
             return
         decoded = out[: count * 4] if dtype == "F32" else scratch("decoded", count * 4)
         self._decode(start, count, "F32", decoded)
-        if self.awq is not None:
-            values = decoded.view(np.float32)
-            rows, columns = self.shape[-2:]
-            first, last = start // columns // rows, -(-(start + count) // (columns * rows))
-            offset = start - first * rows * columns
-            divide_scales(values, self.awq_scales(first, last), start=offset, shape=self.shape)
-            np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
+        values = decoded.view(np.float32)
+        rows, columns = self.shape[-2:]
+        first, last = start // columns // rows, -(-(start + count) // (columns * rows))
+        offset = start - first * rows * columns
+        divide_scales(values, self.awq_scales(first, last), start=offset, shape=self.shape)
+        np.clip(values, *FINITE_RANGES.get(dtype, FINITE_RANGES["F32"]), out=values)
         if dtype != "F32":
             out[: count * item_bytes(dtype)] = convert(decoded, "F32", dtype)
 
@@ -175,9 +220,7 @@ class EncodedTensor:
         assert self.awq is not None
         row = self.shape[-1] * 2
         count = self.awq.byte_count if last is None else (last - first) * row
-        raw = np.empty(count, dtype=np.uint8)
-        self.storage.read_into(self.awq.file, self.awq.offset + first * row, raw)
-        values = to_float32(raw, "F16")
+        values = to_float32(self._read_items(self.awq, first * row, np.empty(count, dtype=np.uint8)), "F16")
         if len(values) and not SMALLEST_SCALE <= values.min() <= values.max() < np.inf:
             raise damaged_master(
                 f"{self.awq.file}: tensor {self.awq.name!r}: expected finite scales from {SMALLEST_SCALE} on"
@@ -187,7 +230,7 @@ class EncodedTensor:
     def read_parts(self, first: int, last: int, into: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Read the bytes of blocks [first, last) of each part into arrays [blocks, bytes per block]."""
         for part, stored, array in zip(self.coder.parts, self.encoded, into, strict=True):
-            self.storage.read_into(stored.file, stored.offset + first * part.bytes_per_block, array.reshape(-1))
+            self._read_items(stored, first * part.bytes_per_block, array.reshape(-1))
 
     def mapped_parts(self) -> list[npt.NDArray[np.uint8]]:
         """Return the bytes of each part, [blocks, bytes per block], as they lie in a file of a local folder.
@@ -224,12 +267,79 @@ class EncodedTensor:
             out[: count * size] = values[skip : skip + count * size]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ColumnTensor(EncodedTensor):
+    """A weight of hadamard-trellis-columns [rows, columns], of which the superblocks are decoded that hold elements."""
+
+    coder: ColumnCoding
+
+    @functools.cached_property
+    def cut(self) -> ColumnCut:
+        """How it is cut."""
+        return ColumnCut.of(self.shape)
+
+    @functools.cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        """Where superblocks end in their stored tensor, from 0 on: [1 + superblocks of all strips].
+
+        Raises MasterError for lengths that no encoder writes.
+        """
+        trellis, stored = self.encoded[:2]
+        lengths = self._read_items(stored, 0, np.empty(stored.byte_count, dtype=np.uint8)).view("<i4")
+        problem = self.cut.length_problem(lengths.reshape(stored.shape), trellis.byte_count)
+        if problem is not None:
+            raise damaged_master(f"{stored.file}: tensor {stored.name!r}: {problem}")
+        return np.append(0, np.cumsum(lengths, dtype=np.int64))
+
+    @property
+    def unit(self) -> int:
+        """See EncodedTensor: a strip."""
+        return BLOCK_SIZE * self.shape[1]
+
+    def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Decode elements strip by strip, straight into `out` where they are rows from the first of a strip on."""
+        columns, size, end = self.shape[1], item_bytes(dtype), start + count
+        while start < end:
+            strip, row, stop = start // self.unit, start // columns, min(end, (start // self.unit + 1) * self.unit)
+            rows, numbers = range(strip * BLOCK_SIZE, -(-stop // columns)), range(self.cut.superblocks)
+            if row == rows.stop - 1:
+                blocks = self.cut.blocks
+                numbers = range(start % columns // blocks, (stop - 1) % columns // blocks + 1)
+            decoded = range(self.cut.columns_of(numbers[0]).start, self.cut.columns_of(numbers[-1]).stop)
+            skip = (row - rows.start) * len(decoded) + start - row * columns - decoded.start
+            byte_count, whole = (stop - start) * size, len(rows) * len(decoded) * size
+            values = out[:byte_count] if byte_count == whole else np.empty(whole, dtype=np.uint8)
+            self.decode_rows(rows, numbers, dtype, values)
+            if byte_count != whole:
+                out[:byte_count] = values[skip * size : skip * size + byte_count]
+            start, out = stop, out[byte_count:]
+
+    def decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Decode rows of a strip, from its first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
+
+        superblocks: whose columns, neighbouring ones by their numbers in the strip
+
+        Raises MasterError if they cannot be decoded.
+        """
+        columns = range(self.cut.columns_of(superblocks[0]).start, self.cut.columns_of(superblocks[-1]).stop)
+        at = rows.start // BLOCK_SIZE * self.cut.superblocks + superblocks.start
+        ends = self._ends[at : at + len(superblocks) + 1]
+        trellis, _, row_scales, column_scales = self.encoded
+        codes = ColumnCodes(
+            self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),
+            np.diff(ends).astype(np.int32)[None],
+            self._read_items(row_scales, rows.start, np.empty(len(rows), dtype=np.uint8)),
+            self._read_items(column_scales, columns.start, np.empty(len(columns), dtype=np.uint8)),
+        )
+        try:
+            decode_codes(codes, self.cut.blocks, dtype, out)
+        except DamagedBlock as damaged:
+            raise damaged_error(self.place, damaged, first=at) from None
+
+
 def whole_blocks(tensor: LogicalTensor, weights: int) -> int:
     """Return how many weights of a tensor to read at a time, about `weights`, so that no block is decoded twice."""
-    if not isinstance(tensor, EncodedTensor):
-        return weights
-    block_size = tensor.coder.block_size
-    return max(1, weights // block_size) * block_size
+    return max(1, weights // tensor.unit) * tensor.unit if isinstance(tensor, EncodedTensor) else weights
 
 
 @dataclass(frozen=True, kw_only=True)

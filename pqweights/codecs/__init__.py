@@ -1,9 +1,10 @@
-"""The codecs, which turn blocks of a weight into a fixed number of bytes and back, by name."""
+"""The codecs by name: those that encode blocks of a weight, and what weights of masters may be encoded with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pqweights.codecs.columns import HadamardTrellisColumns, MasterCodec
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.codecs.polar import PolarAngles
@@ -14,6 +15,7 @@ from pqweights.errors import RecipeError
 __all__ = [
     "CODECS",
     "DEFAULT_CODEC",
+    "MASTER_CODECS",
     "WITHDRAWN",
     "checked_effort",
     "checked_rate",
@@ -29,6 +31,8 @@ CODECS: dict[str, Codec] = {
     "hadamard-trellis": HadamardTrellis(),
     "polar": PolarAngles(),
 }
+# Those, which recipes name, and the one whose codes come from a calibration.
+MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, "hadamard-trellis-columns": HadamardTrellisColumns()}
 
 # Codecs for comparison that version 0.2.0 has.
 WITHDRAWN = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
@@ -41,6 +45,8 @@ def get_codec(name: str) -> Codec:
     """
     if name in CODECS:
         return CODECS[name]
+    if name in MASTER_CODECS:
+        raise RecipeError(f"codec: {name} takes a calibration and is not for recipes; expected {', '.join(CODECS)}")
     if name in WITHDRAWN:
         raise RecipeError(f"codec: {withdrawn(name)}; expected {', '.join(CODECS)}")
     raise RecipeError(f"codec: no codec is called {name!r}; {instead(name, CODECS)}")

@@ -1,23 +1,106 @@
-"""The stored tensors of weights of the codec hadamard-trellis-columns, and how a weight is cut.
+"""The calibrated trellis: columns of a matrix, coded one after the other, in superblocks of their own lengths.
 
 A weight [N, K] is cut into strips of 128 rows. A strip has a block of 128 weights for each column, which are coded like
-those of hadamard-trellis, and rows and columns have scales.
+those of hadamard-trellis, and rows and columns have scales. So codes can be found column by column, each making up for
+the errors of those before it (GPTQ: Frantar et al., arXiv:2210.17323), and bytes go where the outputs depend on them.
+docs/format.md, section 10, has the bytes. Codes come from a calibration: here they are described and decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.protocol import Bytes
-from pqweights.kernels import BLOCK_SIZE
+from pqweights.codecs.hadamard_trellis import REASONS, TRELLIS, HadamardTrellis
+from pqweights.codecs.protocol import Bytes, Codec, Coder, DamagedBlock, exact_rate
+from pqweights.codecs.trellis_tables import decode_tables
+from pqweights.common.documents import Document
+from pqweights.common.dtypes import item_bytes
+from pqweights.common.strict_json import rounded
+from pqweights.errors import RecipeError
+from pqweights.kernels import BLOCK_SIZE, columns, trellis
 
 # Blocks of a superblock at most.
 _MOST = 768
+# Of a superblock of zeros, which is a header alone.
+SHORTEST = trellis.HEADER_BYTES
+# What a scale that is stored as u stands for.
+_FACTORS = np.exp2((np.arange(256) - 128) / 16).astype(np.float32)
+
+
+class Unstated(Document, frozen=True):
+    """The state of a weight that has none."""
+
+    @property
+    def rescued(self) -> bool:
+        """See State."""
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        """See State."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ColumnCoding:
+    """The codec at the rate of one weight, with what `Coder` has for finished weights. bits: see bits_of"""
+
+    bits: float
+
+    codec = "hadamard-trellis-columns"
+    block_size = BLOCK_SIZE
+    depends_on_size = True
+    distortion = math.inf  # nothing is promised: codes have the least error of outputs, not that of weights
+    orthogonal_error = False
+
+    def tables(self) -> None:
+        """See Coder."""
+
+    def parse_state(self, values: Mapping[str, Any]) -> Unstated:
+        """See Coder."""
+        return Unstated()
+
+
+class HadamardTrellisColumns:
+    """The codec, with what `Codec` has for finished weights."""
+
+    name = ColumnCoding.codec
+    format_version = 4
+    suffixes = (TRELLIS, "_lengths", "_row_scales", "_column_scales")
+    block_size = BLOCK_SIZE
+    state_defaults: Mapping[str, Any] = {}
+    description = (
+        "Linear layers were calibrated: a text was run through the model, and each column of a weight was encoded such "
+        "that it makes up for the errors of those before it in the outputs of the layer. Rows and columns are scaled "
+        "by how much the outputs depend on them. Blocks of 128 weights of a column are rotated by the Walsh-Hadamard "
+        "matrix, become integers by trellis-coded quantization, and are packed by an entropy coder."
+    )
+    papers = (
+        *HadamardTrellis.papers,
+        "Frantar et al., *GPTQ*, [arXiv:2210.17323](https://arxiv.org/abs/2210.17323): columns that make up for "
+        "errors.",
+    )
+
+    def coder(self, bits: float) -> ColumnCoding:
+        """Return the codec at the rate of a weight. Raises RecipeError for one that no weight has."""
+        if not 0 < bits < math.inf:
+            raise RecipeError(f"expected the bits per weight that {self.name} takes, found {bits}")
+        return ColumnCoding(exact_rate(bits))
+
+    def coder_from_tables(self, bits: float, tables: Any) -> ColumnCoding:
+        """See Codec."""
+        if tables is not None:
+            raise ValueError(f"expected none for {self.name}")
+        return self.coder(bits)
+
+
+Coding = Coder | ColumnCoding  # how a finished weight was encoded
+MasterCodec = Codec | HadamardTrellisColumns
 
 
 class ColumnCut(NamedTuple):
@@ -45,6 +128,22 @@ class ColumnCut(NamedTuple):
         """Return the columns of a superblock of each strip."""
         return range(superblock * self.blocks, min((superblock + 1) * self.blocks, self.columns))
 
+    def length_problem(self, lengths: npt.NDArray[np.int32], total: int) -> str | None:
+        """Say what is wrong with lengths [strips, superblocks] of superblocks that take `total` bytes, if anything."""
+        most = np.array([trellis.most_bytes(len(self.columns_of(number))) for number in range(self.superblocks)])
+        wrong = (lengths < SHORTEST) | (lengths > most)
+        if wrong.any():
+            strip, number = (int(place) for place in np.argwhere(wrong)[0])
+            return f"expected {SHORTEST} to {most[number]} bytes, found {lengths[strip, number]} at {[strip, number]}"
+        found = int(lengths.sum(dtype=np.int64))
+        return None if found == total else f"expected lengths whose sum is {total} bytes, found {found}"
+
+
+def bits_of(cut: ColumnCut, total: int) -> float:
+    """Return the bits per weight with everything counted, to seven significant digits, of superblocks of some bytes."""
+    stored = total + 4 * cut.strips * cut.superblocks + cut.rows + cut.columns
+    return exact_rate(rounded(8 * stored / (cut.rows * cut.columns)))
+
 
 @dataclass(frozen=True, eq=False)
 class ColumnCodes:
@@ -64,3 +163,49 @@ class ColumnCodes:
     def cut(self) -> ColumnCut:
         """How the weight is cut."""
         return ColumnCut.of((len(self.row_scales), len(self.column_scales)))
+
+    @property
+    def parts(self) -> tuple[npt.NDArray[Any], ...]:
+        """The tensors in the order of the suffixes of the codec."""
+        return (self.trellis, self.lengths, self.row_scales, self.column_scales)
+
+
+def decode_codes(codes: ColumnCodes, blocks: int, dtype: str, out: Bytes) -> None:
+    """Decode neighbouring strips, or neighbouring superblocks of one, into raw bytes of `dtype`, [rows, columns].
+
+    codes: their part of the stored tensors; the last strip may have fewer rows
+    blocks: the columns of each superblock but the last
+    dtype: BF16, F16 or F32
+
+    Raises DamagedBlock, with the number of a superblock among these, if no encoder wrote it.
+    """
+    damaged, reason = columns.decode(
+        codes.trellis,
+        codes.lengths,
+        out,
+        dtype,
+        blocks=blocks,
+        row_factors=_FACTORS[codes.row_scales],
+        column_factors=_FACTORS[codes.column_scales],
+        tables=decode_tables(),
+    )
+    if damaged >= 0:
+        raise DamagedBlock(damaged, REASONS[reason])
+
+
+def decode_columns(codes: ColumnCodes, strips: range, dtype: str) -> Bytes:
+    """Return the rows of neighbouring strips as raw bytes of `dtype`: BF16, F16 or F32.
+
+    Raises DamagedBlock, with the number of a superblock among those of the strips, if no encoder wrote it.
+    """
+    cut = codes.cut
+    ends = np.append(0, np.cumsum(codes.lengths, dtype=np.int64))
+    part = ColumnCodes(
+        codes.trellis[ends[strips.start * cut.superblocks] : ends[strips.stop * cut.superblocks]],
+        codes.lengths[strips.start : strips.stop],
+        codes.row_scales[strips.start * BLOCK_SIZE : strips.stop * BLOCK_SIZE],
+        codes.column_scales,
+    )
+    out = np.empty(len(part.row_scales) * cut.columns * item_bytes(dtype), dtype=np.uint8)
+    decode_codes(part, cut.blocks, dtype, out)
+    return out

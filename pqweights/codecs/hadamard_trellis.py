@@ -43,7 +43,7 @@ _BLOCKS, _FEWEST, _MOST = 512, 384, 768
 _LANES = 16
 # Bits above the rate-distortion bound of N(0,1), with everything counted, 8 states, from 1.5 to 8 bits.
 _ABOVE_BOUND = 0.097
-_REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
+REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
 
 
 class HadamardTrellis(Codec):
@@ -183,7 +183,7 @@ class TrellisCoder(Coder):
         cut, signed = self._cut._replace(number=len(rows)), _is_signed(state)
         damaged, reason = trellis.decode(rows, values, dtype, cut=cut, signed=signed, tables=decode_tables())
         if damaged >= 0:
-            raise DamagedBlock(damaged, _REASONS[reason])
+            raise DamagedBlock(damaged, REASONS[reason])
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """See Coder; what is wrong with a superblock shows when it is decoded."""

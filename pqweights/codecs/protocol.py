@@ -230,6 +230,14 @@ class Coder(Protocol):
         return None
 
 
+class Promise(Protocol):
+    """What promises an error."""
+
+    @property
+    def distortion(self) -> float:
+        """See Coder."""
+
+
 class Codec:
     """A block quantizer of several rates. A codec is a subclass.
 
@@ -315,11 +323,11 @@ def exact_rate(bits: float) -> float:
     return int(bits) if math.isfinite(bits) and bits == int(bits) else float(bits)
 
 
-def largest_error(coder: Coder) -> float:
+def largest_error(coder: Promise) -> float:
     """Return the largest relative error that passes without a rescue."""
     return RESCUE_FACTOR * coder.distortion
 
 
-def exceeds_promise(coder: Coder, relative_mse: float) -> bool:
+def exceeds_promise(coder: Promise, relative_mse: float) -> bool:
     """Whether a relative error is above that."""
     return relative_mse > largest_error(coder)

@@ -18,7 +18,7 @@ from pqweights.exports.integer_export import IntegerExport, remarks
 from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.exports.units import reading_together
-from pqweights.planning.plan import coder_of
+from pqweights.planning.plan import coding_of
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.rewrite.folding.fold import EQUALIZE, Fold
 from pqweights.rewrite.manifest import Manifest
@@ -167,7 +167,7 @@ def _known_errors(outline: Outline, manifest: Manifest) -> dict[str, float]:
     errors = {
         tensor.name: record.relative_mse
         for tensor, record in manifest.pairs
-        if record.relative_mse is not None and not tensor.is_scaled and coder_of(tensor).orthogonal_error
+        if record.relative_mse is not None and not tensor.is_scaled and coding_of(tensor).orthogonal_error
     }
     return {t.name: error for t in outline.tensors if (error := _error(t, errors)) is not None}
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from pqweights.checkpoint.readers import EncodedTensor
+from pqweights.checkpoint.readers import BlockTensor, EncodedTensor
 from pqweights.codecs.protocol import Bytes, DamagedBlock
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.errors import PqweightsError
@@ -31,11 +31,11 @@ from pqweights.integrations.packed_rows import Factor, Matrix, PackedRows, decod
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
-    """Map a weight [rows, columns], or a stack of them, into memory as it is stored; None for another shape.
+    """Map a weight [rows, columns], or a stack of them, into memory as it is stored; None otherwise.
 
     Raises MasterError for what shows without decoding that the weight is damaged.
     """
-    if len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
+    if not isinstance(tensor, BlockTensor) or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
     count, block_size = math.prod(stack), tensor.coder.block_size
@@ -62,7 +62,7 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
     return PackedTensor(tuple(matrices), bool(stack), dtype)
 
 
-def _checked_parts(tensor: EncodedTensor) -> list[Bytes]:
+def _checked_parts(tensor: BlockTensor) -> list[Bytes]:
     """Return the parts of a weight as they lie in its file, because products with codes check nothing later."""
     parts = tensor.mapped_parts()
     try:

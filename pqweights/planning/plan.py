@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
-from pqweights.codecs import get_codec
+from pqweights.codecs import MASTER_CODECS, get_codec
+from pqweights.codecs.columns import Coding, ColumnCoding
 from pqweights.codecs.protocol import Coder
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
@@ -292,6 +293,16 @@ def coder_of(tensor: TensorPlan, effort: int | None = None) -> Coder:
     """Return the coder of a quantized tensor, sized for it; an effort matters for encoding alone."""
     assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
     return get_codec(tensor.codec).coder(tensor.bits, effort).sized(tensor.weights)
+
+
+def coding_of(tensor: TensorPlan) -> Coding:
+    """Return how a quantized tensor is encoded, by a coder or by a calibration.
+
+    Raises RecipeError for a codec or bits that there are not.
+    """
+    if tensor.codec == ColumnCoding.codec and tensor.bits is not None:
+        return MASTER_CODECS[tensor.codec].coder(tensor.bits)
+    return coder_of(tensor)
 
 
 def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:

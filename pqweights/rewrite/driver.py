@@ -33,6 +33,7 @@ from pqweights.storage.protocol import FileRecord
 # What another value of a key in a transform's account means for the user. Of other keys, the value is named.
 OTHERS = {
     "awq": "other scales (`awq`)",
+    "calibrated": "another calibration",
     "fit": "another `sensitivity`",
     "fold": "another `fold`",
     "original_fingerprint": "another `source`",

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.codecs import CODECS, WITHDRAWN, withdrawn
+from pqweights.codecs import MASTER_CODECS, WITHDRAWN, withdrawn
 from pqweights.codecs.protocol import exact_rate
 from pqweights.common.documents import Damaged, Document, Number, Size, as_document
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError
-from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coder_of, stored_bytes
+from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coding_of, stored_bytes
 from pqweights.rewrite.records import TensorRecord
 
 
@@ -52,6 +52,7 @@ def tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict
         entry |= {} if record.rounding is None else {"rounding": record.rounding}
     elif record.relative_mse is not None:
         entry |= (record.state or {}) | measured
+        entry |= {} if record.weighed_mse is None else {"weighed_mse": record.weighed_mse}
     if record.folded:
         entry["folded"] = list(record.folded)
     entry["stored"] = [
@@ -120,11 +121,11 @@ def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) 
         return None
     if plan.action != QUANTIZE or plan.codec is None or plan.bits is None:
         raise wrong(mismatch)
-    if plan.codec in WITHDRAWN and plan.codec not in CODECS:
+    if plan.codec in WITHDRAWN and plan.codec not in MASTER_CODECS:
         raise MasterError(f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again")
     try:
-        coder = coder_of(plan)
-        state = coder.parse_state({key: stated[key] for key in CODECS[plan.codec].state_defaults}).to_json()
+        coder = coding_of(plan)
+        state = coder.parse_state({key: stated[key] for key in MASTER_CODECS[plan.codec].state_defaults}).to_json()
     except RecipeError:
         raise wrong(mismatch) from None
     except KeyError as error:

@@ -22,13 +22,14 @@ from pqweights.models import text_model
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
-from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coder_of, stored_bytes
+from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coding_of, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.statistics_file import MOMENTS, AwqScales, open_awq, open_statistics
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
+from pqweights.rewrite.ready import ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
@@ -44,6 +45,7 @@ def quantize(
     *,
     options: QuantizeOptions = QuantizeOptions(),
     run: RunOptions = RunOptions(),
+    ready: ReadyWeights | None = None,
 ) -> RewriteReport:
     """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
 
@@ -51,11 +53,12 @@ def quantize(
         or an address in object storage
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     recipe: which codec encodes which tensor
+    ready: the weights whose codes a calibration of this source has found
 
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
     store = open_store(out)
-    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    checkpoint, transform, plan = plan_quantize(source, recipe, options, ready)
     if checkpoint.storage.origin is not None and str(Path(source)) == str(store):
         raise OutputError(
             f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
@@ -74,7 +77,10 @@ def quantize(
 
 
 def plan_quantize(
-    source: str | Path, recipe: Recipe, options: QuantizeOptions = QuantizeOptions()
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions = QuantizeOptions(),
+    ready: ReadyWeights | None = None,
 ) -> tuple[Checkpoint, Quantize, Plan]:
     """Open a source, and decide from its headers alone what quantizing it would do.
 
@@ -89,7 +95,7 @@ def plan_quantize(
         include=options.include_files,
     )
     awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)
-    transform = Quantize(recipe=recipe, strict=options.strict, awq=awq)
+    transform = Quantize(recipe=recipe, strict=options.strict, awq=awq, ready=ready)
     if recipe.target is not None:
         chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
         transform = replace(transform, fit=chosen)
@@ -112,6 +118,7 @@ class Quantize:
     awq: scales for the input channels of some weights
     fit: the bit widths that were chosen for a recipe with a target
     fold: the fold of the checkpoint, of which the tensors are read
+    ready: the weights whose codes a calibration has found; the recipe decides on the others
     """
 
     recipe: Recipe
@@ -119,6 +126,7 @@ class Quantize:
     awq: AwqScales | None = None
     fit: Fit | None = None
     fold: Fold | None = None
+    ready: ReadyWeights | None = None
 
     @property
     def account(self) -> Account:
@@ -126,13 +134,16 @@ class Quantize:
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
         fit = {} if self.fit is None else {"fit": self.fit.describe()}
         fold = {} if self.fold is None else {"fold": self.fold.describe()}
-        return Account(MASTER, {"recipe": self.recipe.to_json()} | awq | fit | fold)
+        ready = {} if self.ready is None else {"calibrated": self.ready.describe()}
+        return Account(MASTER, {"recipe": self.recipe.to_json()} | ready | awq | fit | fold)
 
     @property
     def inputs(self) -> TransformInputs:
-        """The file of the scales, and the fold with that of the moments for it."""
+        """The files of the scales and of ready codes, and the fold with that of the moments for it."""
         scales = {} if self.awq is None else {"--awq": self.awq.file.file}
-        return TransformInputs(checkpoints=scales | ({} if self.fold is None else self.fold.also_reads), fold=self.fold)
+        ready = {} if self.ready is None else {"calibrated": self.ready.files}
+        fold = {} if self.fold is None else self.fold.also_reads
+        return TransformInputs(checkpoints=scales | ready | fold, fold=self.fold)
 
     @property
     def output(self) -> Output:
@@ -148,6 +159,8 @@ class Quantize:
         result = self.planner(checkpoint).planned({} if self.fit is None else self.fit.rates)
         if self.awq is not None:
             self.awq.check(checkpoint, result)
+        if self.ready is not None:
+            result = self.ready.planned(result)
         return result if self.fold is None else self.fold.noted(result)
 
     def planner(self, checkpoint: Checkpoint) -> RatePlanner:
@@ -201,7 +214,9 @@ class Quantize:
         measure_fold(self.fold, preparation)
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """Return the job that encodes a weight or copies a tensor that is kept."""
+        """Return the job that encodes a weight, stores its ready codes, or copies a tensor that is kept."""
+        if self.ready is not None and planned.name in self.ready.weights:
+            return self.ready.job(planned)
         if planned.action == KEEP:
             return CopyJob(planned, tensor)
         awq = self.awq.read(planned.name) if self.awq is not None and planned.is_scaled else None
@@ -243,7 +258,7 @@ def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) ->
     """Return how each quantized tensor of a finished plan is stored."""
     return [
         Encoding(
-            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coder_of(tensor), state=record.state or {}
+            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coding_of(tensor), state=record.state or {}
         )
         for tensor, record in zip(tensors, records, strict=True)
         if tensor.action == QUANTIZE

@@ -10,7 +10,7 @@ from typing import Any
 from pqweights.codecs.protocol import exceeds_promise, largest_error
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
-from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, coder_of
+from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, coding_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class TensorRecord:
     total_mse: in an export of integers, the relative error against the original weight; measured if the original was
         read, else computed from what the master's manifest states
     master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
+    weighed_mse: of a calibrated weight, the relative error in its outputs, weighed by how much the loss depends on each
     folded: the vectors between layers with which it was folded, by their writers
     rounding: what error-compensated rounding did with the weight (docs/format.md)
     """
@@ -36,6 +37,7 @@ class TensorRecord:
     energy: Number | None = None
     total_mse: Number | None = None
     master_mse: Number | None = None
+    weighed_mse: Number | None = None
     folded: tuple[str, ...] = ()
     rounding: dict[str, Any] | None = None
 
@@ -68,6 +70,7 @@ class TensorReport(TensorRecord):
             entry |= {"total_mse": self.total_mse, "master_mse": self.master_mse}
         entry |= {} if self.rounding is None else {"rounding": self.rounding}
         entry |= {"folded": list(self.folded)} if self.folded else {}
+        entry |= {} if self.weighed_mse is None else {"weighed_mse": self.weighed_mse}
         return entry | (self.state or {}) | {"relative_mse": self.relative_mse, "exceeds": self.exceeds}
 
 
@@ -86,19 +89,20 @@ def tensor_reports(pairs: Iterable[tuple[TensorPlan, TensorRecord]]) -> tuple[Te
 
 def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight was encoded in another way than the first choice of its codec."""
-    return tensor.action == QUANTIZE and coder_of(tensor).parse_state(record.state or {}).rescued
+    return tensor.action == QUANTIZE and coding_of(tensor).parse_state(record.state or {}).rescued
 
 
 def promise(tensor: TensorPlan) -> float | None:
-    """Return the largest relative error that needs no rescue; None for a tensor that is not quantized."""
-    return largest_error(coder_of(tensor)) if tensor.action == QUANTIZE else None
+    """Return the largest relative error that needs no rescue; None for a tensor of which nothing is promised."""
+    largest = largest_error(coding_of(tensor)) if tensor.action == QUANTIZE else math.inf
+    return None if math.isinf(largest) else largest
 
 
 def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
-    return exceeds_promise(coder_of(tensor), record.relative_mse)
+    return exceeds_promise(coding_of(tensor), record.relative_mse)
 
 
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:

@@ -1,4 +1,4 @@
-"""The golden masters of format versions 1 to 3: the bytes that are written, and what two decoders make of them."""
+"""The golden masters of format versions 1 to 4: the bytes that are written, and what two decoders make of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from commands import refused
 from golden import make, make_codecs
 
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import CODECS
+from pqweights.codecs import MASTER_CODECS
 from pqweights.errors import MasterError
 from pqweights.planning.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
 
-TRELLIS, POLAR = make_codecs.TRELLIS, make_codecs.POLAR
-GOLDEN: dict[str, Any] = {"hadamard-lloyd-max": make, "hadamard-trellis": TRELLIS, "polar": POLAR}
+TRELLIS, POLAR, COLUMNS = make_codecs.TRELLIS, make_codecs.POLAR, make_codecs.COLUMNS
+COLUMN_CODEC = "hadamard-trellis-columns"
+GOLDEN: dict[str, Any] = {
+    "hadamard-lloyd-max": make,
+    "hadamard-trellis": TRELLIS,
+    "polar": POLAR,
+    COLUMN_CODEC: COLUMNS,
+}
 
 
 @pytest.mark.parametrize("codec", GOLDEN)
@@ -52,11 +58,11 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
     assert codec == "polar" or exported.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("codec", ["hadamard-trellis", "polar"])
+@pytest.mark.parametrize("codec", ["hadamard-trellis", "polar", COLUMN_CODEC])
 def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden, version = GOLDEN[codec], CODECS[codec].format_version
-    before = {name: other for name, other in CODECS.items() if other.format_version < version}
-    monkeypatch.setattr("pqweights.checkpoint.master.CODECS", before)
+    golden, version = GOLDEN[codec], MASTER_CODECS[codec].format_version
+    before = {name: other for name, other in MASTER_CODECS.items() if other.format_version < version}
+    monkeypatch.setattr("pqweights.checkpoint.master.MASTER_CODECS", before)
     with pytest.raises(MasterError, match=f"format_version: expected 1.*, found {version}; a newer pqweights may"):
         open_local(golden.MASTER)
 
@@ -71,6 +77,13 @@ def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytes
         ("hadamard-trellis", "model.layers.middle.weight", "norm_exponent", 3, "norm_exponent"),
         ("polar", "model.layers.flat.weight", "norm_exponent", 1.5, "norm_exponent"),
         ("polar", "model.layers.flat.weight", "levels", [1.0], "unknown key 'levels'"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "rotation", "hadamard", "unknown key 'rotation'"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "bits", "nan", "bits"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "bits", 3.0, "bits: expected"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "shape", [650], "shape: expected rows and columns"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "shape", [0, 5], "shape: expected rows and columns"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "shape", [2**30, 2**30], "expected I32"),
+        (COLUMN_CODEC, "model.layers.strips.weight", "shape", [2**50, 2**50], "shape: expected at most"),
     ],
 )
 def test_contradicting_configuration_is_one_clear_line(

@@ -1,9 +1,11 @@
-"""The golden masters of format versions 2 and 3: weights of hadamard-trellis and of polar, made by the command.
+"""The golden masters of format versions 2 to 4: weights of hadamard-trellis and of polar, made by the command, and of
+hadamard-trellis-columns, of ready codes.
 
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
-writes `trellis/`, `polar/` and what they decode to anew. Do so when the encoder of the trellis chooses other bytes on
-purpose. A change of a decoder would change the format: the old masters have to be decoded to the old values.
+writes `trellis/`, `polar/`, `columns/` and what they decode to anew. Do so when the encoder of the trellis chooses
+other bytes on purpose. A change of a decoder would change the format: the old masters have to be decoded to the old
+values.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import column_decoder
+import column_writer
 import helpers
 import independent_reader
 import numpy as np
@@ -21,6 +25,11 @@ import polar_decoder
 import trellis_decoder
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 from independent_reader import Stored, Tensor
+
+from pqweights.planning.recipe import parse_recipe
+from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.ready import Measured, ReadyWeights, write_ready
+from pqweights.rewrite.task import RunOptions
 
 Sources = dict[str, helpers.Tensor]
 
@@ -84,6 +93,33 @@ rules:
 """
 
 
+def columns_source() -> Sources:
+    """Weights for ready codes of several sizes and dtypes, and weights of the other versions."""
+    return {
+        "model.layers.strips.weight": helpers.bf16(weights(130, 5, seed=51)),
+        "model.layers.superblocks.weight": helpers.f16(weights(3, 770, seed=52)),
+        "model.layers.one.weight": helpers.f32(weights(1, 1, seed=53)),
+        "model.layers.zero.weight": helpers.bf16(np.zeros((2, 17), np.float32)),
+        "model.layers.huge.weight": helpers.f32(weights(4, 3, seed=54, exponent=110)),
+        "model.layers.scalar.weight": helpers.bf16(weights(2, 128, seed=55)),
+        "model.layers.trellis.weight": helpers.bf16(weights(3, 128, seed=56)),
+        "model.layers.polar.weight": helpers.bf16(weights(3, 128, seed=57)),
+        "model.norm.weight": helpers.bf16(1 + weights(9, seed=58)),
+    }
+
+
+COLUMNS_RECIPE = """
+name: golden-columns
+description: The weights that were not calibrated have the codecs of the other versions.
+codec: polar
+rules:
+  - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
+  - {name: "*.trellis.weight", codec: hadamard-trellis, bits: 2.5}
+"""
+# The ready weights, each with about how many bits its blocks take.
+READY = {"strips": 2.0, "superblocks": 1.0, "one": 3.0, "zero": 1.0, "huge": 4.0}
+
+
 @dataclass(frozen=True)
 class Golden:
     """A golden master.
@@ -131,18 +167,53 @@ class Golden:
                 yield DECODERS[part](weight, stored, config)
 
 
+@dataclass(frozen=True)
+class GoldenOfReadyCodes(Golden):
+    """A golden master of which some weights have ready codes."""
+
+    def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
+        folder = source.parent / "ready"
+        for seed, (short, rate) in enumerate(READY.items()):
+            name = f"model.layers.{short}.weight"
+            exact = helpers.as_float32(self.source[name])
+            codes = column_writer.encoded(exact, rate, seed=seed)
+            measured = Measured(relative_mse=0.1, energy=float((exact.astype(np.float64) ** 2).sum()))
+            write_ready(folder / f"{short}.safetensors", {name: (codes, measured)})
+        recipe, ready = parse_recipe(self.recipe, "golden"), ReadyWeights.open(folder)
+        quantize(source, out, recipe, run=RunOptions(threads=threads), ready=ready)
+
+
 def _scalar(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
     return independent_reader.decode_weight(name, stored[name + "_codes"], stored[name + "_norms"], None, config)
 
 
 def _trellis(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
     own, entry = {**config, **config["overrides"][name]}, stored[name + "_trellis"]
+    if own["codec"] == "hadamard-trellis-columns":
+        return _columns(name, stored, own)
     assert own["codec"] == "hadamard-trellis" and entry.dtype == "U8"
     cut = trellis_decoder.cut(int(np.prod(own["shape"])), own["bits"])
     assert tuple(entry.shape) == (cut.superblocks, cut.size)
     rows = np.frombuffer(entry.data, dtype=np.uint8).reshape(entry.shape)
     values = trellis_decoder.decode(rows, cut.blocks, signed=own["rotation"] == "signed-hadamard")
     return _rounded(name, values, own["shape"], own["dtype"])
+
+
+def _columns(name: str, stored: Mapping[str, Stored], own: Mapping[str, Any]) -> Tensor:
+    trellis, lengths, rows, columns = (
+        stored[f"{name}_{part}"] for part in ("trellis", "lengths", "row_scales", "column_scales")
+    )
+    shape = tuple(own["shape"])
+    assert [entry.dtype for entry in (trellis, lengths, rows, columns)] == ["U8", "I32", "U8", "U8"]
+    assert (rows.shape, columns.shape) == (shape[:1], shape[1:])
+    assert own["bits"] == column_decoder.bits(shape, len(trellis.data))
+    values = column_decoder.decode(
+        trellis.data,
+        np.frombuffer(lengths.data, dtype="<i4").reshape(lengths.shape),
+        np.frombuffer(rows.data, dtype=np.uint8),
+        np.frombuffer(columns.data, dtype=np.uint8),
+    )
+    return _rounded(name, values, shape, own["dtype"])
 
 
 def _polar(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
@@ -168,7 +239,9 @@ def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
 DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
 TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
 POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
+COLUMNS = GoldenOfReadyCodes("columns", 4, columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
 
 if __name__ == "__main__":
     write_golden(TRELLIS)
     write_golden(POLAR)
+    write_golden(COLUMNS)

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hostile.case import Case
 
-SUBJECTS = "headers sources gguf foreign pickles recipes outputs masters exports folds evaluation generation sizes"
+SUBJECTS = (
+    "headers sources gguf foreign pickles recipes outputs masters columns exports folds evaluation generation sizes"
+)
 CASES: list[Case] = [
     case
     for subject in [*SUBJECTS.split(), "calibration"]

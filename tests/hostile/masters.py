@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from calls import quantize
+from column_writer import write_codes
 from hostile.case import (
     CONFIG,
     DOWN,
@@ -36,6 +37,8 @@ from hostile.case import (
 from restated import restate_hashes
 
 from pqweights.planning.recipe import load_recipe
+from pqweights.rewrite.quantizing import quantize as quantize_source
+from pqweights.rewrite.ready import ReadyWeights
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
@@ -72,7 +75,22 @@ make_trellis_master = made_of({UP: normal(17, 900, 128), DOWN: normal(19, 40, 12
 # A weight of whole rows, and one that is flattened.
 make_polar_master = made_of({UP: normal(18, 40, 128), DOWN: normal(20, 4, 65)}, codec="polar")
 
-MAKE = {"trellis": make_trellis_master, "polar": make_polar_master}
+
+def _make_columns_master(folder: Path) -> None:
+    """A weight of two strips of two superblocks each, and one of a block, whose codes were ready."""
+    weights = {UP: normal(21, 130, 800), DOWN: normal(22, 3, 1), GATE: WEIGHT, NORM: VECTOR}
+    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
+    write_codes(folder / "src", folder / "ready", [UP, DOWN], rate=2.0)
+    quantize_source(folder / "src", folder / "master", load_recipe("q5"), ready=ReadyWeights.open(folder / "ready"))
+    shutil.rmtree(folder / "src")
+    shutil.rmtree(folder / "ready")
+
+
+MAKE = {
+    "trellis": make_trellis_master,
+    "polar": make_polar_master,
+    "columns": remembered(_make_columns_master),
+}
 
 Damage = Callable[[Path], None]  # damages the folder of a master
 
@@ -417,7 +435,7 @@ CASES = [
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
     settings("trellis-version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    settings("trellis-version-4", "format_version", to=4, export=("config.json", "format_version", "4")),
+    settings("trellis-version-5", "format_version", to=5, export=("config.json", "format_version", "5")),
     settings("trellis-bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     settings("trellis-bits-3", "bits", to=3, export=(TRELLIS, "expected U8", "at 3 bits")),
     settings("trellis-rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),

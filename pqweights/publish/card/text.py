@@ -11,7 +11,7 @@ from typing import Any
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
-from pqweights.codecs import CODECS
+from pqweights.codecs import MASTER_CODECS
 from pqweights.common.markdown import code, fenced, table, words
 from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
@@ -154,11 +154,16 @@ def recipe(manifest: Manifest) -> list[str]:
         lines.append("Other widths were chosen to meet the target of the recipe with the smallest rise of the loss.")
     if isinstance(fold, dict):
         lines.append(_fold(as_text(fold.get("kind"))))
+    calibrated = made.get("calibrated")
+    if isinstance(calibrated, dict):
+        count = calibrated.get("weights")
+        which = counted(count, "weight") if isinstance(count, int) else "weights"
+        lines.append(f"{which[0].upper()}{which[1:]} were calibrated on a text; the recipe is that of the others.")
     if isinstance(awq, dict):
         file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
         whose = "Input channels have" if is_master else "In the master, input channels have"
         lines.append(f"{whose} activation-aware scales that were searched on a calibration text ({file}).")
-    elif not isinstance(fold, dict) or "calibration" not in fold:
+    elif calibrated is None and (not isinstance(fold, dict) or "calibration" not in fold):
         without = "No calibration data was used."
         lines.append(without if is_master else "The master was made without calibration data.")
     return lines
@@ -191,7 +196,7 @@ def _fold(kind: str) -> str:
 def method(manifest: Manifest) -> list[str]:
     """Return how the weights were quantized, and the papers that the method comes from."""
     about, codecs = _about_master(manifest), _codecs(manifest)
-    known = [CODECS[name] for name in codecs if name in CODECS]
+    known = [MASTER_CODECS[name] for name in codecs if name in MASTER_CODECS]
     prefix = "" if manifest.kind == "master" else "The master was made as follows. "
     described = [f"{prefix}{codec.description}" for codec in known if codec.description]
     papers = [paper for codec in known for paper in codec.papers]

@@ -1,0 +1,228 @@
+"""Weights whose codes are ready before a run: the files in which a calibration leaves them, and the job for them.
+
+A file is safetensors with the stored tensors of some weights (docs/format.md, section 10). Its metadata have a
+description: what was measured of each weight, and the hash of each of its stored tensors. So everything that a run
+states is known from headers, and damaged codes are found when they are copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.digests import HASH_OF_PIECES, PIECE_BYTES, CheckedReads
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
+from pqweights.checkpoint.master import column_specs
+from pqweights.checkpoint.readers import PlainTensor
+from pqweights.checkpoint.source import Checkpoint, read_header
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.writer import write_whole
+from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, HadamardTrellisColumns, bits_of
+from pqweights.common.documents import Document, Number, as_json, read_document
+from pqweights.common.strict_json import rounded
+from pqweights.errors import SourceError
+from pqweights.planning.plan import QUANTIZE, TensorPlan, stored_bytes
+from pqweights.rewrite.jobs import CopyJob, Sink
+from pqweights.rewrite.records import TensorRecord
+
+KEY = "pqweights_codes"
+SUFFIX = ".safetensors"
+
+
+class Measured(Document, frozen=True, kw_only=True):
+    """What a calibration measured of a weight; see TensorRecord."""
+
+    relative_mse: Number
+    energy: Number
+    weighed_mse: Number | None = None
+
+
+class _Weight(Measured, frozen=True, kw_only=True):
+    """And what its file says of it. digests: the hash of each stored tensor, in their order"""
+
+    shape: tuple[int, int]
+    digests: tuple[str, ...]
+
+
+def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, Measured]]) -> None:
+    """Write a file of ready weights, by name; it is there only when it is whole.
+
+    Raises OutputError for a disk error.
+    """
+    specs: list[TensorSpec] = []
+    parts: dict[str, npt.NDArray[np.uint8]] = {}
+    described: dict[str, Any] = {}
+    for name, (codes, measured) in weights.items():
+        own = column_specs(name, codes.cut, len(codes.trellis))
+        data = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in codes.parts]
+        specs += own
+        parts |= {spec.name: raw for spec, raw in zip(own, data, strict=True)}
+        digests = tuple(_digest(raw) for raw in data)
+        measures = {key: of if of is None else rounded(of) for key, of in as_json(measured).items()}
+        described[name] = {**measures, "shape": codes.cut[:2], "digests": digests}
+    header, stored = build_header(path.name, specs, {KEY: json.dumps(described)})
+
+    def pieces() -> Iterator[bytes]:
+        yield header
+        for tensor in stored:
+            yield parts[tensor.name].tobytes()
+
+    write_whole(path.parent, path, pieces())
+
+
+def _names(name: str) -> tuple[str, ...]:
+    """Return the names of the stored tensors of a weight."""
+    return tuple(name + suffix for suffix in HadamardTrellisColumns.suffixes)
+
+
+def _damaged(path: Path) -> Callable[[str], SourceError]:
+    return lambda problem: SourceError(f"{path}: {problem}; calibrate again")
+
+
+def _digest(data: Any) -> str:
+    pieces = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+    return HASH_OF_PIECES.combined([HASH_OF_PIECES.of_part([piece]) for piece in pieces])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyWeights:
+    """The ready weights of a folder.
+
+    files: the files as a checkpoint, whose tensors are checked when they are read
+    weights: what is known of each weight, by name
+    """
+
+    files: Checkpoint
+    weights: Mapping[str, _Weight]
+
+    @staticmethod
+    def open(folder: Path) -> ReadyWeights:
+        """Open all files of a folder from their headers.
+
+        Raises SourceError for files that `write_ready` did not write.
+        """
+        names = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+        storage = LocalStorage(folder, only=names)
+        stored: dict[str, StoredTensor] = {}
+        weights: dict[str, _Weight] = {}
+        for file in names:
+            tensors, metadata = read_header(storage, file)
+            stored |= {tensor.name: tensor for tensor in tensors}
+            weights |= read_document(metadata.get(KEY, "").encode(), dict[str, _Weight], _damaged(folder / file))
+        digests: dict[str, str] = {}
+        for name, weight in weights.items():
+            total = stored[first].byte_count if (first := _names(name)[0]) in stored else 0
+            specs = column_specs(name, ColumnCut.of(weight.shape), total) if min(weight.shape) > 0 else ()
+            there = [stored[spec.name] for spec in specs if spec.name in stored]
+            if not specs or [(t.name, t.dtype, t.shape) for t in there] != [tuple(spec) for spec in specs]:
+                raise _damaged(folder)(f"tensor {name!r}: expected the codes of a weight {list(weight.shape)}")
+            digests |= dict(zip([spec.name for spec in specs], weight.digests, strict=True))
+        checked = CheckedReads(storage, stored.values(), tensor_hash=HASH_OF_PIECES, digests=digests)
+        files = Checkpoint(
+            storage=storage,
+            config=None,
+            stored=tuple(stored.values()),
+            tensors=tuple(PlainTensor.of(checked, tensor) for tensor in stored.values()),
+            weight_files=tuple(names),
+            companions=(),
+            left_out={},
+            is_master=False,
+            checked=checked,
+        )
+        return ReadyWeights(files=files, weights=weights)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what manifests say of them: how many there are, and a digest of all codes and measures."""
+        stated = json.dumps({name: as_json(weight) for name, weight in self.weights.items()}, sort_keys=True)
+        return {"weights": len(self.weights), "sha256": hashlib.sha256(stated.encode()).hexdigest()}
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, PlainTensor]:
+        return {tensor.name: tensor for tensor in self.files.tensors if isinstance(tensor, PlainTensor)}
+
+    def _parts(self, name: str) -> list[PlainTensor]:
+        return [self._tensors[part] for part in _names(name)]
+
+    def planned(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
+        """Return the plans of the tensors of a checkpoint, with these codes for the weights that they are of.
+
+        Raises SourceError for codes of a weight that is not there, or has another shape.
+        """
+        if missing := self.weights.keys() - {tensor.name for tensor in tensors}:
+            raise SourceError(
+                f"{self.files.storage}: tensor {min(missing)!r}: the checkpoint has no such weight; calibrate again"
+            )
+        return [self._planned(tensor) if tensor.name in self.weights else tensor for tensor in tensors]
+
+    def _planned(self, tensor: TensorPlan) -> TensorPlan:
+        weight = self.weights[tensor.name]
+        if weight.shape != tensor.shape:
+            raise SourceError(
+                f"{self.files.storage}: tensor {tensor.name!r}: expected codes of a weight {list(tensor.shape)}, found "
+                f"those of {list(weight.shape)}; calibrate again"
+            )
+        cut, total = ColumnCut.of(weight.shape), self._parts(tensor.name)[0].stored.byte_count
+        stored = column_specs(tensor.name, cut, total)
+        return tensor._replace(
+            action=QUANTIZE,
+            codec=ColumnCoding.codec,
+            bits=bits_of(cut, total),
+            reason="calibrated",
+            bytes=stored_bytes(stored),
+            stored=stored,
+        )
+
+    def codes_of(self, name: str) -> ColumnCodes:
+        """Read the codes of a weight. Raises MasterError if they are damaged."""
+        arrays = []
+        for part in self._parts(name):
+            raw = np.empty(part.stored.byte_count, dtype=np.uint8)
+            part.read(0, raw.size // (4 if part.dtype == "I32" else 1), part.dtype, raw)
+            arrays.append(raw.view("<i4" if part.dtype == "I32" else np.uint8).reshape(part.shape))
+        return ColumnCodes(*arrays)
+
+    def job(self, planned: TensorPlan) -> ReadyJob:
+        """Return the job that stores a weight, of a plan by `planned`."""
+        return ReadyJob(planned, self._parts(planned.name), self.weights[planned.name])
+
+
+class ReadyJob:
+    """The job that stores ready codes as they are."""
+
+    def __init__(self, planned: TensorPlan, parts: Sequence[PlainTensor], measured: Measured) -> None:
+        self._planned, self._measured = planned, measured
+        pairs = zip(planned.stored, parts, strict=True)
+        copies = [CopyJob(planned._replace(stored=(spec,)), part) for spec, part in pairs]
+        self._chunks = [(copy, chunk) for copy in copies for chunk in range(copy.chunks)]
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return len(self._chunks)
+
+    def run(self, chunk: int, sink: Sink) -> None:
+        """Copy one chunk. Raises MasterError if it is the last of damaged codes."""
+        copy, place = self._chunks[chunk]
+        copy.run(place, sink)
+
+    def collect(self, result: None) -> None:
+        """Do nothing: everything was measured before."""
+
+    def finish(self, sink: Sink) -> TensorRecord:
+        """Return what the calibration measured."""
+        measured = self._measured
+        return TensorRecord(
+            name=self._planned.name,
+            state={},
+            relative_mse=measured.relative_mse,
+            energy=measured.energy,
+            weighed_mse=measured.weighed_mse,
+        )

@@ -1,0 +1,113 @@
+"""Bad inputs: damaged masters with weights of hadamard-trellis-columns."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from hostile.case import DOWN, UP, Case, Stored
+from hostile.masters import MANIFEST, ONLY_SHARD, cut, damaged, flip, forged, overwrite, restored, set_json, settings
+
+CODEC = "hadamard-trellis-columns"
+TRELLIS, LENGTHS, ROWS, COLUMNS = (UP + part for part in ("_trellis", "_lengths", "_row_scales", "_column_scales"))
+Tensors = dict[str, Stored]
+
+
+def lengths(name: str, *fragments: str, first: int | None = None, more: int = 0) -> Case:
+    """A first length that is another, with a manifest that agrees. more: what is added to the second"""
+
+    def change(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[LENGTHS]
+        numbers = list(struct.unpack("<4i", data))
+        numbers[0], numbers[1] = numbers[0] if first is None else first, numbers[1] + more
+        tensors[LENGTHS] = (dtype, shape, struct.pack("<4i", *numbers))
+
+    return damaged(
+        f"columns-{name}", restored(change), verify=(MANIFEST,), export=(LENGTHS, *fragments, "the master is damaged")
+    )
+
+
+def part(name: str, change: Callable[[Tensors], Any], *fragments: str) -> Case:
+    """Other stored tensors than those that the configuration implies, without a manifest."""
+    return damaged(f"columns-{name}", restored(change), verify=(MANIFEST,), export=fragments)
+
+
+def put(tensor: str, dtype: str, shape: list[int], data: bytes) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(tensor, (dtype, shape, data))
+
+
+def transposed(tensors: Tensors) -> None:
+    """Lengths of the same bytes in another shape."""
+    dtype, _, data = tensors[LENGTHS]
+    tensors[LENGTHS] = (dtype, [4], data)
+
+
+def shortened(tensors: Tensors) -> None:
+    dtype, (total,), data = tensors[TRELLIS]
+    tensors[TRELLIS] = (dtype, [total - 1], data[:-1])
+
+
+CASES: list[Case] = [
+    *(
+        damaged(name, flip(ONLY_SHARD, tensor), both=(ONLY_SHARD, tensor, "blake3_of_pieces"))
+        for name, tensor in {
+            "columns-step-flipped": TRELLIS,
+            "columns-length-flipped": LENGTHS,
+            "columns-row-scale-flipped": ROWS,
+            "columns-column-scale-flipped": COLUMNS,
+        }.items()
+    ),
+    damaged("columns-cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "bytes", "found")),
+    damaged(
+        "columns-erased",
+        forged(overwrite(ONLY_SHARD, TRELLIS, at=0, data=b"\xff" * 7)),
+        export=(ONLY_SHARD, UP, "block 0", "its header is not one that an encoder writes"),
+    ),
+    damaged(
+        "columns-states-erased",
+        forged(overwrite(ONLY_SHARD, DOWN + "_trellis", at=7, data=bytes(4))),
+        export=(ONLY_SHARD, DOWN, "block 0", "the master is damaged"),
+    ),
+    lengths("length-0", "expected 7 to", "found 0 at [0, 0]", first=0),
+    lengths("length-6", "expected 7 to", "found 6 at [0, 0]", first=6),
+    lengths("length-negative", "expected 7 to", "found -2147483648 at [0, 0]", first=-(2**31)),
+    lengths("length-huge", "expected 7 to", "found 2147483647 at [0, 0]", first=2**31 - 1),
+    lengths("lengths-of-more", "expected lengths whose sum is", more=1),
+    lengths("lengths-of-less", "expected lengths whose sum is", more=-1),
+    part("trellis-missing", lambda tensors: tensors.pop(TRELLIS), UP),
+    *(
+        part(f"{name}-missing", lambda tensors, tensor=tensor: tensors.pop(tensor), tensor, "no such tensor")
+        for name, tensor in {"lengths": LENGTHS, "row-scales": ROWS, "column-scales": COLUMNS}.items()
+    ),
+    part("trellis-shorter", shortened, "config.json", UP, "bits"),
+    part("trellis-of-floats", put(TRELLIS, "F32", [4], bytes(16)), TRELLIS, "expected U8"),
+    part("lengths-flat", transposed, LENGTHS, "expected I32 [2, 2]", "found I32 [4]"),
+    part("lengths-of-64-bits", put(LENGTHS, "I64", [2, 2], bytes(32)), LENGTHS, "expected I32 [2, 2]", "found I64"),
+    part("row-scales-fewer", put(ROWS, "U8", [129], bytes(129)), ROWS, "expected U8 [130]", "found U8 [129]"),
+    part("column-scales-signed", put(COLUMNS, "I8", [800], bytes(800)), COLUMNS, "expected U8 [800]", "found I8"),
+    part("scaled", put(UP + "_awq_scale", "F16", [800], bytes(1600)), UP + "_awq_scale", "expected no scales"),
+    settings("columns-version-3", "format_version", to=3, export=("format_version", "4 or later", CODEC)),
+    settings("columns-version-5", "format_version", to=5, export=("format_version", "1 to 4", "found 5")),
+    settings("columns-bits-other", "overrides", UP, "bits", to=3.5, export=(UP, "bits", "found 3.5")),
+    settings("columns-bits-zero", "overrides", UP, "bits", to=0, export=(UP, "bits", "found 0")),
+    settings("columns-bits-a-string", "overrides", UP, "bits", to="3", export=(UP, "bits", "a number")),
+    settings("columns-shape-missing", "overrides", UP, to={}, export=(UP, "shape")),
+    settings("columns-shape-flat", "overrides", UP, "shape", to=[104_000], export=(UP, "rows and columns")),
+    settings("columns-shape-of-a-stack", "overrides", UP, "shape", to=[1, 130, 800], export=(UP, "rows and columns")),
+    settings("columns-shape-empty", "overrides", UP, "shape", to=[130, 0], export=(UP, "rows and columns")),
+    settings("columns-shape-of-another", "overrides", UP, "shape", to=[800, 130], export=(UP, "[800, 130]")),
+    settings("columns-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
+    damaged(
+        "columns-manifest-bits-zero",
+        set_json(MANIFEST, "tensors", 1, "bits", to=0),
+        verify=(MANIFEST,),
+        inspect=(MANIFEST, "codec and bits"),
+    ),
+    damaged(
+        "columns-manifest-weighed-a-string",
+        set_json(MANIFEST, "tensors", 1, "weighed_mse", to="small"),
+        verify=(MANIFEST,),
+        inspect=(MANIFEST, "weighed_mse"),
+    ),
+]

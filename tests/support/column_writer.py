@@ -1,0 +1,82 @@
+"""Weights of the codec hadamard-trellis-columns, without a calibration: each superblock by the encoder of section 8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import column_decoder
+import numpy as np
+import numpy.typing as npt
+from export_decoders import values_of
+
+from pqweights.checkpoint.source import open_local
+from pqweights.codecs.columns import ColumnCodes, ColumnCut, decode_columns
+from pqweights.codecs.trellis_tables import decode_tables, encode_model
+from pqweights.kernels import trellis
+from pqweights.rewrite.ready import Measured, write_ready
+
+Floats = npt.NDArray[np.float32]
+STRIP = 128
+
+
+def encoded(weight: Floats, rate: float = 3.0, *, seed: int | None = None) -> ColumnCodes:
+    """The codes of a weight [N, K].
+
+    rate: about how many bits a weight takes
+    seed: of the scales; without, all factors are 1
+    """
+    rows, columns = weight.shape
+    cut = ColumnCut.of((rows, columns))
+    scales = [np.full(count, 128, dtype=np.uint8) for count in (rows, columns)]
+    if seed is not None:
+        scales = [(116 + (7 * np.arange(count) ** 2 + seed) % 24).astype(np.uint8) for count in (rows, columns)]
+    by_row, by_column = (column_decoder.factors(of) for of in scales)
+    padded = np.zeros((cut.strips * STRIP, columns), dtype=np.float32)
+    padded[:rows] = weight / by_row[:, None] / by_column
+    pieces, lengths = [], np.zeros((cut.strips, cut.superblocks), dtype=np.int32)
+    for strip in range(cut.strips):
+        for number in range(cut.superblocks):
+            of_columns = cut.columns_of(number)
+            blocks = padded[strip * STRIP : (strip + 1) * STRIP, of_columns.start : of_columns.stop].T
+            pieces.append(superblock(np.ascontiguousarray(blocks), rate))
+            lengths[strip, number] = len(pieces[-1])
+    return ColumnCodes(np.concatenate(pieces), lengths, *scales)
+
+
+def superblock(blocks: Floats, rate: float) -> npt.NDArray[np.uint8]:
+    """The bytes of a superblock [blocks, 128], as many as it uses."""
+    count = len(blocks)
+    row = np.empty((1, int(rate * count * 16) + 96), dtype=np.uint8)
+    cut = trellis.Superblocks(1, count, row.shape[1])
+    trellis.encode(
+        blocks.view(np.uint8).reshape(-1), "F32", cut=cut, states=8, signed=False, model=encode_model(), rows=row
+    )
+    (used,) = np.nonzero(row[0])
+    length = max(7, int(used[-1]) + 1 if len(used) else 0)
+    values = np.empty(count * 512, dtype=np.uint8)
+    while True:
+        cut = trellis.Superblocks(1, count, length)
+        damaged, _ = trellis.decode(row[0, :length], values, "F32", cut=cut, signed=False, tables=decode_tables())
+        if damaged < 0:
+            return row[0, :length]
+        length += 1
+
+
+def write_codes(source: Path, folder: Path, names: Sequence[str], rate: float = 3.0) -> dict[str, Floats]:
+    """Write a file of ready codes for each of some weights of a checkpoint, and return what they decode to."""
+    tensors, decoded = {tensor.name: tensor for tensor in open_local(source).tensors}, {}
+    for seed, name in enumerate(names):
+        shape = tensors[name].shape
+        exact = values_of(tensors[name])
+        codes = encoded(exact, rate, seed=seed)
+        decoded[name] = decode_columns(codes, range(codes.cut.strips), "F32").view(np.float32).reshape(shape)
+        energy = float((exact.astype(np.float64) ** 2).sum())
+        error = float(((decoded[name] - exact).astype(np.float64) ** 2).sum()) / energy
+        measured = Measured(relative_mse=error, energy=energy, weighed_mse=error / 2)
+        write_ready(folder / f"{seed}.safetensors", {name: (codes, measured)})
+    return decoded
+
+
+# Of codes that nobody looks at.
+NOTHING = Measured(relative_mse=0.0, energy=0.0)
