@@ -1,7 +1,7 @@
 """The Python API: the functions that `import pqweights` offers, one for each command of the same name.
 
-They take what the commands take, with the same defaults (planning/options.py), print nothing and return a report. docs/python.md
-has examples.
+They take what the commands take, with the same defaults (planning/options.py), print nothing and return a report.
+docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -60,7 +60,13 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
     """
     recipe, store = choose_recipe(asked.recipe, asked), open_store(located(asked.out))
     with _run(asked) as run:
-        return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
+        if asked.calibrate is None:
+            return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
+        from pqweights.quality.calibrated_master import calibrated_codes
+
+        source = local_folder(located(asked.source), asked.access, progress=run.progress).path
+        with calibrated_codes(source, store, recipe, asked, threads=run.threads, progress=run.progress) as ready:
+            return quantize_source(located(asked.source), store, recipe, options=asked, run=run, ready=ready)
 
 
 @takes(ExportArguments)

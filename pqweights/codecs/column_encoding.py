@@ -228,9 +228,7 @@ class _Step(NamedTuple):
 class _Job:
     """What the groups of a weight share."""
 
-    def __init__(
-        self, weight: Floats, factor: _Factor, rows: Bytes, scales: Bytes, step: _Step, states: int
-    ) -> None:
+    def __init__(self, weight: Floats, factor: _Factor, rows: Bytes, scales: Bytes, step: _Step, states: int) -> None:
         self.weight, self.step, self.states = weight, step, states
         row_factors, column_factors = factors_of(rows), factors_of(scales)
         self.row_factors = (np.ldexp(1.0, -step.exponent) / row_factors).astype(np.float32)

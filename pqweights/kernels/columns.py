@@ -6,7 +6,6 @@ the CPU alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +133,7 @@ def search(
     return result
 
 
-def pack(
-    found: Numbers, *, strips: int, model: EncodeModel, states: int, step: float
-) -> list[npt.NDArray[np.uint8]]:
+def pack(found: Numbers, *, strips: int, model: EncodeModel, states: int, step: float) -> list[npt.NDArray[np.uint8]]:
     """Return the bytes of the superblock of each of the first `strips` strips.
 
     states: of the trellis with which the numbers were found

@@ -282,6 +282,29 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
     )
 
 
+SELF = "self"
+
+
+@options
+class CalibrateOptions(Options):
+    """How codes are found that cost the outputs of the model least."""
+
+    calibrate: StrPath | None = option(
+        "Calibrate the weights of the trellis, layer by layer: on text that is sampled from the model itself, or on a "
+        "FILE of text or a folder of *.txt. Takes longer, for much less divergence in the same bytes.",
+        checks.location,
+        default=None,
+        metavar="self|FILE",
+        excludes=("fold", "the calibration scales rows and columns itself"),
+    )
+    calibration_tokens: int = option(
+        "Number of tokens of the sample.",
+        default=12288,
+        least=2048,
+        needs=(("calibrate",), "which reads them"),
+    )
+
+
 @options
 class MemoryOptions(Options):
     """What exports are to fit into."""
@@ -322,7 +345,7 @@ class PlanArguments(RecipeOptions, QuantizeOptions, MemoryOptions, ThreadsOption
 
 
 @options
-class QuantizeArguments(RecipeOptions, QuantizeOptions, RunArguments):
+class QuantizeArguments(RecipeOptions, QuantizeOptions, CalibrateOptions, RunArguments):
     """What `quantize` takes."""
 
     source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")

@@ -15,8 +15,6 @@ the layer at which it stopped.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,21 +29,21 @@ from torch import Tensor
 
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.codecs.column_encoding import encode_columns, expected_bits, factorized, row_scales
+from pqweights.codecs.columns import ColumnCodes
+from pqweights.codecs.trellis_tables import NOISE
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
+from pqweights.rewrite.ready import Measured, write_ready
 
 Doubles = npt.NDArray[np.float64]
 # A stored scale of a row or a column.
 SCALE_BITS = 8
 Progress = Callable[[int, int, str], None]
+Codes = dict[str, tuple[ColumnCodes, Measured]]  # of weights, by name
 
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
-# The most logits that are computed together, in bytes.
-LOGITS_BYTES = 1 << 28
-# The mean squared error of a weight that is not too small for it, in squares of the step.
-_ERROR = 0.2588
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,9 @@ class LayerwiseCalibration:
     ids: token ids of the sample, [windows, tokens]
     weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
     work: a folder for what lies on the disk
+    wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
     states: of the trellis
+    threads: that encode
     seed: of the labels that are drawn
     """
 
@@ -76,24 +76,34 @@ class LayerwiseCalibration:
     ids: Tensor
     weights: Mapping[int, Sequence[CalibratedWeight]]
     work: Path
+    wanted_bits: Mapping[str, float]
     states: int
+    threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
 
-    def encode(self, wanted_bits: float) -> list[Path]:
-        """Run all passes, and return the files with the codes.
+    @property
+    def codes(self) -> Path:
+        """The folder of the files with the codes."""
+        return self.work / "codes"
 
-        wanted_bits: about how many all weights together are to take
+    def encode(self) -> None:
+        """Run all passes, up to the files with the codes.
 
         Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
         """
-        self.work.mkdir(parents=True, exist_ok=True)
+        with disk_errors(self.work):
+            self.codes.mkdir(parents=True, exist_ok=True)
         with torch.no_grad():
             calls = self._forward()
         self._backward(calls)
-        step = self._step(wanted_bits)
         with torch.no_grad():
-            return self._encode(calls, step)
+            self._encode(calls)
+
+    @property
+    def reached(self) -> set[str]:
+        """The names of the weights that were encoded, which the sample reached in linear layers."""
+        return set(self._kept_of("energies"))
 
     # --- batches ---
 
@@ -105,12 +115,8 @@ class LayerwiseCalibration:
     def _file(self, kind: str, layer: int) -> Path:
         return self.work / f"{kind}-{layer:04}.safetensors"
 
-    def _save(self, kind: str, layer: int, tensors: Mapping[str, npt.NDArray[Any]], **metadata: Any) -> None:
-        path = self._file(kind, layer)
-        partial = path.with_suffix(".partial")
-        with disk_errors(path):
-            save_file(dict(tensors), partial, {key: json.dumps(value) for key, value in metadata.items()})
-            partial.replace(path)
+    def _save(self, kind: str, layer: int, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        save_whole(self._file(kind, layer), tensors)
 
     def _done(self, passes: int, layer: int, what: str) -> None:
         self.progress(passes * (self.model.layers + 1) + layer, 3 * (self.model.layers + 1), what)
@@ -160,7 +166,7 @@ class LayerwiseCalibration:
                     for batch, call in zip(self._batches, calls, strict=True):
                         inputs = hidden[batch].requires_grad_()
                         model.run(layer, inputs, call[layer]).backward(gradients[batch])
-                        before[batch] = inputs.grad
+                        before[batch] = _gradient(inputs)
                         statistics.next_batch()
                     self._save("gradients", layer, {"x": before.numpy()})
                     self._save_statistics("statistics", layer, statistics)
@@ -171,7 +177,9 @@ class LayerwiseCalibration:
 
     def _statistics(self, layer: int) -> LayerStatistics:
         parameters = dict(self.model.parameters_of(layer))
-        return LayerStatistics({weight.parameter: parameters[weight.parameter] for weight in self.weights.get(layer, ())})
+        return LayerStatistics(
+            {weight.parameter: parameters[weight.parameter] for weight in self.weights.get(layer, ())}
+        )
 
     def _outside(self) -> None:
         """Draw labels, and write the gradients after the last layer, and what is known of the head."""
@@ -184,7 +192,7 @@ class LayerwiseCalibration:
                 logits = model.end(self.ids[window : window + 1], inputs)[0]
                 labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
                 torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-                gradients[window : window + 1] = inputs.grad
+                gradients[window : window + 1] = _gradient(inputs)
                 statistics.next_batch()
             self._save("gradients", last, {"x": gradients.numpy()})
             self._save_statistics("head", last, statistics, keep_moments=True)
@@ -208,10 +216,14 @@ class LayerwiseCalibration:
             for weight in self.weights.get(OUTSIDE, ()):
                 if f"{weight.name}:moments" in known:
                     moments = torch.from_numpy(known[f"{weight.name}:moments"])
-                    known |= _described(weight.name, parameters[weight.parameter], moments, known[f"{weight.name}:gradients"])
+                    known |= _described(
+                        weight.name, parameters[weight.parameter], moments, known[f"{weight.name}:gradients"]
+                    )
         self._save("statistics", last, known)
 
-    def _save_statistics(self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False) -> None:
+    def _save_statistics(
+        self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False
+    ) -> None:
         number = OUTSIDE if keep_moments else layer
         parameters, result = self.model.parameters_of(number), {}
         for weight in self.weights.get(number, ()):
@@ -228,6 +240,14 @@ class LayerwiseCalibration:
 
     # --- the step ---
 
+    def _kept_of(self, what: str) -> list[str]:
+        """Return the names of the weights of which something is kept."""
+        keys: list[str] = []
+        for path in sorted(self.work.glob("statistics-*.safetensors")):
+            with safe_open(path, "numpy") as stored:
+                keys += stored.keys()
+        return [key.rpartition(":")[0] for key in keys if key.endswith(f":{what}")]
+
     def _step(self, wanted_bits: float) -> float:
         """Return the step at which all weights are expected to take so many bits."""
         low, high = -100.0, 100.0  # log2 of the step
@@ -236,15 +256,17 @@ class LayerwiseCalibration:
             low, high = (middle, high) if self._expected_bits(2.0**middle) > wanted_bits else (low, middle)
         return float(2.0**high)
 
-    def _expected_bits(self, step: float) -> float:
+    def _expected_bits(self, step: float, layer: int | None = None) -> float:
+        """Return the bits that the weights of a layer, or of all, are expected to take."""
         bits = 0.0
-        for path in sorted(self.work.glob("statistics-*.safetensors")):
+        pattern = "*" if layer is None else f"{layer:04}"
+        for path in sorted(self.work.glob(f"statistics-{pattern}.safetensors")):
             with safe_open(path, "numpy") as stored:
                 for key in stored.keys():
                     name, _, what = key.rpartition(":")
                     if what == "energies":
                         energies = stored.get_tensor(key)
-                        errors = np.minimum(energies.mean(0), _ERROR * step**2)
+                        errors = np.minimum(energies.mean(0), NOISE * step**2)
                         spread = stored.get_tensor(f"{name}:spread")
                         shape = tuple(stored.get_tensor(f"{name}:shape").tolist())
                         bits += expected_bits(energies + errors * spread, step, shape) + SCALE_BITS * sum(shape)
@@ -252,39 +274,49 @@ class LayerwiseCalibration:
 
     # --- encoding ---
 
-    def _encode(self, calls: Sequence[Sequence[LayerCall]], step: float) -> list[Path]:
-        model, last = self.model, self.model.layers
+    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> None:
+        """Encode all layers, with a step that is corrected by what the one in the middle takes."""
+        last = self.model.layers
+        wanted = sum(self.wanted_bits[name] for name in self.reached)
+        settled = self._file("step", 0)
+        if not settled.exists():
+            step = self._step(wanted)
+            tried = self._layer_codes(last // 2, calls, step)
+            taken = sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts)
+            if taken:
+                step = self._step(wanted * self._expected_bits(step, last // 2) / taken)
+            self._save("step", 0, {"step": np.array(step)})
+        step = float(load_file(settled)["step"])
         for layer in range(last + 1):
-            if not self._file("codes", layer).exists():
-                self._encode_outside(step) if layer == last else self._encode_layer(layer, calls, step)
+            path = self.codes / f"codes-{layer:04}.safetensors"
+            if not path.exists():
+                write_ready(path, self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step))
             self._done(2, layer + 1, f"encoding layer {layer}")
-        return [self._file("codes", layer) for layer in range(last + 1)]
 
-    def _encode_layer(self, layer: int, calls: Sequence[Sequence[LayerCall]], step: float) -> None:
+    def _layer_codes(self, layer: int, calls: Sequence[Sequence[LayerCall]], step: float) -> Codes:
         hidden = self._load("hidden", layer)
         with self.model.loaded(layer):
             with self._statistics(layer) as statistics:
                 for batch, call in zip(self._batches, calls, strict=True):
                     self.model.run(layer, hidden[batch], call[layer])
                     statistics.next_batch()
-            known = load_file(self._file("statistics", layer))
-            self._write_codes(layer, OUTSIDE + 1 + layer, known, statistics.mean_moments, step)
+            del hidden
+            return self._codes(layer, load_file(self._file("statistics", layer)), statistics.mean_moments, step)
 
-    def _encode_outside(self, step: float) -> None:
-        last = self.model.layers
-        known = load_file(self._file("statistics", last))
+    def _outside_codes(self, step: float) -> Codes:
+        known = load_file(self._file("statistics", self.model.layers))
         names = {weight.parameter: weight.name for weight in self.weights.get(OUTSIDE, ())}
         with self.model.loaded(OUTSIDE):
-            self._write_codes(
-                last, OUTSIDE, known, lambda parameter: torch.from_numpy(known[f"{names[parameter]}:moments"]), step
+            return self._codes(
+                OUTSIDE, known, lambda parameter: torch.from_numpy(known[f"{names[parameter]}:moments"]), step
             )
 
-    def _write_codes(
-        self, file: int, layer: int, known: Mapping[str, Any], moments: Callable[[str], Tensor], step: float
-    ) -> None:
-        parameters, tensors, measures = self.model.parameters_of(layer), {}, {}
+    def _codes(
+        self, layer: int, known: Mapping[str, npt.NDArray[Any]], moments: Callable[[str], Tensor], step: float
+    ) -> Codes:
+        parameters, result = self.model.parameters_of(layer), Codes()
         for weight in self.weights.get(layer, ()):
-            if f"{weight.name}:gradients" not in known:
+            if f"{weight.name}:energies" not in known:
                 continue
             codes, measured = encode_columns(
                 parameters[weight.parameter].detach().numpy(),
@@ -292,15 +324,31 @@ class LayerwiseCalibration:
                 gradients=known[f"{weight.name}:gradients"],
                 step=step,
                 states=self.states,
+                threads=self.threads,
             )
-            tensors |= {
-                f"{weight.name}_trellis": codes.trellis,
-                f"{weight.name}_lengths": codes.lengths,
-                f"{weight.name}_row_scales": codes.row_scales,
-                f"{weight.name}_column_scales": codes.column_scales,
-            }
-            measures[weight.name] = measured._asdict()
-        self._save("codes", file, tensors, measures=measures)
+            of_all = float(known[f"{weight.name}:energy"])
+            result[weight.name] = (
+                codes,
+                Measured(
+                    relative_mse=measured.error / measured.energy if measured.energy else 0.0,
+                    energy=measured.energy,
+                    weighed_mse=measured.weighed_error / of_all if of_all else 0.0,
+                ),
+            )
+        return result
+
+
+def save_whole(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a file of tensors that is there only when it is whole. Raises OutputError."""
+    partial = path.with_suffix(".partial")
+    with disk_errors(path):
+        save_file(dict(tensors), partial)
+        partial.replace(path)
+
+
+def _gradient(inputs: Tensor) -> Tensor:
+    assert inputs.grad is not None
+    return inputs.grad
 
 
 def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
@@ -312,14 +360,17 @@ def _described(name: str, weight: Tensor, moments: Tensor, gradients: Doubles) -
 
     energies: the mean square of the weights of each block, with the scales of rows and columns, [strips, K] f32
     spread: by how much of their errors, in the scales of columns, those before a column change it, [K] f32
+    energy: the sum of g_i w_i H w_i over the rows
     """
     rows = torch.from_numpy(row_scales(gradients)).float()
     feedback, columns = factorized(moments.numpy())
     scaled = weight.detach().square() * rows.square()[:, None] * torch.from_numpy(columns).float().square()
     padded = torch.nn.functional.pad(scaled, (0, 0, 0, -len(scaled) % 128)).view(-1, 128, scaled.shape[1])
     spread = columns**2 * ((1 / columns**2) @ feedback**2)
+    outputs = ((weight.detach() @ moments) * weight.detach()).sum(1).double().numpy()
     return {
         f"{name}:gradients": gradients,
+        f"{name}:energy": np.array(float(gradients @ outputs)),
         f"{name}:energies": (padded.sum(1) / 128).numpy(),
         f"{name}:spread": spread.astype(np.float32),
         f"{name}:shape": np.array(weight.shape),

@@ -208,7 +208,8 @@ class LayeredModel:
 
     def end(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the logits [windows, tokens, vocabulary] for hidden states after the last layer."""
-        return self._run_outside(ids, hidden)[-1].logits
+        logits: Tensor = self._run_outside(ids, hidden)[-1].logits
+        return logits
 
     def run(self, layer: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Return the hidden states after a layer that is loaded."""
@@ -244,8 +245,8 @@ def _without_weights() -> Iterator[None]:
 
     register = torch.nn.Module.register_parameter
 
-    def on_meta(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        register(self, name, None if parameter is None else _on_meta(parameter))
+    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, None if param is None else _on_meta(param))
 
     torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
@@ -271,5 +272,9 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return type(first) is type(second) and len(first) == len(second) and all(map(_equal, first, second))
     if isinstance(first, dict):
-        return isinstance(second, dict) and first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
+        return (
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(_equal(first[k], second[k]) for k in first)
+        )
     return first is second or bool(first == second)

@@ -27,3 +27,15 @@ def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Ten
                 raise EvaluationError("the sample: the model's logits are not finite; give a text instead")
             ids = torch.cat([ids, torch.multinomial(torch.softmax(logits, -1), 1, generator=random)], dim=1)
     return ids
+
+
+def first_token(model: Any) -> int:
+    """Return the token with which texts of a model begin. Raises EvaluationError if it has none."""
+    configs = (model.config.get_text_config(), model.generation_config)
+    for name in ("bos_token_id", "eos_token_id"):
+        for config in configs:
+            token = getattr(config, name, None)
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int):
+                return token
+    raise EvaluationError("the sample: the model states no token with which a text begins; give a text instead")

@@ -243,7 +243,7 @@ class Quantize:
         """Return how a size was fitted if there was a target, and what a fold leaves as it is, or why it is none."""
         document = {} if self.fit is None else {"fit": self.fit.to_json()}
         if self.fold is None:
-            return Notes(document=document)
+            return Notes(warnings=() if self.ready is None else self.ready.warnings, document=document)
         return Notes(warnings=self.fold.warnings, document=document | {"fold": self.fold.to_json()})
 
 

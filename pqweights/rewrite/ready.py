@@ -98,13 +98,17 @@ class ReadyWeights:
 
     files: the files as a checkpoint, whose tensors are checked when they are read
     weights: what is known of each weight, by name
+    about: what the manifest says of the sample
+    warnings: a line for each of what a calibration could not do
     """
 
     files: Checkpoint
     weights: Mapping[str, _Weight]
+    about: Mapping[str, Any]
+    warnings: tuple[str, ...]
 
     @staticmethod
-    def open(folder: Path) -> ReadyWeights:
+    def open(folder: Path, *, about: Mapping[str, Any] | None = None, warnings: tuple[str, ...] = ()) -> ReadyWeights:
         """Open all files of a folder from their headers.
 
         Raises SourceError for files that `write_ready` did not write.
@@ -137,12 +141,12 @@ class ReadyWeights:
             is_master=False,
             checked=checked,
         )
-        return ReadyWeights(files=files, weights=weights)
+        return ReadyWeights(files=files, weights=weights, about=about or {}, warnings=warnings)
 
     def describe(self) -> dict[str, Any]:
         """Return what manifests say of them: how many there are, and a digest of all codes and measures."""
         stated = json.dumps({name: as_json(weight) for name, weight in self.weights.items()}, sort_keys=True)
-        return {"weights": len(self.weights), "sha256": hashlib.sha256(stated.encode()).hexdigest()}
+        return {**self.about, "weights": len(self.weights), "sha256": hashlib.sha256(stated.encode()).hexdigest()}
 
     @functools.cached_property
     def _tensors(self) -> dict[str, PlainTensor]:
