@@ -37,6 +37,8 @@ from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
 from pqweights.rewrite.ready import Measured, write_ready
 
 Doubles = npt.NDArray[np.float64]
+# How far the size may be from what is wanted before everything is encoded again, and how often that is done.
+_TOLERANCE, _ATTEMPTS = 0.005, 3
 # A stored scale of a row or a column.
 SCALE_BITS = 8
 Progress = Callable[[int, int, str], None]
@@ -67,6 +69,7 @@ class LayerwiseCalibration:
     weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
     work: a folder for what lies on the disk
     wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
+    at_most: whether together they must not take more
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
@@ -77,28 +80,22 @@ class LayerwiseCalibration:
     weights: Mapping[int, Sequence[CalibratedWeight]]
     work: Path
     wanted_bits: Mapping[str, float]
+    at_most: bool
     states: int
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
 
-    @property
-    def codes(self) -> Path:
-        """The folder of the files with the codes."""
-        return self.work / "codes"
-
-    def encode(self) -> None:
-        """Run all passes, up to the files with the codes.
+    def encode(self) -> Path:
+        """Run all passes, and return the folder of the files with the codes.
 
         Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
         """
-        with disk_errors(self.work):
-            self.codes.mkdir(parents=True, exist_ok=True)
         with torch.no_grad():
             calls = self._forward()
         self._backward(calls)
         with torch.no_grad():
-            self._encode(calls)
+            return self._encode(calls)
 
     @property
     def reached(self) -> set[str]:
@@ -274,24 +271,42 @@ class LayerwiseCalibration:
 
     # --- encoding ---
 
-    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> None:
-        """Encode all layers, with a step that is corrected by what the one in the middle takes."""
+    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> Path:
+        """Encode all layers, again with another step if they miss the size; return the folder of the codes.
+
+        The first step is corrected by what the layer in the middle takes, which is nearly always enough.
+        """
         last = self.model.layers
         wanted = sum(self.wanted_bits[name] for name in self.reached)
-        settled = self._file("step", 0)
-        if not settled.exists():
-            step = self._step(wanted)
-            tried = self._layer_codes(last // 2, calls, step)
-            taken = sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts)
-            if taken:
-                step = self._step(wanted * self._expected_bits(step, last // 2) / taken)
-            self._save("step", 0, {"step": np.array(step)})
-        step = float(load_file(settled)["step"])
-        for layer in range(last + 1):
-            path = self.codes / f"codes-{layer:04}.safetensors"
-            if not path.exists():
-                write_ready(path, self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step))
-            self._done(2, layer + 1, f"encoding layer {layer}")
+        aim = wanted * (1 - _TOLERANCE / 2) if self.at_most else wanted
+        for attempt in range(_ATTEMPTS):
+            folder = self.work / f"codes-{attempt}"
+            with disk_errors(folder):
+                folder.mkdir(exist_ok=True)
+            step = self._settled(attempt, aim, calls)
+            taken = 0.0
+            for layer in range(last + 1):
+                path = folder / f"codes-{layer:04}.safetensors"
+                if not path.exists():
+                    codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step)
+                    write_ready(path, codes)
+                taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
+                self._done(2, layer + 1, f"encoding layer {layer}")
+            if abs(taken / aim - 1) <= _TOLERANCE and (taken <= wanted or not self.at_most):
+                break
+            corrected = self._step(aim * self._expected_bits(step) / max(taken, 1.0))
+            self._save("step", attempt + 1, {"step": np.array(corrected)})
+        return folder
+
+    def _settled(self, attempt: int, aim: float, calls: Sequence[Sequence[LayerCall]]) -> float:
+        """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
+        if not self._file("step", attempt).exists():
+            step, middle = self._step(aim), self.model.layers // 2
+            tried = self._layer_codes(middle, calls, step)
+            if taken := sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts):
+                step = self._step(aim * self._expected_bits(step, middle) / taken)
+            self._save("step", attempt, {"step": np.array(step)})
+        return float(load_file(self._file("step", attempt))["step"])
 
     def _layer_codes(self, layer: int, calls: Sequence[Sequence[LayerCall]], step: float) -> Codes:
         hidden = self._load("hidden", layer)

@@ -77,18 +77,19 @@ def calibrated_codes(
         weights=_weights(model, wanted),
         work=work,
         wanted_bits=wanted,
+        at_most=recipe.target is not None,
         states=recipe.effort or HadamardTrellis.efforts[0],
         threads=threads,
         progress=progress,
     )
-    calibration.encode()
+    codes = calibration.encode()
     about = {
         "sample": asked.calibrate if asked.calibrate == SELF else "text",
         "tokens": ids.numel(),
         "window": ids.shape[1],
         "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
-    yield ReadyWeights.open(calibration.codes, about=about, warnings=_warnings(wanted.keys() - calibration.reached))
+    yield ReadyWeights.open(codes, about=about, warnings=_warnings(wanted.keys() - calibration.reached))
     shutil.rmtree(work, ignore_errors=True)
 
 

@@ -77,6 +77,7 @@ class LayeredModel:
         config = transformers_config(folder)
         with Refused(f"{folder}: transformers cannot run this model"), quiet(), _without_weights():
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model.tie_weights()
         self.model.requires_grad_(False)
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             self.model.set_experts_implementation("eager")

@@ -1,0 +1,208 @@
+"""quantize --calibrate: masters of the same size that diverge less, whatever interrupts them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from commands import done, refused
+from helpers import as_float32, folder_bytes, master_weights, read_all, write_checkpoint
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import pqweights
+from pqweights.errors import EvaluationError, PqweightsError, RecipeError, SourceError
+
+TOKENS = 2048
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: Any) -> Path:
+    """A model of which some channels matter much more than others, and whose predictions are sharp."""
+
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(12)
+            for layer in model.model.layers:
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                    norm.weight.mul_(torch.exp(torch.randn(256)))
+
+    folder = tmp_path_factory.mktemp("sharp")
+    return families.build(families.FAMILIES["llama"], folder, change)
+
+
+@pytest.fixture(scope="module")
+def master(source: Path, tmp_path_factory: Any) -> Path:
+    out: Path = tmp_path_factory.mktemp("masters") / "calibrated"
+    pqweights.quantize(source, out, "t3", calibrate="self", calibration_tokens=TOKENS)
+    return out
+
+
+def divergence(folder: Path, source: Path) -> float:
+    """KL of what a master predicts from what its source does, over random tokens."""
+    ids = torch.from_numpy(np.random.default_rng(9).integers(0, 490, (8, 64)))
+    with torch.no_grad():
+        reference, found = (
+            torch.log_softmax(pqweights.load_model(path, dtype="float32").eval()(ids).logits, -1)
+            for path in (source, folder)
+        )
+    return float((reference.exp() * (reference - found)).sum(-1).mean())
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "pqweights.json").read_text())
+    return result
+
+
+def test_a_master_of_the_same_size_diverges_much_less(source: Path, master: Path, tmp_path: Path) -> None:
+    plain = pqweights.quantize(source, tmp_path / "plain", "t3").totals
+    ours = pqweights.inspect(master).totals
+    assert ours.bits_per_weight == pytest.approx(plain.bits_per_weight, rel=0.01)
+    assert divergence(master, source) < 0.6 * divergence(tmp_path / "plain", source)
+    assert pqweights.verify(master).ok
+    assert not list(master.parent.glob(".*"))
+
+
+def test_the_manifest_states_the_sample_and_what_was_measured(source: Path, master: Path) -> None:
+    stated = manifest(master)
+    assert stated["calibrated"].items() >= {"sample": "self", "tokens": TOKENS, "window": 256, "weights": 15}.items()
+    encoded = {t["name"]: t for t in stated["tensors"] if t["codec"] == "hadamard-trellis-columns"}
+    assert len(encoded) == 15 and "model.embed_tokens.weight" not in encoded
+    original, decoded = read_all(source), master_weights(master)
+    for name, entry in encoded.items():
+        values = as_float32(original[name])
+        error = np.square(values - decoded[name]).sum() / np.square(values).sum()
+        assert entry["relative_mse"] == pytest.approx(error, rel=0.01)
+        assert 0 < entry["weighed_mse"] < 4 * entry["relative_mse"]
+
+
+def test_the_embedding_that_is_only_looked_up_is_named(source: Path, tmp_path: Path) -> None:
+    report = pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", calibration_tokens=TOKENS)
+    assert any("'model.embed_tokens.weight': not calibrated" in line for line in report.warnings)
+
+
+def test_an_interrupted_calibration_goes_on_and_ends_with_the_same_bytes(
+    source: Path, master: Path, tmp_path: Path
+) -> None:
+    out, steps = tmp_path / "out", []
+
+    class Killed(BaseException):
+        pass
+
+    for last in (2, 5, 8):  # a step of each pass
+
+        def stop(done: int, total: int, what: str, last: int = last) -> None:
+            if total == 9:
+                steps.append(what)
+                if done == last:
+                    raise Killed
+
+        with pytest.raises(Killed):
+            pqweights.quantize(source, out, "t3", calibrate="self", calibration_tokens=TOKENS, progress=stop)
+    pqweights.quantize(source, out, "t3", calibrate="self", calibration_tokens=TOKENS)
+    assert folder_bytes(out) == folder_bytes(master)
+    assert len(set(steps)) > 5
+
+
+def test_another_calibration_does_not_go_on_with_what_the_last_one_left(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what.startswith("encoding"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(source, out, "t2", calibrate="self", calibration_tokens=TOKENS, progress=stop)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{n % 490}" for n in range(3000)))
+    pqweights.quantize(source, out, "t3", calibrate=text, calibration_tokens=TOKENS)
+    assert manifest(out)["calibrated"]["sample"] == "text"
+    pqweights.quantize(source, tmp_path / "fresh", "t3", calibrate=text, calibration_tokens=TOKENS)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "fresh")
+
+
+def test_tied_weights_are_calibrated_as_one(tmp_path: Path, tmp_path_factory: Any) -> None:
+    folder = families.model(tmp_path_factory.getbasetemp(), "llama-tied")
+    pqweights.quantize(folder, tmp_path / "out", "t4", calibrate="self", calibration_tokens=TOKENS)
+    codecs = {t["name"]: t["codec"] for t in manifest(tmp_path / "out")["tensors"]}
+    assert codecs["model.embed_tokens.weight"] == "hadamard-trellis-columns"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_5"])
+def test_what_no_linear_layer_multiplies_by_stays_as_it_would_be(
+    name: str, tmp_path: Path, tmp_path_factory: Any
+) -> None:
+    folder = families.model(tmp_path_factory.getbasetemp(), name)
+    report = pqweights.quantize(folder, tmp_path / "out", "t4", calibrate="self", calibration_tokens=TOKENS)
+    assert any("not calibrated" in line for line in report.warnings)
+    codecs = {t["name"]: t["codec"] for t in manifest(tmp_path / "out")["tensors"]}
+    experts = [codec for tensor, codec in codecs.items() if ".experts." in tensor and codec]
+    assert set(experts) <= {"hadamard-trellis"}
+    assert list(codecs.values()).count("hadamard-trellis-columns") >= 4
+    families.load(tmp_path / "out", families.FAMILIES[name])
+
+
+def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pqweights.quality import calibrated_master
+
+    monkeypatch.setattr(calibrated_master, "MOST_IN_MEMORY", 1)
+    pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", calibration_tokens=TOKENS)
+    assert manifest(tmp_path / "out")["calibrated"]["sample"] == "self"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        (
+            {"recipe": "q4", "calibrate": "self"},
+            RecipeError,
+            "`calibrate` is for weights of the codec hadamard-trellis",
+        ),
+        ({"recipe": "t4", "calibrate": "missing.txt"}, EvaluationError, "missing.txt: expected a UTF-8 text"),
+        ({"recipe": "t4", "calibrate": "self", "fold": "equalize"}, PqweightsError, "leave out `calibrate` or `fold`"),
+        ({"recipe": "t4", "calibration_tokens": 4096}, PqweightsError, "expected `calibrate` as well"),
+        ({"recipe": "t4", "calibrate": "self", "calibration_tokens": 100}, PqweightsError, "expected at least 2048"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(
+    options: dict[str, Any], error: type[Exception], says: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        pqweights.quantize(source, tmp_path / "out", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_texts_and_models_that_cannot_be_used_are_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("w1 w2")
+    with pytest.raises(EvaluationError, match="expected at least 2048 tokens"):
+        pqweights.quantize(source, tmp_path / "out", "t4", calibrate=tmp_path / "short.txt")
+    broken, tensors = tmp_path / "broken", read_all(source)
+    shutil.copytree(source, broken)
+    name = "model.layers.1.input_layernorm.weight"
+    dtype, values = tensors[name]
+    tensors[name] = (dtype, np.full_like(values, 0x7FC0))
+    (broken / "model.safetensors").unlink()
+    write_checkpoint(broken, tensors)
+    with pytest.raises(EvaluationError, match="logits are not finite"):
+        pqweights.quantize(broken, tmp_path / "out", "t4", calibrate="self")
+    (tmp_path / "long.txt").write_text(" ".join(f"w{n % 490}" for n in range(3000)))
+    with pytest.raises(SourceError, match="layer 1 of the model computes values that are not finite"):
+        pqweights.quantize(broken, tmp_path / "out", "t4", calibrate=tmp_path / "long.txt")
+
+
+def test_the_command_shows_progress_and_what_came_of_it(source: Path, tmp_path: Path) -> None:
+    tokens = ("--calibration-tokens", str(TOKENS))
+    result = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", *tokens)
+    assert "layer 1 backward" in result.stderr and "hadamard-trellis-columns" not in result.stderr
+    assert "not calibrated" in result.stderr
+    says = refused("quantize", source, tmp_path / "other", "-r", "q4", "--calibrate", "self", *tokens)
+    assert "--calibrate is for weights of the codec" in says
