@@ -309,12 +309,12 @@ class ColumnTensor(EncodedTensor):
             skip = (row - rows.start) * len(decoded) + start - row * columns - decoded.start
             byte_count, whole = (stop - start) * size, len(rows) * len(decoded) * size
             values = out[:byte_count] if byte_count == whole else np.empty(whole, dtype=np.uint8)
-            self.decode_rows(rows, numbers, dtype, values)
+            self._decode_rows(rows, numbers, dtype, values)
             if byte_count != whole:
                 out[:byte_count] = values[skip * size : skip * size + byte_count]
             start, out = stop, out[byte_count:]
 
-    def decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+    def _decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode rows of a strip, from its first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
 
         superblocks: whose columns, neighbouring ones by their numbers in the strip
