@@ -207,13 +207,13 @@ def is_summarized(asked: bool | None, tensors: int) -> bool:
 
 
 def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord] | None = None) -> list[str]:
-    """Return a table with a line for each role, action, codec and bit width, those with most bytes first.
+    """Return a table with a line for each role, action, codec and rate, those with most bytes first.
 
     records: what was measured of each tensor; None for a plan
     """
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        groups[tensor.role, action_text(tensor), tensor.codec or "", str(tensor.bits or "")].append(number)
+        groups[tensor.role, action_text(tensor), tensor.codec or "", str(tensor.rate or "")].append(number)
     rows = [
         [
             *group,

@@ -30,6 +30,7 @@ from pqweights.kernels import native
 UNTRUSTED: dict[str, tuple[int, ...]] = {
     "decode": (0, 1),
     "decode_trellis": (0,),
+    "decode_columns": (0, 7, 8),
     "restore_levels": (1, 2),
     "hadamard_scores": (1, 2, 3),
     "weighted_values": (1, 2, 4, 5),
@@ -38,6 +39,9 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "product_f32": (1, 2, 4),
     "encode": (0,),
     "encode_trellis": (0,),
+    "load_columns": (0, 1, 2),
+    "search_columns": (0, 1, 2),
+    "pack_columns": (),  # it packs what a search found
     "encode_gguf_affine": (1, 2),
     "encode_gguf_symmetric": (1, 2),
     "encode_gguf_grids": (1, 2),

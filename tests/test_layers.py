@@ -61,8 +61,8 @@ LEAVES = ("pqweights.autoload", "pqweights.errors")
 # The modules that may import an optional package, below `pqweights`.
 OPTIONAL = {
     "torch": """
-        checkpoint.weight_files codecs.lloyd_max codecs.hadamard_trellis codecs.polar codecs.polar_transform
-        codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes inference.kv.klt
+        checkpoint.weight_files codecs.column_encoding codecs.lloyd_max codecs.hadamard_trellis codecs.polar
+        codecs.polar_transform codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes inference.kv.klt
         inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated
         inference.kv.states integrations.conversion integrations.packed
         integrations.packed_products integrations.packed_rows kernels.attention

@@ -166,8 +166,21 @@ class EncodedTensor:
         """Decode elements [start, start + count) to one of VALUE_DTYPES."""
         raise NotImplementedError
 
+    def mapped_parts(self) -> list[npt.NDArray[np.uint8]]:
+        """Return the bytes of each of `encoded` as they lie in a file of a local folder.
+
+        They are used without being read: CheckedReads.check checks them.
+        """
+        mapped = []
+        for stored in self.encoded:
+            raw = self.storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
+            if len(raw) < stored.byte_count:
+                raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
+            mapped.append(raw)
+        return mapped
+
     def _read_items(self, stored: StoredTensor, first: int, out: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Read bytes of a stored tensor from `first` on."""
+        """Return bytes of a stored tensor from `first` on, which may be read into `out`."""
         self.storage.read_into(stored.file, stored.offset + first, out)
         return out
 
@@ -232,19 +245,6 @@ class BlockTensor(EncodedTensor):
         for part, stored, array in zip(self.coder.parts, self.encoded, into, strict=True):
             self._read_items(stored, first * part.bytes_per_block, array.reshape(-1))
 
-    def mapped_parts(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the bytes of each part, [blocks, bytes per block], as they lie in a file of a local folder.
-
-        They are used without being read: CheckedReads.check checks them.
-        """
-        mapped = []
-        for part, stored in zip(self.coder.parts, self.encoded, strict=True):
-            raw = self.storage.mapped(stored.file)[stored.offset : stored.offset + stored.byte_count]
-            if len(raw) < stored.byte_count:
-                raise SourceError(f"{stored.file}: tensor {stored.name!r}: the file has become shorter")
-            mapped.append(raw.reshape(-1, part.bytes_per_block))
-        return mapped
-
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode elements [start, start + count), straight into `out` if it holds their whole blocks."""
         block_size = self.coder.block_size
@@ -279,7 +279,7 @@ class ColumnTensor(EncodedTensor):
         return ColumnCut.of(self.shape)
 
     @functools.cached_property
-    def _ends(self) -> npt.NDArray[np.int64]:
+    def ends(self) -> npt.NDArray[np.int64]:
         """Where superblocks end in their stored tensor, from 0 on: [1 + superblocks of all strips].
 
         Raises MasterError for lengths that no encoder writes.
@@ -309,12 +309,12 @@ class ColumnTensor(EncodedTensor):
             skip = (row - rows.start) * len(decoded) + start - row * columns - decoded.start
             byte_count, whole = (stop - start) * size, len(rows) * len(decoded) * size
             values = out[:byte_count] if byte_count == whole else np.empty(whole, dtype=np.uint8)
-            self.decode_rows(rows, numbers, dtype, values)
+            self._decode_rows(rows, numbers, dtype, values)
             if byte_count != whole:
                 out[:byte_count] = values[skip * size : skip * size + byte_count]
             start, out = stop, out[byte_count:]
 
-    def decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+    def _decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode rows of a strip, from its first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
 
         superblocks: whose columns, neighbouring ones by their numbers in the strip
@@ -323,7 +323,7 @@ class ColumnTensor(EncodedTensor):
         """
         columns = range(self.cut.columns_of(superblocks[0]).start, self.cut.columns_of(superblocks[-1]).stop)
         at = rows.start // BLOCK_SIZE * self.cut.superblocks + superblocks.start
-        ends = self._ends[at : at + len(superblocks) + 1]
+        ends = self.ends[at : at + len(superblocks) + 1]
         trellis, _, row_scales, column_scales = self.encoded
         codes = ColumnCodes(
             self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),

@@ -14,20 +14,20 @@ the method, docs/format.md the bytes.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pqweights.codecs.columns import ColumnCodes, ColumnCut
-from pqweights.codecs.protocol import Doubles, Floats
-from pqweights.codecs.trellis_tables import encode_model
+from pqweights.codecs.protocol import Bytes, Doubles, Floats
+from pqweights.codecs.trellis_tables import NOISE, encode_model
 from pqweights.kernels import BLOCK_SIZE, columns
 from pqweights.kernels.openmp import map_in_threads
 from pqweights.kernels.trellis import HEADER_BYTES
 
-Bytes = npt.NDArray[np.uint8]
+Moments = npt.NDArray[np.floating[Any]]
 
 # What is added to the diagonal of H, as a share of its mean: the first with which there is a factor.
 _DAMPINGS = (0.01, 0.1, 1.0)
@@ -41,6 +41,7 @@ _STEPS, _ONE = 16, 128
 _MOST_EXPONENT = 100
 # What the state of a lane takes less what it holds, on average, in bits.
 _STATE_BITS = 23.625
+_LENGTH_BITS = 32
 
 
 class ColumnMeasures(NamedTuple):
@@ -59,7 +60,7 @@ class ColumnMeasures(NamedTuple):
 def encode_columns(
     weight: Floats,
     *,
-    moments: npt.NDArray[np.floating],
+    moments: Moments,
     gradients: Doubles | None,
     step: float,
     states: int,
@@ -84,20 +85,20 @@ def encode_columns(
     scales, column_exponent = stored_scales(factor.scales)
     job = _Job(weight, factor, rows, scales, _Step.of(step, row_exponent + column_exponent), states)
     groups = range(0, len(weight), columns.GROUP_ROWS)
-    found: list[tuple[list[list[Bytes]], Doubles]] = [([], np.empty(0))] * len(groups)
+    found: dict[int, tuple[list[list[Bytes]], Doubles]] = {}
 
-    def encode_group(number: int) -> None:
-        found[number] = job.encode(slice(groups[number], groups[number] + columns.GROUP_ROWS))
+    def encode_group(start: int) -> None:
+        found[start] = job.encode(slice(start, start + columns.GROUP_ROWS))
 
-    map_in_threads(encode_group, range(len(groups)), min(threads, len(groups)))
-    strips = [strip for of_group, _ in found for strip in of_group]
+    map_in_threads(encode_group, groups, min(threads, len(groups)))
+    strips = [strip for start in groups for strip in found[start][0]]
     codes = ColumnCodes(
         trellis=np.concatenate([superblock for strip in strips for superblock in strip]),
         lengths=np.array([[len(superblock) for superblock in strip] for strip in strips], dtype=np.int32),
         row_scales=rows,
         column_scales=scales,
     )
-    errors, damped = np.concatenate([squares for _, squares in found], axis=1)
+    errors, damped = np.concatenate([found[start][1] for start in groups], axis=1)
     measures = ColumnMeasures(
         energy=float(np.square(weight, dtype=np.float64).sum()),
         error=float(errors.sum()),
@@ -106,25 +107,27 @@ def encode_columns(
     return codes, measures
 
 
-def _check(weight: Floats, moments: npt.NDArray[np.floating], gradients: Doubles | None) -> None:
+def _check(weight: Floats, moments: Moments, gradients: Doubles | None) -> None:
     """Raise ValueError for what cannot be encoded."""
     if weight.ndim != 2 or not weight.size:
         raise ValueError(f"expected a weight [N, K], found one of shape {list(weight.shape)}")
     rows, size = weight.shape
-    wanted = {"weight": (weight, (rows, size)), "moments": (moments, (size, size))}
-    if gradients is not None:
-        wanted["gradients"] = (gradients, (rows,))
-    for name, (array, shape) in wanted.items():
+    known = np.ones(rows) if gradients is None else gradients
+    for name, array, shape in (
+        ("weight", weight, (rows, size)),
+        ("moments", moments, (size, size)),
+        ("gradients", known, (rows,)),
+    ):
         if array.shape != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
         if not np.isfinite(array).all():
             raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
-    for name, array in (("moments", np.diagonal(moments)), ("gradients", gradients)):
-        if array is not None and array.min() < 0:
-            raise ValueError(f"{name}: expected means of squares, found {array.min()}")
+    for name, least in (("moments", float(np.diagonal(moments).min())), ("gradients", float(known.min()))):
+        if least < 0:
+            raise ValueError(f"{name}: expected means of squares, found {least}")
 
 
-def _relative(weight: Floats, moments: npt.NDArray[np.floating]) -> Doubles:
+def _relative(weight: Floats, moments: Moments) -> Doubles:
     """Return the g of each row with which its error counts relative to what it is: 1 / w H w."""
     inputs = torch.from_numpy(moments).float()
     energies = np.empty(len(weight))
@@ -145,7 +148,10 @@ def row_scales(gradients: Doubles) -> Doubles:
 
 
 def stored_scales(scales: Doubles) -> tuple[Bytes, int]:
-    """Return what is stored for scales, u8, and how often the factors that it stands for are doubled inverses of them."""
+    """Return what is stored for scales, u8: factors that are about their inverses times 2**n; and n.
+
+    n is the largest one with which all fit; the factors of scales that are too large then are larger.
+    """
     logarithms = -_STEPS * np.log2(scales)
     exponent = math.floor((255 - _ONE - logarithms.max()) / _STEPS)
     stored = np.clip(np.rint(logarithms + _STEPS * exponent) + _ONE, 0, 255)
@@ -170,7 +176,7 @@ class _Factor(NamedTuple):
     damping: float
 
 
-def _factorized(moments: npt.NDArray[np.floating]) -> _Factor:
+def _factorized(moments: Moments) -> _Factor:
     """Factorize H, damped. Raises ValueError if it is not positive."""
     size = len(moments)
     mean = float(np.diagonal(moments).mean(dtype=np.float64)) or 1.0
@@ -193,17 +199,6 @@ def _factorized(moments: npt.NDArray[np.floating]) -> _Factor:
     return _Factor(lower, scales, share * mean)
 
 
-def factorized(moments: npt.NDArray[np.floating]) -> tuple[Floats, Doubles]:
-    """Return A, f32 [K, K], and the root of D, f64 [K], by which columns are multiplied.
-
-    Raises ValueError for moments that are not positive.
-    """
-    factor = _factorized(moments)
-    feedback = factor.lower[: len(moments)].T
-    np.fill_diagonal(feedback, 0)
-    return feedback, factor.scales
-
-
 # --- groups ---
 
 
@@ -215,14 +210,17 @@ class _Step(NamedTuple):
 
     @staticmethod
     def of(step: float, exponent: int) -> _Step:
-        """Return a step divided by a power of two. Raises ValueError if it is beyond what can be stored."""
-        if not 0 < step < math.inf:
-            raise ValueError(f"step: expected a positive number, found {step}")
-        half, own = math.frexp(float(np.float32(math.frexp(step)[0])))
-        own += math.frexp(step)[1] - 1 - exponent
-        if abs(own) > _MOST_EXPONENT:
-            raise ValueError(f"step: expected one that suits the weights and gradients, found {step}")
-        return _Step(2 * half, own)
+        """Return a step divided by a power of two. Raises ValueError if that is beyond what can be stored."""
+        fraction, own = math.frexp(step)
+        own -= 1 + exponent
+        if not 0 < step < math.inf or abs(own) > _MOST_EXPONENT:
+            raise ValueError(f"step: expected a positive number that suits moments and gradients, found {step}")
+        return _Step(float(np.float32(2 * fraction)), own)
+
+    @property
+    def stored(self) -> float:
+        """The step that is stored."""
+        return math.ldexp(self.mantissa, self.exponent)
 
 
 class _Job:
@@ -243,31 +241,25 @@ class _Job:
         self.units = np.square(row_factors * np.ldexp(1.0, step.exponent) / BLOCK_SIZE)
 
     def encode(self, rows: slice) -> tuple[list[list[Bytes]], Doubles]:
-        """Return the superblocks of each strip of up to 2048 rows, and [2, rows]: the squared errors, plain and damped."""
+        """Return the superblocks of each strip of up to 2048 rows, and squared errors, plain and by H: [2, rows]."""
         weight, row_factors, model = self.weight[rows], self.row_factors[rows], encode_model()
         cut = ColumnCut.of(weight.shape)
-        group = columns.Group.of(np.ascontiguousarray(weight), row_factors, self.column_factors)
+        group = columns.load(np.ascontiguousarray(weight), row_factors, self.column_factors)
         squares = np.zeros((2, columns.GROUP_ROWS))
         strips: list[list[Bytes]] = [[] for _ in range(cut.strips)]
         for number in range(cut.superblocks):
+            own = cut.columns_of(number)
             found = columns.search(
                 group,
-                cut.columns_of(number),
+                own,
                 self.feedback,
-                weights=self.weights[cut.columns_of(number).start : cut.columns_of(number).stop],
+                weights=self.weights[own.start : own.stop],
                 model=model,
                 states=self.states,
                 step=self.step.mantissa,
             )
-            squares += group.squares.transpose(0, 2, 1).reshape(2, -1)
-            group.squares[:] = 0
-            packed = columns.pack(
-                found,
-                strips=cut.strips,
-                model=model,
-                states=self.states,
-                step=math.ldexp(self.step.mantissa, self.step.exponent),
-            )
+            squares += found.squares.transpose(0, 2, 1).reshape(2, -1)
+            packed = columns.pack(found, strips=cut.strips, model=model, states=self.states, step=self.step.stored)
             for strip, superblock in zip(strips, packed, strict=True):
                 strip.append(superblock)
         return strips, squares[:, : len(weight)] * self.units[rows]
@@ -276,25 +268,51 @@ class _Job:
 # --- the size ---
 
 
-def expected_bits(energies: Floats, step: float, shape: tuple[int, int]) -> float:
-    """Return how many bits the superblocks and their lengths of a weight are expected to take at a step.
+def scaled_energies(weight: Floats, *, moments: Moments, gradients: Doubles | None) -> tuple[Floats, Floats]:
+    """Return the mean squares of scaled blocks, and by what the variance of errors is multiplied that are fed back.
 
-    energies: [strips, K], the mean square of what is quantized of each block: scaled weights, and what is fed back
+    They are f32 [strips, K] and [K]. The arguments are as of `encode_columns`, and so are the errors.
+    """
+    _check(weight, moments, gradients)
+    rows = row_scales(_relative(weight, moments) if gradients is None else gradients).astype(np.float32)
+    factor, size = _factorized(moments), len(moments)
+    cut = ColumnCut.of(weight.shape)
+    energies = np.empty((cut.strips, size), dtype=np.float32)
+    for strip in range(cut.strips):
+        own = slice(strip * BLOCK_SIZE, (strip + 1) * BLOCK_SIZE)
+        energies[strip] = np.square(weight[own] * rows[own, None]).sum(0) / BLOCK_SIZE
+    energies *= np.square(factor.scales).astype(np.float32)
+    # What is fed back, E A, is V - V (I + A)^-1, where V is the error of the targets.
+    inverse = torch.linalg.solve_triangular(
+        torch.from_numpy(factor.lower[:size]), torch.eye(size), upper=False, unitriangular=True
+    )
+    inverse *= torch.from_numpy(1 / factor.scales).float()
+    spread = inverse.square_().sum(1).numpy() * np.square(factor.scales) - 1
+    return energies, spread.astype(np.float32)
+
+
+def expected_bits(energies: Floats, spread: Floats, step: float, shape: tuple[int, int]) -> float:
+    """Return how many bits the superblocks and their lengths of a weight [N, K] are expected to take at a step.
+
+    energies, spread: what `scaled_energies` returns
     """
     model, cut = encode_model(), ColumnCut.of(shape)
-    squares = energies.astype(np.float64) / step**2
+    variances = energies.mean(0, dtype=np.float64) / step**2
+    squares = energies / step**2 + spread * variances * NOISE / (variances + NOISE)
     classes = np.searchsorted(model.limits[1:-1], squares, side="right")
-    coded = classes > 0
-    total = BLOCK_SIZE * float((model.bits[classes] + model.slopes[classes] * squares)[coded].sum())
+    lengths = (model.bits[classes] + model.slopes[classes] * squares)[classes > 0]
+    total = BLOCK_SIZE * float(lengths.sum()) + cut.strips * cut.superblocks * (8 * HEADER_BYTES + _LENGTH_BITS)
     for number in range(cut.superblocks):
         own = classes[:, cut.columns_of(number).start : cut.columns_of(number).stop]
-        strips, blocks = own.shape
-        keys = own + 256 * np.arange(strips)[:, None]
-        counts = np.bincount(keys.reshape(-1), minlength=256 * strips).reshape(strips, 256)
-        there = counts > 0
-        total -= float((counts * np.log2(np.where(there, counts, 1) / blocks)).sum())
-        kinds = there.sum(1)
-        alive = (counts[:, 0] < blocks).sum()
-        headers = 8 * float(kinds[kinds > 1].sum()) + alive * _STATE_BITS * min(16, blocks)
-        total += headers + strips * (8 * HEADER_BYTES + 32)
+        total += sum(_class_bits(np.bincount(strip, minlength=2)) for strip in own)
     return total
+
+
+def _class_bits(counts: npt.NDArray[np.int64]) -> float:
+    """Return how many bits the classes of a superblock, their frequencies and the states of the coder take."""
+    blocks, there = int(counts.sum()), counts[counts > 0]
+    if counts[0] == blocks:
+        return 0.0
+    shares = len(counts) - int(np.flatnonzero(counts)[0])
+    coded = blocks * math.log2(blocks) - float((there * np.log2(there)).sum())
+    return coded + 8 * (shares if shares > 1 else 0) + _STATE_BITS * min(columns.STRIPS, blocks)

@@ -23,12 +23,11 @@ from pqweights.common.documents import Document
 from pqweights.common.dtypes import item_bytes
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
-from pqweights.kernels import BLOCK_SIZE, columns, trellis
+from pqweights.kernels import BLOCK_SIZE, columns
+from pqweights.kernels.trellis import HEADER_BYTES
 
 # Blocks of a superblock at most.
 _MOST = 768
-# Of a superblock of zeros, which is a header alone.
-SHORTEST = trellis.HEADER_BYTES
 # What a scale that is stored as u stands for.
 _FACTORS = np.exp2((np.arange(256) - 128) / 16).astype(np.float32)
 
@@ -130,11 +129,11 @@ class ColumnCut(NamedTuple):
 
     def length_problem(self, lengths: npt.NDArray[np.int32], total: int) -> str | None:
         """Say what is wrong with lengths [strips, superblocks] of superblocks that take `total` bytes, if anything."""
-        most = np.array([trellis.most_bytes(len(self.columns_of(number))) for number in range(self.superblocks)])
-        wrong = (lengths < SHORTEST) | (lengths > most)
+        most = np.array([columns.most_bytes(len(self.columns_of(number))) for number in range(self.superblocks)])
+        wrong = (lengths < HEADER_BYTES) | (lengths > most)
         if wrong.any():
-            strip, number = (int(place) for place in np.argwhere(wrong)[0])
-            return f"expected {SHORTEST} to {most[number]} bytes, found {lengths[strip, number]} at {[strip, number]}"
+            place = tuple(np.argwhere(wrong)[0].tolist())
+            return f"expected {HEADER_BYTES} to {most[place[1]]} bytes, found {lengths[place]} at {list(place)}"
         found = int(lengths.sum(dtype=np.int64))
         return None if found == total else f"expected lengths whose sum is {total} bytes, found {found}"
 

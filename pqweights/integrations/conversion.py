@@ -21,7 +21,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from pqweights.checkpoint.digests import REMEDY
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.master import logical_tensors
-from pqweights.checkpoint.readers import BlockTensor, EncodedTensor, whole_blocks
+from pqweights.checkpoint.readers import EncodedTensor, whole_blocks
 from pqweights.checkpoint.source import stored_tensors
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.weight_files import check_index
@@ -158,8 +158,7 @@ class Master:
         if not self.parts or not self.can_stay_packed(parameter):
             return None
         by_weight = {tensor.name: tensor for tensor in self.parts.values()}
-        tensor = by_weight.get(parameter) or next(iter(self.parts.values()))
-        return bytes_per_weight(tensor) if isinstance(tensor, BlockTensor) else None
+        return bytes_per_weight(by_weight.get(parameter) or next(iter(self.parts.values())))
 
     def close(self) -> None:
         """Release the checkpoint and the threads."""

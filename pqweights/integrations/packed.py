@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from pqweights.checkpoint.readers import BlockTensor, EncodedTensor
+from pqweights.checkpoint.readers import BlockTensor, ColumnTensor, EncodedTensor
 from pqweights.codecs.protocol import Bytes, DamagedBlock
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.errors import PqweightsError
 from pqweights.integrations.packed_products import linear
-from pqweights.integrations.packed_rows import Factor, Matrix, PackedRows, decode_rows, look_up, share
+from pqweights.integrations.packed_rows import Factor, Matrix, PackedColumns, PackedRows, decode_rows, look_up, share
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
@@ -35,6 +35,8 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
 
     Raises MasterError for what shows without decoding that the weight is damaged.
     """
+    if isinstance(tensor, ColumnTensor):
+        return PackedTensor(((PackedColumns.of(tensor),),), False, dtype)
     if not isinstance(tensor, BlockTensor) or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
@@ -64,7 +66,8 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
 
 def _checked_parts(tensor: BlockTensor) -> list[Bytes]:
     """Return the parts of a weight as they lie in its file, because products with codes check nothing later."""
-    parts = tensor.mapped_parts()
+    mapped = zip(tensor.mapped_parts(), tensor.coder.parts, strict=True)
+    parts = [raw.reshape(-1, part.bytes_per_block) for raw, part in mapped]
     try:
         tensor.coder.check(parts, tensor.state)
     except DamagedBlock as damage:
@@ -93,7 +96,7 @@ class PackedTensor(torch.Tensor):
         first = matrices[0]
         shape = (sum(rows.rows for rows in first), first[0].columns)
         result: PackedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, (len(matrices), *shape) if stacked else shape, dtype=dtype, device=first[0].parts[0].device
+            cls, (len(matrices), *shape) if stacked else shape, dtype=dtype, device=first[0].device
         )
         result.matrices, result.stacked, result.own_dtype = matrices, stacked, dtype
         return result

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows, buffer, decode_rows, share
+from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows, Rows, buffer, decode_rows, share
 from pqweights.kernels.products import MOST_ROWS, InputBasis, PreparedInputs, Product
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # Rows that are copied or pickled get products of their own, of the memory that is then theirs.
-_products: WeakKeyDictionary[PackedRows, dict[torch.dtype, Product | None]] = WeakKeyDictionary()
+_products: WeakKeyDictionary[Rows, dict[torch.dtype, Product | None]] = WeakKeyDictionary()
 
 
-def _product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
+def _product(rows: Rows, dtype: torch.dtype) -> Product | None:
     """Return what multiplies these rows, made on first use; None if they have to be decoded."""
     kept = _products.get(rows)
     if kept is None:
@@ -107,10 +107,10 @@ def _product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
     return kept[dtype]
 
 
-def _make_product(rows: PackedRows, dtype: torch.dtype) -> Product | None:
+def _make_product(rows: Rows, dtype: torch.dtype) -> Product | None:
     """Return the product of rows that a scalar codec encoded in whole blocks and that lie in the CPU's memory."""
-    coding = rows.coding
-    if coding is None or rows.parts[0].device.type != "cpu" or dtype not in NAMES:
+    coding = rows.coding if isinstance(rows, PackedRows) else None
+    if not isinstance(rows, PackedRows) or coding is None or rows.device.type != "cpu" or dtype not in NAMES:
         return None
     codes, norms = (part.numpy() for part in rows.parts)
     return Product(
@@ -165,7 +165,7 @@ MOST_GPU_ROWS = 64
 def multiplies_on_gpu(matrix: Matrix, x: Tensor) -> bool:
     """Whether the product of a matrix with rows of inputs is computed from its codes; without triton it is not."""
     few = len(x) <= MOST_GPU_ROWS and x.dtype in NAMES and _runs_triton(x.device)
-    return few and all(rows.parts[0].device == x.device and _gpu_product(rows) is not None for rows in matrix)
+    return few and all(rows.device == x.device and _gpu_product(rows) is not None for rows in matrix)
 
 
 def multiply_on_gpu(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -199,21 +199,21 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 # Rows that are copied or moved get products of their own.
-_gpu_products: WeakKeyDictionary[PackedRows, GpuProduct | None] = WeakKeyDictionary()
+_gpu_products: WeakKeyDictionary[Rows, GpuProduct | None] = WeakKeyDictionary()
 
 
-def _gpu_product(rows: PackedRows) -> GpuProduct | None:
+def _gpu_product(rows: Rows) -> GpuProduct | None:
     """Return what multiplies these rows, made on first use; None if they have to be decoded."""
     if rows not in _gpu_products:
         _gpu_products[rows] = _make_gpu_product(rows)
     return _gpu_products[rows]
 
 
-def _make_gpu_product(rows: PackedRows) -> GpuProduct | None:
+def _make_gpu_product(rows: Rows) -> GpuProduct | None:
     """Return the product of rows that a scalar codec encoded in whole blocks."""
     from pqweights.kernels.gpu_products import GpuProduct
 
-    if rows.coding is None:
+    if not isinstance(rows, PackedRows) or rows.coding is None:
         return None
     codes, norms = rows.parts
     return GpuProduct(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pqweights.checkpoint.readers import divide_scales
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.readers import ColumnTensor, divide_scales
 from pqweights.codecs.lloyd_max import ScalarCoder
-from pqweights.codecs.protocol import Coder, DamagedBlock, State
+from pqweights.codecs.protocol import Bytes, Coder, DamagedBlock, State
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.kernels import BLOCK_SIZE, BlockCoding
 from pqweights.kernels.openmp import map_in_threads
@@ -115,6 +117,16 @@ class PackedRows:
         return replace(self, rows=len(rows), parts=parts, first_block=None)
 
     @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return self.parts[0].device
+
+    @property
+    def unit(self) -> int:
+        """How many weights are decoded together."""
+        return self.coder.block_size
+
+    @property
     def rows_of_whole_blocks(self) -> int:
         """The smallest number of rows that whole blocks fill."""
         return self.coder.block_size // math.gcd(self.columns, self.coder.block_size)
@@ -138,13 +150,92 @@ class PackedRows:
         return sum(t.numel() * t.element_size() for t in (*self.parts, self.awq) if t is not None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _MappedColumns(ColumnTensor):
+    """A weight of columns whose stored tensors lie in memory. mapped: the bytes of each, by name"""
+
+    storage: Any = None
+    mapped: dict[str, Bytes]
+
+    def _read_items(self, stored: StoredTensor, first: int, out: Bytes) -> Bytes:
+        return self.mapped[stored.name][first : first + len(out)]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedColumns:
+    """All rows of a matrix of hadamard-trellis-columns, of which strips are decoded; see PackedRows.
+
+    tensor: the weight; its codes stay in the memory of the CPU, which decodes them
+    device: where decoded rows are used
+    factor: what the rows were multiplied by since they were loaded
+    """
+
+    tensor: _MappedColumns
+    device: torch.device
+    factor: Factor
+    rows_of_whole_blocks: int = BLOCK_SIZE
+
+    @staticmethod
+    def of(tensor: ColumnTensor) -> PackedColumns:
+        """Map a weight into memory as it is stored. Raises MasterError for lengths that no encoder writes."""
+        names = [stored.name for stored in tensor.encoded]
+        about = {name: getattr(tensor, name) for name in ("name", "shape", "dtype", "coder", "state", "encoded")}
+        mapped = _MappedColumns(**about, mapped=dict(zip(names, tensor.mapped_parts(), strict=True)))
+        assert mapped.ends is not None  # which are checked
+        return PackedColumns(tensor=mapped, device=torch.device("cpu"), factor=Factor())
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.tensor.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """How many there are."""
+        return self.tensor.shape[1]
+
+    @property
+    def unit(self) -> int:
+        """How many weights are decoded together."""
+        return self.tensor.unit
+
+    @property
+    def byte_count(self) -> int:
+        """The size of what is stored, in bytes."""
+        return sum(map(len, self.tensor.mapped.values()))
+
+    @torch.inference_mode()
+    def decode(self, start: int, stop: int, out: Tensor) -> None:
+        """Decode rows [start, stop) into a contiguous tensor. Raises MasterError if they cannot be decoded."""
+        begin, count = start * self.columns, (stop - start) * self.columns
+        if out.device.type == "cpu" and out.dtype in NAMES:
+            self.tensor.read(begin, count, NAMES[out.dtype], out.view(-1).view(torch.uint8).numpy())
+        else:
+            decoded = scratch("packed", count * 4)
+            self.tensor.read(begin, count, "F32", decoded)
+            values = torch.from_numpy(decoded).view(torch.float32).view(out.shape)
+            out.copy_(_saturated(values, out.dtype))
+        if self.factor.value != 1:
+            out.mul_(self.factor.value)
+
+    def selected(self, rows: Tensor) -> None:
+        """Return nothing: a strip holds parts of many rows."""
+
+    def copied(self, device: torch.device) -> PackedColumns:
+        """Return the rows for a device, with a factor of their own."""
+        return replace(self, device=device, factor=replace(self.factor))
+
+
+Rows = PackedRows | PackedColumns
+
+
 def _saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Clamp float32 to the range of a narrower dtype."""
     limit = torch.finfo(dtype).max
     return values if dtype.itemsize >= 4 else values.clamp(-limit, limit)
 
 
-Matrix = tuple[PackedRows, ...]  # the rows of a matrix, from the top
+Matrix = tuple[Rows, ...]  # the rows of a matrix, from the top
 
 
 def decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
@@ -160,12 +251,12 @@ def decode_rows(matrix: Matrix, start: int, stop: int, *, out: Tensor) -> None:
 def look_up(matrix: Matrix, rows: Tensor, *, out: Tensor) -> None:
     """Decode the rows with these numbers into [rows, columns], those whose blocks they share together."""
     distinct, inverse = torch.unique(rows, sorted=True, return_inverse=True)
-    numbers, columns, block_size = distinct.tolist(), out.shape[1], matrix[0].coder.block_size
+    numbers, columns, unit = distinct.tolist(), out.shape[1], matrix[0].unit
     decoded, begin = out.new_empty(len(numbers), columns), 0
     while begin < len(numbers):
         first, end = numbers[begin], begin + 1
         while end < len(numbers) and (numbers[end] - first) * columns < CHUNK_WEIGHTS:
-            if numbers[end] * columns // block_size > ((numbers[end - 1] + 1) * columns - 1) // block_size:
+            if numbers[end] * columns // unit > ((numbers[end - 1] + 1) * columns - 1) // unit:
                 break
             end += 1
         chunk = buffer(out.dtype, out.device, (numbers[end - 1] + 1 - first) * columns).view(-1, columns)
@@ -180,11 +271,13 @@ def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.dev
 
     rows: how many there are; by default those of the matrix
 
-    Where whole blocks fit in a run, no block lies in two of them.
+    Where few rows are whole blocks, no block lies in two runs.
     """
     rows, first = sum(piece.rows for piece in matrix) if rows is None else rows, matrix[0]
     step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // first.columns)
-    step -= step % first.rows_of_whole_blocks if step > first.rows_of_whole_blocks else 0
+    whole = first.rows_of_whole_blocks
+    if step > whole or whole <= BLOCK_SIZE:
+        step = max(1, step // whole) * whole
     starts = range(0, rows, step)
     if device.type != "cpu" or len(starts) == 1:
         for start in starts:

@@ -1,7 +1,7 @@
 """The kernels of the codec hadamard-trellis-columns, called with arrays: groups of 2048 rows to bytes, and back.
 
-docs/format.md, section 10, has the bytes and the decoder's arithmetic; native/columns_*.cpp are the kernels. They run on
-the CPU alone.
+They run on the CPU alone. docs/format.md, section 10, has the bytes and the decoder's arithmetic;
+native/columns_*.cpp are the kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Floats = npt.NDArray[np.float32]
 # The strips of a group, one in each lane, and its rows.
 STRIPS = 16
 GROUP_ROWS = STRIPS * BLOCK_SIZE
-# The columns of a run, whose targets are computed together, and what a matrix of feedback has more rows than columns.
-_RUN, _SPARE_ROWS = 64, 3
+# Rows of a tile, columns of a run, and what a matrix of feedback has more rows than columns, as in native/.
+_TILE, _RUN, _SPARE_ROWS = 64, 64, 3
 # Words of a stream that a tile of sixteen blocks takes at most.
 _TILE_WORDS = (BLOCK_SIZE + 1) * STRIPS
 
@@ -33,36 +33,24 @@ def most_bytes(blocks: int) -> int:
     return HEADER_BYTES + CLASSES + 4 * STRIPS + 2 * -(-blocks // STRIPS) * _TILE_WORDS
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Group:
-    """Up to 2048 rows of a weight while their columns are searched.
+def load(rows: Floats, row_factors: Floats, column_factors: Floats) -> Floats:
+    """Return up to 2048 rows [rows, K], multiplied by factors [rows] and [K] and rotated: f32 [32, K, 64].
 
-    values: f32 [32, K, 64]: scaled and rotated weights, replaced by their errors column by column
-    squares: f32 [2, 128, 16]: the squared errors of each row of each strip, and those of what was searched for
+    Raises ValueError for arrays that do not fit together.
     """
-
-    values: Floats
-    squares: Floats
-
-    @staticmethod
-    def of(rows: Floats, row_factors: Floats, column_factors: Floats) -> Group:
-        """Return rows [rows, K], multiplied by the factors [rows] and [K].
-
-        Raises ValueError for arrays that do not fit together.
-        """
-        count, columns = rows.shape
-        if not 1 <= count <= GROUP_ROWS or columns < 1:
-            raise ValueError(f"expected 1 to {GROUP_ROWS} rows, found {count} of {columns} columns")
-        values = np.empty((GROUP_ROWS // 64, columns, 64), dtype=np.float32)
-        native.call(
-            "load_columns",
-            native.array(rows, np.float32, count * columns),
-            native.array(row_factors, np.float32, count),
-            native.array(column_factors, np.float32, columns),
-            native.array(values, np.float32, values.size, written=True),
-            *(count, columns),
-        )
-        return Group(values=values, squares=np.zeros((2, BLOCK_SIZE, STRIPS), dtype=np.float32))
+    count, columns = rows.shape
+    if not 1 <= count <= GROUP_ROWS or columns < 1:
+        raise ValueError(f"expected 1 to {GROUP_ROWS} rows, found {count} of {columns} columns")
+    group = np.empty((GROUP_ROWS // _TILE, columns, _TILE), dtype=np.float32)
+    native.call(
+        "load_columns",
+        native.array(rows, np.float32, count * columns),
+        native.array(row_factors, np.float32, count),
+        native.array(column_factors, np.float32, columns),
+        native.array(group, np.float32, group.size, written=True),
+        *(count, columns),
+    )
+    return group
 
 
 def feedback_room(columns: int) -> Floats:
@@ -73,67 +61,64 @@ def feedback_room(columns: int) -> Floats:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Numbers:
-    """What is found for a superblock of each strip of a group.
+class Found:
+    """What the search finds for a superblock of each strip of a group.
 
     numbers: i16 [blocks, 128, 16]
     classes: u8 [blocks, 16]
+    squares: f32 [2, 128, 16]: for each row of each strip the sum of the squared errors of its weights, times those of
+        the columns, and of the squared errors of their targets
     """
 
     numbers: npt.NDArray[np.int16]
     classes: npt.NDArray[np.uint8]
+    squares: Floats
 
 
 def search(
-    group: Group,
-    columns: range,
-    feedback: Floats,
-    *,
-    weights: Floats,
-    model: EncodeModel,
-    states: int,
-    step: float,
-) -> Numbers:
+    group: Floats, columns: range, feedback: Floats, *, weights: Floats, model: EncodeModel, states: int, step: float
+) -> Found:
     """Find the numbers of one superblock of each strip, after those of the columns before it.
 
+    group: as of `load`; the errors take the place of the columns
     columns: those of the superblock
     feedback: as of `feedback_room`; row k has by what the error of each column before k is multiplied before it is
-        added to column k
-    weights: f32 [columns, 2], of the squared errors of each column, and of those of what was searched for
+        added to column k, which gives the target
+    weights: f32 [columns, 2], of the squared errors of the weights of each column, and of those of its targets
     states: one of STATES
-    step: of the coordinates, between 1 and 2
+    step: of the coordinates, from 1 to 2
 
     Raises ValueError for arrays that do not fit together, too many columns, or states or a step of another number.
     """
-    _, size, _ = group.values.shape
-    count = len(columns)
+    size, count = group.shape[1], len(columns)
     if states not in STATES or not 1 <= step <= 2:
         raise ValueError(f"expected one of {STATES} states and a step from 1 to 2, found {states} and {step}")
     if not 0 <= columns.start < columns.stop <= size or columns.step != 1 or count > MOST_BLOCKS:
         raise ValueError(f"expected up to {MOST_BLOCKS} of {size} columns, found {columns}")
-    result = Numbers(
+    found = Found(
         numbers=np.empty((count, BLOCK_SIZE, STRIPS), dtype=np.int16),
         classes=np.empty((count, STRIPS), dtype=np.uint8),
+        squares=np.zeros((2, BLOCK_SIZE, STRIPS), dtype=np.float32),
     )
     native.call(
         "search_columns",
         native.array(feedback, np.float32, (size + _SPARE_ROWS) * size),
-        native.array(group.values, np.float32, GROUP_ROWS * size, written=True),
+        native.array(group, np.float32, GROUP_ROWS * size, written=True),
         native.array(weights, np.float32, 2 * count),
         native.array(model.limits, np.float64, CLASSES + 1),
         *(native.array(factors, np.float64, CLASSES) for factors in (model.down, model.up)),
         native.array(model.reach, np.int32, CLASSES),
-        native.array(result.numbers, np.int16, result.numbers.size, written=True),
-        native.array(result.classes, np.uint8, result.classes.size, written=True),
-        native.array(group.squares, np.float32, 2 * GROUP_ROWS, written=True),
+        native.array(found.numbers, np.int16, found.numbers.size, written=True),
+        native.array(found.classes, np.uint8, found.classes.size, written=True),
+        native.array(found.squares, np.float32, found.squares.size, written=True),
         _room("sums", np.float32, GROUP_ROWS * _RUN),
         _room("decisions", np.uint16, BLOCK_SIZE * states),
         *(size, columns.start, count, states, step),
     )
-    return result
+    return found
 
 
-def pack(found: Numbers, *, strips: int, model: EncodeModel, states: int, step: float) -> list[npt.NDArray[np.uint8]]:
+def pack(found: Found, *, strips: int, model: EncodeModel, states: int, step: float) -> list[npt.NDArray[np.uint8]]:
     """Return the bytes of the superblock of each of the first `strips` strips.
 
     states: of the trellis with which the numbers were found
@@ -191,7 +176,7 @@ def decode(
     if not fits or lengths.min(initial=HEADER_BYTES) < HEADER_BYTES or ends[-1] != len(superblocks):
         raise ValueError(
             f"expected {HEADER_BYTES} bytes or more for each superblock of the strips of {rows} rows and {columns} "
-            f"columns, {blocks} of which are in a superblock, found {strips} x {count} lengths of {len(superblocks)} bytes"
+            f"columns, {blocks} of which are in one, found {strips} x {count} lengths of {len(superblocks)} bytes"
         )
     longest = int(lengths.max())
     status = np.empty(2, dtype=np.int64)

@@ -65,11 +65,6 @@ class Superblocks(NamedTuple):
     stride: int
 
 
-def most_bytes(blocks: int) -> int:
-    """Return the most bytes that a superblock can use: in each step, a lane takes one word at most."""
-    return HEADER_BYTES + 256 + 4 * _LANES + 2 * (BLOCK_SIZE + 1) * blocks
-
-
 def encode(
     values: npt.NDArray[np.uint8],
     dtype: str,

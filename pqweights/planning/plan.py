@@ -57,6 +57,11 @@ class TensorPlan(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def rate(self) -> float | None:
+        """The bits by which weights can be told apart: None for one that was calibrated, which takes what it takes."""
+        return None if self.codec == ColumnCoding.codec else self.bits
+
+    @property
     def is_scaled(self) -> bool:
         """Whether its input channels are scaled before it is quantized; then the scales are stored beside it."""
         return self.action == QUANTIZE and any(spec.name == awq_name(self.name) for spec in self.stored)

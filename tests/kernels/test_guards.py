@@ -14,7 +14,7 @@ import numpy as np
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.trellis_tables import decode_tables, encode_model
-from pqweights.kernels import BlockCoding, trellis
+from pqweights.kernels import BlockCoding, columns, trellis
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_groups
 from pqweights.kernels.products import InputBasis, PreparedInputs, Product
 
@@ -67,6 +67,38 @@ def decode_superblocks(blocks: int, stride: int) -> None:
     trellis.decode(rows, values, "F32", cut=cut, signed=False, tables=decode_tables())
 
 
+def load_columns(rows: int) -> None:
+    columns.load(np.zeros((rows, 2), np.float32), np.ones(rows, np.float32), np.ones(2, np.float32))
+
+
+def search_columns(
+    *, size: int = 2, own: range = range(2), weights: int = 2, states: int = 8, step: float = 1.0
+) -> None:
+    group, feedback = np.zeros((32, size, 64), dtype=np.float32), columns.feedback_room(2)
+    factors = np.ones((weights, 2), dtype=np.float32)
+    columns.search(group, own, feedback, weights=factors, model=encode_model(), states=states, step=step)
+
+
+def pack_columns(blocks: int, strips: int = 16) -> None:
+    numbers, classes = np.zeros((blocks, 128, 16), dtype=np.int16), np.zeros((blocks, 16), dtype=np.uint8)
+    found = columns.Found(numbers=numbers, classes=classes, squares=np.zeros((2, 128, 16), np.float32))
+    columns.pack(found, strips=strips, model=encode_model(), states=8, step=1.0)
+
+
+def decode_columns(*, lengths: list[list[int]], blocks: int = 2, rows: int = 1, room: int = 8) -> None:
+    """Decode superblocks of zeros, four columns."""
+    columns.decode(
+        np.zeros(14, np.uint8),
+        np.array(lengths, np.int32),
+        np.zeros(room, np.uint8),
+        "BF16",
+        blocks=blocks,
+        row_factors=np.ones(rows, np.float32),
+        column_factors=np.ones(4, np.float32),
+        tables=decode_tables(),
+    )
+
+
 def encode_with_levels(levels: list[float]) -> None:
     coder = get_codec("hadamard-lloyd-max").coder_from_tables(2, levels)
     parts = [np.zeros((1, part.bytes_per_block), dtype=np.uint8) for part in coder.parts]
@@ -101,6 +133,22 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "superblocks larger than the encoder's room": lambda: encode_superblocks(1025, 20_000),
     "superblocks of nothing": lambda: encode_superblocks(0),
     "superblocks shorter than a header": lambda: encode_superblocks(4, 6),
+    "more rows than a group": lambda: load_columns(2049),
+    "no rows": lambda: load_columns(0),
+    "columns beyond the last": lambda: search_columns(own=range(1, 3)),
+    "no columns": lambda: search_columns(own=range(1, 1)),
+    "feedback of fewer columns": lambda: search_columns(size=3),
+    "weights of fewer columns": lambda: search_columns(weights=1),
+    "states for which there is no search": lambda: search_columns(states=16),
+    "a step beyond 2": lambda: search_columns(step=2.5),
+    "more columns than a superblock has": lambda: pack_columns(1025),
+    "no columns to pack": lambda: pack_columns(0),
+    "more strips than a group has": lambda: pack_columns(2, 17),
+    "lengths that do not add up": lambda: decode_columns(lengths=[[7, 8]]),
+    "a superblock shorter than its header": lambda: decode_columns(lengths=[[8, 6]]),
+    "superblocks of too few columns": lambda: decode_columns(lengths=[[14]]),
+    "strips without rows": lambda: decode_columns(lengths=[[7], [7]], blocks=4),
+    "values without room": lambda: decode_columns(lengths=[[7, 7]], room=6),
     "levels that are not symmetric": lambda: encode_with_levels([-1.0, 0.0, 1.0, 2.0]),
 }
 ALLOWED: dict[str, Callable[[], Any]] = {
@@ -111,6 +159,10 @@ ALLOWED: dict[str, Callable[[], Any]] = {
     "outputs among others": lambda: product(room=5, column=2),
     "superblocks": lambda: encode_superblocks(1024, 20_000),
     "superblocks to decode": lambda: decode_superblocks(4, 100),
+    "a group": lambda: load_columns(2048),
+    "columns": search_columns,
+    "columns to pack": lambda: pack_columns(1024),
+    "columns to decode": lambda: decode_columns(lengths=[[7, 7]]),
     "levels": lambda: encode_with_levels([-1.5, -0.5, 0.5, 1.5]),
 }
 

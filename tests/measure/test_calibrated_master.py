@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,17 @@ pytest.importorskip("transformers")
 
 import pqweights
 from pqweights.errors import EvaluationError, PqweightsError, RecipeError, SourceError
+from pqweights.quality import calibrated_master
 
-TOKENS = 2048
+TOKENS, WINDOW = 2048, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_windows() -> Iterator[None]:
+    """Draw short windows, which takes a quarter of the steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrated_master, "WINDOW", WINDOW)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +81,7 @@ def test_a_master_of_the_same_size_diverges_much_less(source: Path, master: Path
 
 def test_the_manifest_states_the_sample_and_what_was_measured(source: Path, master: Path) -> None:
     stated = manifest(master)
-    assert stated["calibrated"].items() >= {"sample": "self", "tokens": TOKENS, "window": 256, "weights": 15}.items()
+    assert stated["calibrated"].items() >= {"sample": "self", "tokens": TOKENS, "window": WINDOW, "weights": 15}.items()
     encoded = {t["name"]: t for t in stated["tensors"] if t["codec"] == "hadamard-trellis-columns"}
     assert len(encoded) == 15 and "model.embed_tokens.weight" not in encoded
     original, decoded = read_all(source), master_weights(master)
@@ -151,8 +161,6 @@ def test_what_no_linear_layer_multiplies_by_stays_as_it_would_be(
 def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pqweights.quality import calibrated_master
-
     monkeypatch.setattr(calibrated_master, "MOST_IN_MEMORY", 1)
     pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", calibration_tokens=TOKENS)
     assert manifest(tmp_path / "out")["calibrated"]["sample"] == "self"

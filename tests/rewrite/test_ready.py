@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,12 @@ def test_integer_exports_round_what_the_codes_decode_to(made: Path, tmp_path: Pa
 def test_commands_show_the_master(made: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(made / "master", tmp_path / "master"))
     assert CODEC in done("inspect", copy).stdout
+    summary = done("inspect", copy, "--summary").stdout.splitlines()
+    assert sum(CODEC in line for line in summary) == 2  # attention and mlp, whatever their weights take
     assert "ok" in done("verify", copy).stdout
     done("card", copy)
     card = (copy / "README.md").read_text()
+    assert re.search(r"^- \d+(\.\d)?-bit$", card, re.MULTILINE)
     assert "3 weights were calibrated" in card and "GPTQ" in card and "No calibration data" not in card
     done("push", copy, "some/model", "--dry-run")
 

@@ -52,7 +52,7 @@ def decode(
         for number in range(superblocks):
             begin, end = number * width, min((number + 1) * width, shape[1])
             length = int(lengths[strip, number])
-            if not 7 <= length <= 327 + 258 * (end - begin):
+            if not 7 <= length <= 327 + 4128 * math.ceil((end - begin) / 16):
                 raise Damaged("no such length")
             block = decode_superblock(trellis[at : at + length], end - begin, signed=False)
             values[strip * STRIP : (strip + 1) * STRIP, begin:end] = block.T

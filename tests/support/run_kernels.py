@@ -33,6 +33,7 @@ from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
 from pqweights.codecs.scalar import RotatedState
+from pqweights.codecs.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import (
     BlockCoding,
     EncodedArrays,
@@ -44,6 +45,7 @@ from pqweights.kernels import (
     load_backend,
     native,
 )
+from pqweights.kernels import columns as column_kernels
 from pqweights.kernels.gguf_searches import SEARCHES
 from pqweights.kernels.groups import BEST, FLOAT_MODES, RUNTIME_RULES, FloatRule, GroupRule, Groups
 from pqweights.kernels.transform_codes import nearest, scaled_levels
@@ -312,6 +314,87 @@ def decode_trellis() -> Arrays:
             yield values
 
 
+# Columns of the cases below: two superblocks, of more than a tile each.
+COLUMNS, OF_FIRST = 37, 20
+
+
+def _strip_rows(count: int) -> npt.NDArray[np.float32]:
+    """Rows of weights in steps: normal ones, zeros, enormous ones, single ones among zeros."""
+    rng = np.random.default_rng(41)
+    rows = rng.standard_normal((count, COLUMNS)).astype(np.float32) * np.float32(4)
+    rows[:, 3], rows[128:256], rows[384:512, 5:9] = 0, 0, 1e-3
+    rows[512:640] *= np.exp2(rng.uniform(-8, 60, COLUMNS)).astype(np.float32)
+    rows[640:768], rows[640:768:50] = 0, 300
+    return rows
+
+
+def load_columns() -> Arrays:
+    """Scale and rotate rows of whole and of partial strips."""
+    rng = np.random.default_rng(40)
+    for count in (1, 100, 900):
+        factors = np.exp2(rng.uniform(-8, 8, COLUMNS)).astype(np.float32)
+        yield column_kernels.load(
+            _strip_rows(900)[:count], np.exp2(rng.uniform(-8, 8, count)).astype(np.float32), factors
+        )
+
+
+def _searched_columns(states: int) -> Iterator[tuple[npt.NDArray[np.float32], column_kernels.Found]]:
+    """What is found for two superblocks of strips, and the errors after it, with columns that depend on each other."""
+    feedback = column_kernels.feedback_room(COLUMNS)
+    feedback[:COLUMNS] = np.tril(np.random.default_rng(states).uniform(-0.5, 0.5, (COLUMNS, COLUMNS)), -1)
+    weights = np.exp2(np.arange(2 * COLUMNS).reshape(COLUMNS, 2) % 5).astype(np.float32)
+    group = column_kernels.load(_strip_rows(900), np.ones(900, np.float32), np.ones(COLUMNS, np.float32))
+    for own in (range(OF_FIRST), range(OF_FIRST, COLUMNS)):
+        found = column_kernels.search(
+            group,
+            own,
+            feedback,
+            weights=weights[own.start : own.stop],
+            model=encode_model(),
+            states=states,
+            step=1 + states / 300,
+        )
+        yield group, found
+
+
+def search_columns() -> Arrays:
+    """Find the numbers of columns with every number of states."""
+    for states in HadamardTrellis.efforts:
+        for group, found in _searched_columns(states):
+            yield from (found.numbers, found.classes, found.squares, group)
+
+
+def pack_columns() -> Arrays:
+    """Pack what was found with every number of states."""
+    for states in HadamardTrellis.efforts:
+        for _, found in _searched_columns(states):
+            yield from column_kernels.pack(found, strips=9, model=encode_model(), states=states, step=0.01)
+
+
+def decode_columns() -> Arrays:
+    """Decode strips of superblocks of every kind, one of which is of zeros, to every dtype."""
+    for number, (blocks, kind) in enumerate(TRELLIS_SUPERBLOCKS):
+        rng = np.random.default_rng(number)
+        rows = [trellis_writer.superblock(rng, blocks, **kind) for _ in range(5)]
+        superblocks = [*rows, bytes(7)] if blocks > 1 else rows[:3]
+        lengths = np.array([len(row) for row in superblocks], dtype=np.int32).reshape(3, -1)
+        for dtype, size in DTYPES.items():
+            row_factors = np.exp2(rng.uniform(-8, 8, 300)).astype(np.float32)
+            column_factors = np.exp2(rng.uniform(-8, 8, blocks * lengths.shape[1])).astype(np.float32)
+            values = np.empty(300 * len(column_factors) * size, dtype=np.uint8)
+            column_kernels.decode(
+                np.frombuffer(b"".join(superblocks), np.uint8),
+                lengths,
+                values,
+                dtype,
+                blocks=blocks,
+                row_factors=row_factors,
+                column_factors=column_factors,
+                tables=decode_tables(),
+            )
+            yield values
+
+
 def prepare() -> Arrays:
     """Rotate inputs and make integers of them, with and without signs and scales."""
     for bits, rows, dtype in itertools.product((4, 5), (2, 3), ("BF16", "F16")):
@@ -387,6 +470,10 @@ KERNELS: dict[str, Callable[[], Arrays]] = {
     "fit_by_importance": fit_by_importance,
     "encode_trellis": encode_trellis,
     "decode_trellis": decode_trellis,
+    "load_columns": load_columns,
+    "search_columns": search_columns,
+    "pack_columns": pack_columns,
+    "decode_columns": decode_columns,
     "prepare": prepare,
     "prepare_f32": prepare_f32,
     "restore_levels": restore_levels,

@@ -25,12 +25,16 @@ MOST_WIDTHS = 8
 
 
 def main_bits(manifest: Manifest) -> float | None:
-    """Return the bit width that most of the quantized weights have, or None if none is quantized."""
-    counts: dict[float, int] = defaultdict(int)
-    for tensor in manifest.tensors:
-        if tensor.bits is not None:
-            counts[tensor.bits] += tensor.weights
-    return max(counts, key=lambda bits: (counts[bits], bits)) if counts else None
+    """Return the bit width that most of the quantized weights have, or None if none is quantized.
+
+    That of calibrated weights is their mean, to a tenth.
+    """
+    by_rate = _grouped((tensor for tensor in manifest.tensors if tensor.bits is not None), lambda tensor: tensor.rate)
+    counts = {rate: sum(tensor.weights for tensor in tensors) for rate, tensors in by_rate.items()}
+    most = max(counts, key=lambda rate: (counts[rate], rate or 0), default=None)
+    if most is None and counts:
+        return round(8 * sum(tensor.bytes for tensor in by_rate[most]) / counts[most], 1)
+    return most
 
 
 def weights(manifest: Manifest) -> list[str]:

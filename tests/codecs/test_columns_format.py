@@ -164,8 +164,8 @@ def test_lengths_that_do_not_fit_are_refused(change: Any, problem: str) -> None:
 def test_longest_superblocks_are_accepted_and_all_that_is_longer_is_not() -> None:
     """A superblock whose words are followed by zeros is sound, as in section 8, up to the bytes that it could use."""
     codes = column_writer.encoded(gaussian(2, 3, seed=7), 3.0)
-    (most,) = re.findall(r"above `(\d+) \+ (\d+) \* m`", SECTION)
-    longest = int(most[0]) + int(most[1]) * 3
+    (most,) = re.findall(r"above `(\d+) \+ (\d+) \* ceil\(m / 16\)`", SECTION)
+    longest = int(most[0]) + int(most[1])
     for length in (longest, longest + 1):
         trellis = np.zeros(length, dtype=np.uint8)
         trellis[: len(codes.trellis)] = codes.trellis

@@ -1,0 +1,110 @@
+"""Weights of hadamard-trellis-columns in transformers: decoded while they are loaded, or packed until they are used."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import column_writer
+import families
+import numpy as np
+import pytest
+from restated import restate_hashes
+
+import pqweights
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import MasterError
+from pqweights.planning.recipe import load_recipe
+from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.ready import ReadyWeights
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+import torch  # noqa: E402
+
+from pqweights.integrations.packed import PackedTensor  # noqa: E402
+from pqweights.integrations.packed_rows import PackedColumns  # noqa: E402
+
+IDS = torch.tensor(families.IDS)
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def masters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A master whose linear layers have ready codes, and what those decode to."""
+    source, folder = families.model(tmp_path_factory.getbasetemp(), request.param), tmp_path_factory.mktemp("columns")
+    names = [tensor.name for tensor in open_local(source).tensors if tensor.name.endswith("proj.weight")]
+    decoded = column_writer.write_codes(source, folder / "ready", names, rate=4.0)
+    quantize(source, folder / "master", load_recipe("q6"), ready=ReadyWeights.open(folder / "ready"))
+    return folder / "master", decoded
+
+
+def output(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS).logits.float()
+
+
+def packed_columns(model: Any) -> list[PackedColumns]:
+    packed = [parameter for parameter in model.parameters() if isinstance(parameter, PackedTensor)]
+    rows = [piece for parameter in packed for matrix in parameter.matrices for piece in matrix]
+    return [piece for piece in rows if isinstance(piece, PackedColumns)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
+def test_packed_weights_are_what_is_decoded_when_loading(masters: Any, dtype: str) -> None:
+    folder, decoded = masters
+    plain = pqweights.load_model(folder, dtype=dtype, **EAGER)
+    packed = pqweights.load_model(folder, dtype=dtype, packed=True, **EAGER)
+    assert packed.hf_quantizer.decoded_weights == ()
+    columns = packed_columns(packed)
+    assert {piece.tensor.name for piece in columns} == set(decoded)
+    assert sum(piece.byte_count for piece in columns) == sum(
+        part.byte_count for tensor in open_local(folder).tensors if tensor.name in decoded for part in tensor.parts
+    )
+    for (name, one), other in zip(plain.named_parameters(), packed.parameters(), strict=True):
+        whole = other.decode() if isinstance(other, PackedTensor) else other
+        assert torch.equal(one, whole), name
+    if dtype == "float32":
+        one, other = output(plain), output(packed)
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+        by_name = dict(plain.named_parameters())
+        for name in decoded.keys() & by_name.keys():
+            assert np.array_equal(by_name[name].detach().numpy(), decoded[name])
+
+
+def test_rows_of_packed_weights_are_those_of_the_whole(masters: Any) -> None:
+    packed = pqweights.load_model(masters[0], dtype="float32", packed=True, **EAGER)
+    for piece in packed_columns(packed)[:3]:
+        whole = torch.empty(piece.rows, piece.columns)
+        piece.decode(0, piece.rows, whole)
+        for start, stop in [(0, 1), (piece.rows - 1, piece.rows), (piece.rows // 2 - 1, piece.rows // 2 + 2)]:
+            some = torch.empty(stop - start, piece.columns)
+            piece.decode(start, stop, some)
+            assert torch.equal(some, whole[start:stop])
+
+
+def test_copies_and_pickles_compute_the_same(masters: Any) -> None:
+    packed = pqweights.load_model(masters[0], dtype="float32", packed=True, **EAGER)
+    expected = output(packed)
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert torch.equal(output(other), expected)
+
+
+def test_damage_is_one_clear_error(masters: Any, tmp_path: Path) -> None:
+    folder, decoded = masters
+    master = Path(shutil.copytree(folder, tmp_path / "master"))
+    stored = next(tensor for tensor in open_local(master).stored if tensor.name == f"{min(decoded)}_lengths")
+    path = master / stored.file
+    data = bytearray(path.read_bytes())
+    data[stored.offset : stored.offset + 4] = b"\x05\0\0\0"
+    path.write_bytes(data)
+    with pytest.raises(MasterError, match="blake3_of_pieces"):
+        pqweights.load_model(master, **EAGER)
+    restate_hashes(master)
+    for packed in (False, True):
+        with pytest.raises(MasterError, match=f"{min(decoded)}_lengths'.*expected 7 to .* bytes, found 5"):
+            pqweights.load_model(master, packed=packed, **EAGER)
