@@ -141,8 +141,9 @@ bench: $(READY) ## kernels, start-up, commands, peers, scaling: tables, JSON and
 bench-env: $(READY) ## install the peers of the benchmarks and matplotlib
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 
-bench-kernels: $(READY) ## encode and decode throughput beside memcpy
+bench-kernels: $(READY) ## encode and decode throughput beside memcpy, and of columns
 	$(call BENCHMARK,throughput) $(ARGS)
+	$(call BENCHMARK,columns)
 	$(REPORT)
 
 bench-planning: $(READY) ## start-up: --help, and plan of up to 60,000 tensors

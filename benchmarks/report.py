@@ -20,6 +20,7 @@ from typing import Any
 
 import attention
 import calibrated
+import columns
 import commands
 import exports
 import fit
@@ -46,6 +47,7 @@ Panels = np.ndarray  # [panels] of matplotlib axes
 
 SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "throughput": throughput.sections,
+    "columns": columns.sections,
     "commands": commands.sections,
     "cold": commands.sections,
     "commands-t4": commands.sections,

@@ -22,6 +22,7 @@ struct Target {
     for (int64_t row = 0; row < to.rows; row++) {
         const Floats x = it.work[row] * it.raised * to.row_factors[row] * factors;
         uint8_t* values = to.values + row * to.stride + column * size;
+        __builtin_prefetch(values + 64, 1);  // rows are far from each other; the next tile takes a while
         if (count >= LANES) {
             store_values(x, values, to.dtype);
         } else {

@@ -46,10 +46,10 @@ struct Found {
 void begin_run(const Group& group, int64_t start, int64_t count) {
     const int64_t quads = (count + QUAD - 1) / QUAD;
     for (int tile = 0; tile < GROUP_TILES; tile++) {
-        float* sums = group.sums + tile * RUN * TILE;
-        std::memset(sums, 0, quads * sizeof(Quad));
+        Quad sums[RUN / QUAD]{};
         multiply_quads(group.feedback + start * group.columns, group.columns,
-                       group.values + tile * group.columns * TILE, TILE, start, quads, (Quad*)sums);
+                       group.values + tile * group.columns * TILE, TILE, start, quads, sums);
+        std::memcpy(group.sums + tile * RUN * TILE, sums, sizeof sums);
     }
 }
 
