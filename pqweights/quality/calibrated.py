@@ -1,7 +1,7 @@
 """Codes for a master from what its weights are for: a calibration in the memory of one decoder layer.
 
-A sample of tokens goes through the model layer by layer (layered.py), and gradients come back the same way; what a layer
-got, and the gradients before it, lie on the disk between its passes:
+A sample of tokens goes through the model layer by layer (layered.py), and gradients come back the same way; what a
+layer got, and the gradients before it, lie on the disk between its passes:
 
 1. Forward: the hidden states before each layer.
 2. Backward, from the last layer to the first: each is computed again, now with gradients. Its weights get their g and,
@@ -28,9 +28,8 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.codecs.column_encoding import encode_columns, expected_bits, factorized, row_scales
+from pqweights.codecs.column_encoding import encode_columns, expected_bits, scaled_energies
 from pqweights.codecs.columns import ColumnCodes
-from pqweights.codecs.trellis_tables import NOISE
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
@@ -122,11 +121,11 @@ class LayerwiseCalibration:
 
     def _forward(self) -> list[list[LayerCall]]:
         """Write the hidden states before each layer and after the last; return how layers are called, by batch."""
-        model, shape = self.model, None
+        model = self.model
         calls: list[list[LayerCall]] = []
         with model.loaded(OUTSIDE):
             begun = [model.begin(self.ids[batch]) for batch in self._batches]
-        for hidden, of_batch in begun:
+        for _, of_batch in begun:
             shared = next((known for known in calls if _same(known, of_batch)), of_batch)
             calls.append(shared)
         if not self._file("hidden", 0).exists():
@@ -135,8 +134,7 @@ class LayerwiseCalibration:
         for layer in range(model.layers):
             if not self._file("hidden", layer + 1).exists():
                 hidden = self._load("hidden", layer)
-                shape = hidden.shape
-                after = torch.empty(shape)
+                after = torch.empty_like(hidden)
                 with model.loaded(layer):
                     for batch, call in zip(self._batches, calls, strict=True):
                         after[batch] = model.run(layer, hidden[batch], call[layer])
@@ -222,7 +220,8 @@ class LayerwiseCalibration:
         self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False
     ) -> None:
         number = OUTSIDE if keep_moments else layer
-        parameters, result = self.model.parameters_of(number), {}
+        parameters = self.model.parameters_of(number)
+        result: dict[str, npt.NDArray[Any]] = {}
         for weight in self.weights.get(number, ()):
             if weight.parameter not in statistics.products:
                 continue  # the sample did not reach it, or it is used otherwise than in a linear layer
@@ -262,11 +261,10 @@ class LayerwiseCalibration:
                 for key in stored.keys():
                     name, _, what = key.rpartition(":")
                     if what == "energies":
-                        energies = stored.get_tensor(key)
-                        errors = np.minimum(energies.mean(0), NOISE * step**2)
-                        spread = stored.get_tensor(f"{name}:spread")
-                        shape = tuple(stored.get_tensor(f"{name}:shape").tolist())
-                        bits += expected_bits(energies + errors * spread, step, shape) + SCALE_BITS * sum(shape)
+                        spread, shape = (stored.get_tensor(f"{name}:{kept}") for kept in ("spread", "shape"))
+                        rows, columns = shape.tolist()
+                        bits += expected_bits(stored.get_tensor(key), spread, step, (rows, columns))
+                        bits += SCALE_BITS * (rows + columns)
         return bits
 
     # --- encoding ---
@@ -373,20 +371,16 @@ def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
 def _described(name: str, weight: Tensor, moments: Tensor, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
     """Return what is kept of a weight until it is encoded.
 
-    energies: the mean square of the weights of each block, with the scales of rows and columns, [strips, K] f32
-    spread: by how much of their errors, in the scales of columns, those before a column change it, [K] f32
+    energies, spread: see scaled_energies
     energy: the sum of g_i w_i H w_i over the rows
     """
-    rows = torch.from_numpy(row_scales(gradients)).float()
-    feedback, columns = factorized(moments.numpy())
-    scaled = weight.detach().square() * rows.square()[:, None] * torch.from_numpy(columns).float().square()
-    padded = torch.nn.functional.pad(scaled, (0, 0, 0, -len(scaled) % 128)).view(-1, 128, scaled.shape[1])
-    spread = columns**2 * ((1 / columns**2) @ feedback**2)
-    outputs = ((weight.detach() @ moments) * weight.detach()).sum(1).double().numpy()
+    values = weight.detach()
+    energies, spread = scaled_energies(values.numpy(), moments=moments.numpy(), gradients=gradients)
+    outputs = ((values @ moments) * values).sum(1).double().numpy()
     return {
         f"{name}:gradients": gradients,
         f"{name}:energy": np.array(float(gradients @ outputs)),
-        f"{name}:energies": (padded.sum(1) / 128).numpy(),
-        f"{name}:spread": spread.astype(np.float32),
+        f"{name}:energies": energies,
+        f"{name}:spread": spread,
         f"{name}:shape": np.array(weight.shape),
     }

@@ -56,6 +56,8 @@ def calibrated_codes(
     Raises SourceError, RecipeError, EvaluationError, OutputError or MissingDependencyError.
     """
     assert asked.calibrate is not None
+    if asked.awq is not None:
+        raise RecipeError("`awq`: the calibration scales channels itself; leave out `awq` or `calibrate`")
     checkpoint, _, plan = plan_quantize(source, recipe, asked)
     wanted = {
         tensor.name: 8.0 * tensor.bytes
@@ -64,8 +66,8 @@ def calibrated_codes(
     }
     if not wanted:
         raise RecipeError(
-            f"recipe {recipe.name!r}: `calibrate` is for weights of the codec {HadamardTrellis.name}, and it gives it to "
-            "none here; choose a recipe such as t4"
+            f"recipe {recipe.name!r}: `calibrate` is for weights of the codec {HadamardTrellis.name}, and it gives it "
+            "to none here; choose a recipe such as t4"
         )
     model = LayeredModel(checkpoint, source)
     work = _work_folder(out, checkpoint, recipe, asked, plan)
@@ -99,8 +101,8 @@ def _warnings(left: AbstractSet[str]) -> tuple[str, ...]:
         return ()
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return (
-        f"tensor {min(left)!r}{more}: not calibrated, because the sample reached no linear layer of the model that has it "
-        "as it is; encoded without calibration",
+        f"tensor {min(left)!r}{more}: not calibrated, because the sample reached no linear layer of the model that has "
+        "it as it is; encoded without calibration",
     )
 
 

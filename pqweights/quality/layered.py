@@ -98,7 +98,7 @@ class LayeredModel:
         return len(self._layers)
 
     def parameters_of(self, layer: int) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of a layer, or of what is outside, by name; those outside only once if they are tied."""
+        """Return the parameters of a layer, or of what is outside, by name; tied ones once."""
         if layer != OUTSIDE:
             prefix = f"{self._path}.{layer}."
             return {prefix + name: parameter for name, parameter in self._layers[layer].named_parameters()}

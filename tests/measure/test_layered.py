@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from helpers import read_all, write_checkpoint
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+import torch
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
