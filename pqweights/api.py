@@ -1,7 +1,7 @@
 """The Python API: the functions that `import pqweights` offers, one for each command of the same name.
 
-They take what the commands take, with the same defaults (planning/options.py), print nothing and return a report. docs/python.md
-has examples.
+They take what the commands take, with the same defaults (planning/options.py), print nothing and return a report.
+docs/python.md has examples.
 """
 
 from __future__ import annotations
