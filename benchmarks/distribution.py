@@ -23,7 +23,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
-from pqweights.kernels import HADAMARD_SIZE
+from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.groups import rotate
 from pqweights.planning.decisions import decide
 from pqweights.planning.recipe import load_recipe
@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float32]
 # At most this many weights of a tensor are read, in chunks of blocks that are spread evenly over it.
 MAX_WEIGHTS = 1 << 22
 CHUNK_BLOCKS = 1 << 11
-CHUNKS = MAX_WEIGHTS // HADAMARD_SIZE // CHUNK_BLOCKS
+CHUNKS = MAX_WEIGHTS // BLOCK_SIZE // CHUNK_BLOCKS
 # Distribution functions are compared at the ends of cells of equal probability, so a distance is at most 1 / CELLS low.
 CELLS = 1 << 16
 
@@ -87,7 +87,7 @@ def normal_edges() -> Floats:
 
 def sampled_blocks(weights: int) -> Iterator[range]:
     """The whole blocks of a tensor that are read: all of them, or CHUNKS runs that are spread evenly over it."""
-    blocks = weights // HADAMARD_SIZE
+    blocks = weights // BLOCK_SIZE
     if blocks <= CHUNKS * CHUNK_BLOCKS:
         firsts = list(range(0, blocks, CHUNK_BLOCKS))
     else:
@@ -100,13 +100,13 @@ def count(tensor: LogicalTensor) -> tuple[Tally, Tally]:
     """Count the coordinates of a tensor's blocks before and after the rotation; blocks of zeros are left out."""
     before, after = Tally(), Tally()
     for blocks in sampled_blocks(element_count(tensor)):
-        raw = np.empty(len(blocks) * HADAMARD_SIZE * 4, dtype=np.uint8)
-        tensor.read(blocks.start * HADAMARD_SIZE, len(blocks) * HADAMARD_SIZE, "F32", raw)
-        values = raw.view(np.float32).reshape(-1, HADAMARD_SIZE).astype(np.float64)
+        raw = np.empty(len(blocks) * BLOCK_SIZE * 4, dtype=np.uint8)
+        tensor.read(blocks.start * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, "F32", raw)
+        values = raw.view(np.float32).reshape(-1, BLOCK_SIZE).astype(np.float64)
         norms = np.sqrt((values * values).sum(axis=1))
         if not np.isfinite(norms).all():
             raise SystemExit(f"error: tensor {tensor.name!r}: expected finite weights, found a NaN or an infinity")
-        unit = values[norms > 0] * (math.sqrt(HADAMARD_SIZE) / norms[norms > 0])[:, None]
+        unit = values[norms > 0] * (math.sqrt(BLOCK_SIZE) / norms[norms > 0])[:, None]
         coordinates = unit.astype(np.float32).reshape(-1)
         before.add(coordinates.copy())
         rotate(coordinates)

@@ -1,4 +1,4 @@
-"""The options of commands: made from the library's parameters (pqweights/planning/options.py), or of commands alone."""
+"""The options of commands: made from the parameters of the library (planning/options.py), or of commands alone."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError, SourceError
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.models import text_model
 from pqweights.models.names import role_name
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.options import ExportOptions
@@ -196,7 +197,8 @@ class Layers(NamedTuple):
         made: dict[str, list[str]] = {}
         for name, source in sources.items():
             made.setdefault(source.name, []).append(name)
-        roles = {source.name: role_name(source.name, source.dtype, source.shape) for source in sources.values()}
+        model = text_model(checkpoint.config)
+        roles = {s.name: role_name(s.name, s.dtype, s.shape, model) for s in sources.values()}
         weights = groups_of(checkpoint, list(roles.items()))
         members = {layer: [name for source in names for name in made[source]] for layer, names in weights.items()}
         return Layers(members, weights, roles)

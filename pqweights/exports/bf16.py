@@ -15,7 +15,8 @@ from pqweights.errors import OptionError
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
-from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models import text_model
+from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
@@ -56,9 +57,9 @@ class Bf16Export:
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor as it is, in the dtype that it gets."""
-        model = model_dtype(checkpoint.config, checkpoint.tensors)
+        model, known = model_dtype(checkpoint.config, checkpoint.tensors), text_model(checkpoint.config)
         dtype = "BF16" if self.dtype == "bf16" else None
-        return [plain_plan(tensor, model=model, dtype=dtype) for tensor in checkpoint.tensors]
+        return [plain_plan(tensor, known, model=model, dtype=dtype) for tensor in checkpoint.tensors]
 
     def prepare(self, preparation: Preparation) -> None:
         """Do nothing: a copy depends on its tensor alone."""
@@ -82,16 +83,23 @@ class Bf16Export:
         return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, old_dtype=model)
 
 
-def role_of(tensor: LogicalTensor, model: ModelDescription = UNKNOWN) -> str:
+def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:
     """Return the role of a tensor of a model; one that is put together from others has that of the first of them."""
     return role_name((*sources_of(tensor), tensor)[0].name, tensor.dtype, tensor.shape, model)
 
 
 def plain_plan(
-    tensor: LogicalTensor, *, model: str, dtype: str | None, reason: str | None = None, forced: str | None = None
+    tensor: LogicalTensor,
+    known: ModelDescription,
+    *,
+    model: str,
+    dtype: str | None,
+    reason: str | None = None,
+    forced: str | None = None,
 ) -> TensorPlan:
     """Plan a tensor that is stored plainly.
 
+    known: what is known of the type of the model
     model: the dtype of the model
     dtype: the dtype that weights and everything else in the model's dtype get; None leaves each tensor its own
     reason: why a weight that might have become integers does not
@@ -105,7 +113,7 @@ def plain_plan(
         name=tensor.name,
         shape=tensor.shape,
         dtype=tensor.dtype,
-        role=role_of(tensor),
+        role=role_of(tensor, known),
         action=DECODE if decoded else KEEP,
         codec=None,
         bits=None,

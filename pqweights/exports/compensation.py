@@ -38,6 +38,7 @@ from pqweights.kernels.compensation import (
     trial_error,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
+from pqweights.models.description import ModelDescription
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
@@ -153,12 +154,14 @@ def _made(moments: Statistics, vector: int, *, columns: Floats | None) -> ReadyF
     return None if factor is None else ReadyFactor(factor, held_back, best)
 
 
-def sources_of(tensor: LogicalTensor, rule: Rule, moments: Statistics) -> tuple[int | str, ...]:
+def sources_of(
+    tensor: LogicalTensor, rule: Rule, moments: Statistics, model: ModelDescription
+) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
     count = math.prod(tensor.shape[:-2])
     if isinstance(rule, FloatRule):
         return ("its format has no compensated rounding",) * count
-    if role_of(tensor) == "embedding":
+    if role_of(tensor, model) == "embedding":
         return ("it is looked up, not multiplied by inputs",) * count
     return tuple(_source(tensor, number, moments) for number in range(count))
 

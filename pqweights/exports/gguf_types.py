@@ -27,6 +27,7 @@ from pqweights.exports.bf16 import role_of
 from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
 from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.models import text_model
 from pqweights.planning.options import ExportOptions
 
 DEFAULT_TYPE = "q4_k_m"
@@ -109,12 +110,13 @@ def chosen_types(
     used: list[FormatRule | None] = []
     result: dict[str, TypeChoice] = {}
     free: list[LogicalTensor] = []
+    known = text_model(checkpoint.config)
     for tensor in model.tensors:
         wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
         if not may_be_quantized(tensor.name, tensor.shape):
             result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
-        rule = options.assignment.rule_of([(known_names(tensor), role_of(tensor))])
+        rule = options.assignment.rule_of([(known_names(tensor), role_of(tensor, known))])
         used.append(rule)
         if rule is None:
             free.append(tensor)

@@ -13,19 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pqweights.checkpoint.config import model_dtype
+from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.common.units import counted, size_text
-from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
+from pqweights.exports.bf16 import is_encoded, plain_plan, role_of, stored_dtype
 from pqweights.exports.compensation import CompensatedJob, Compensation, WeightedJob
 from pqweights.exports.formats import BlockRule, Rounding, Stays
 from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.exports.target import GPTQ, IMPORTANCE
 from pqweights.exports.units import UnitJob, fused_weights, with_unit
+from pqweights.models import text_model
+from pqweights.models.description import ModelDescription
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
-from pqweights.planning.roles import classify
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job
@@ -108,8 +110,8 @@ class IntegerExport:
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor by the outline's decision."""
-        model = model_dtype(checkpoint.config, checkpoint.tensors)
-        planned = [self._planned(tensor, model) for tensor in checkpoint.tensors]
+        model, known = model_dtype(checkpoint.config, checkpoint.tensors), text_model(checkpoint.config)
+        planned = [self._planned(tensor, known, model) for tensor in checkpoint.tensors]
         return planned if self.fold is None else self.fold.noted(planned, self._sources)
 
     @functools.cached_property
@@ -127,17 +129,18 @@ class IntegerExport:
         if self.fold is not None and self.is_found_again:
             self.fold.check_master(self.master_factors)
 
-    def _planned(self, tensor: LogicalTensor, model: str) -> TensorPlan:
+    def _planned(self, tensor: LogicalTensor, known: ModelDescription, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)
         if not isinstance(decision, Rounding):
             reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
-            return plain_plan(tensor, model=model, dtype=self.outline.plain_dtype, reason=reason, forced=forced)
+            dtype = self.outline.plain_dtype
+            return plain_plan(tensor, known, model=model, dtype=dtype, reason=reason, forced=forced)
         specs = decision.specs(tensor.name, tensor.shape)
         return TensorPlan(
             name=tensor.name,
             shape=tensor.shape,
             dtype=tensor.dtype,
-            role=role_of(tensor),
+            role=role_of(tensor, known),
             action=INTEGER,
             codec=decision.codec,
             bits=decision.rule.bits,
@@ -194,17 +197,17 @@ class IntegerExport:
 
 def remarks(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
     """Return warnings of the sizes of a result."""
-    return (*_experts_warnings(outline), *_plain_warnings(outline, master))
+    return (*_experts_warnings(outline, text_model(master.config)), *_plain_warnings(outline, master))
 
 
-def _experts_warnings(outline: Outline) -> tuple[str, ...]:
+def _experts_warnings(outline: Outline, model: ModelDescription) -> tuple[str, ...]:
     """Return a warning for each reason why experts that the master encodes stay plain, with their bytes."""
     by_reason: dict[str, list[LogicalTensor]] = {}
     for tensor in outline.tensors:
         decision = outline.decisions.get(tensor.name)
         if not isinstance(decision, Stays) or decision.reason == FUSED_WITH_KEPT:
             continue
-        if is_encoded(tensor) and classify(tensor.name, tensor.dtype, tensor.shape).name == "expert":
+        if is_encoded(tensor) and role_of(tensor, model) == "expert":
             reason = "the format stores single linear layers" if len(tensor.shape) > 2 else decision.reason
             by_reason.setdefault(reason, []).append(tensor)
     return tuple(
@@ -229,7 +232,7 @@ def _plain_warnings(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
     weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in ("BF16", "F16", "F32"))
     model = model_dtype(outline.config, outline.tensors)
     plain_bytes = sum(
-        plain_plan(tensor, model=model, dtype=outline.plain_dtype).bytes
+        TensorSpec(tensor.name, stored_dtype(tensor, model=model, dtype=outline.plain_dtype), tensor.shape).byte_count
         for tensor in outline.tensors
         if tensor.name not in integers
     )

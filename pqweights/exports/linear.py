@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import DEFAULT_CODEC
@@ -30,7 +31,7 @@ from pqweights.exports.assignment import (
     chosen_within,
     distortion,
 )
-from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
+from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
@@ -231,7 +232,8 @@ def _within(
             overhead += stored_bytes(weights.rounding(tensor).specs(tensor.name, tensor.shape))
         elif tensor.name not in in_layers:
             model = model_dtype(checkpoint.config, checkpoint.tensors)
-            overhead += plain_plan(tensor, model=model, dtype="BF16").bytes
+            dtype = stored_dtype(tensor, model=model, dtype="BF16")
+            overhead += TensorSpec(tensor.name, dtype, tensor.shape).byte_count
     formats = chosen_within(
         target,
         layers,
@@ -320,11 +322,11 @@ def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[s
     )
 
 
-def kept_by_recipe(tensor: LogicalTensor) -> bool:
+def kept_by_recipe(tensor: LogicalTensor, model: ModelDescription) -> bool:
     """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
     if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
         return False
-    role = classify(tensor.name, tensor.dtype, tensor.shape)
+    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
     return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
 
 

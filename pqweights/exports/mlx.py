@@ -42,7 +42,7 @@ from pqweights.exports.assignment import (
     distortion,
     known_names,
 )
-from pqweights.exports.bf16 import is_encoded, plain_plan, role_of
+from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT, HEADER_BYTES, fused_warnings, kept_by_recipe
@@ -62,6 +62,8 @@ from pqweights.exports.target import (
     one_of,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
+from pqweights.models import text_model
+from pqweights.models.description import ModelDescription
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 
@@ -132,8 +134,7 @@ class MlxFormat:
         from pqweights.exports import mlx_model, mlx_trace
 
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
-        plans = [plain_plan(tensor, model=model_plain, dtype="BF16") for tensor in checkpoint.tensors]
-        dtypes = {plan.name: plan.stored[0].dtype for plan in plans}
+        dtypes = {t.name: stored_dtype(t, model=model_plain, dtype="BF16") for t in checkpoint.tensors}
         for name, dtype in dtypes.items():
             if dtype not in mlx_trace.MLX_DTYPES:
                 raise ExportError(f"tensor {name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint")
@@ -154,7 +155,10 @@ class MlxFormat:
     ) -> dict[str, QuantizedModule | None]:
         """Return how modules are quantized otherwise than mlx-lm would, None for those that stay plain."""
         weights = {f"{path}.weight": outputs[f"{path}.weight"] for path in quantized}
-        known = {name: ([name, *(t.name for t in o.sources)], role_of(o.sources[0])) for name, o in weights.items()}
+        model = text_model(checkpoint.config)
+        known = {
+            name: ([name, *(t.name for t in o.sources)], role_of(o.sources[0], model)) for name, o in weights.items()
+        }
         rules = {name: self.assignment.rule_of([known[name]]) for name in weights}
         self.assignment.check_used(rules.values())
         formats = {name: rule.format for name, rule in rules.items() if rule is not None}
@@ -228,16 +232,17 @@ class MlxFormat:
             elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
-                decisions[tensor.name] = Stays(self.groups.why_not(columns) or self._why_plain(tensor))
+                known = text_model(model.config)
+                decisions[tensor.name] = Stays(self.groups.why_not(columns) or self._why_plain(tensor, known))
         if not model.quantized:
             reasons = (str(decision.reason) for decision in decisions.values())
             why = next(reasons, "mlx-lm quantizes no layer of it")
             raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
         return decisions
 
-    def _why_plain(self, tensor: LogicalTensor) -> str:
+    def _why_plain(self, tensor: LogicalTensor, model: ModelDescription) -> str:
         """Return why a weight stays plain whose rows groups divide."""
-        rule = self.assignment.rule_of([(known_names(tensor), role_of(tensor))])
+        rule = self.assignment.rule_of([(known_names(tensor), role_of(tensor, model))])
         if rule is not None and rule.format == PLAIN:
             return f"rule {rule.pattern}"
         size = self.assignment.target_size
@@ -302,9 +307,9 @@ def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
 
 def _fused_with_kept(model: MlxModel) -> dict[str, list[str]]:
     """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
-    result: dict[str, list[str]] = {}
+    result, known = dict[str, list[str]](), text_model(model.config)
     for name, output in model.outputs.items():
-        kept = sorted(source.name for source in output.sources if kept_by_recipe(source))
+        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, known))
         if kept and any(map(is_encoded, output.sources)):
             result.setdefault(kept[0], []).append(name)
     return result

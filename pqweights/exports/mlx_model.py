@@ -35,7 +35,7 @@ from pqweights.exports.architectures import MLX, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
-from pqweights.models import described
+from pqweights.models import described, text_model
 from pqweights.models.description import STACKED, TURNED, UNPREFIXED
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
@@ -137,7 +137,8 @@ def read_model(
     with checked():
         model, outputs = loaded()
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    kept = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(kept_by_recipe, o.sources))}
+    known = text_model(config)
+    kept = {p.removesuffix(".weight") for p, o in outputs.items() if any(kept_by_recipe(s, known) for s in o.sources)}
     in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
     if mix is not None:

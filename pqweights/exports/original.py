@@ -18,6 +18,7 @@ from pqweights.exports.integer_export import IntegerExport, remarks
 from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.exports.units import reading_together
+from pqweights.models import text_model
 from pqweights.planning.plan import coding_of
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.rewrite.folding.fold import EQUALIZE, Fold
@@ -49,6 +50,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     errors = {} if manifest is None or original is not None or fold is not None else _known_errors(outline, manifest)
     unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
     warnings = (*outline.warnings, *remarks(outline, source.checkpoint), *unexamined)
+    model = text_model(values.config)
     transform = IntegerExport(
         target=target,
         outline=replace(outline, warnings=warnings),
@@ -57,7 +59,9 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master_errors=errors,
         compensation=None
         if moments is None or source.rounding != GPTQ
-        else Compensation(moments, {t.name: sources_of(t, how.rule, moments) for t, how in outline.rounded}, fold),
+        else Compensation(
+            moments, {t.name: sources_of(t, how.rule, moments, model) for t, how in outline.rounded}, fold
+        ),
         fold=fold,
         is_found_again=original is not None and not source.fold,
         master_factors=None if manifest is None else manifest.factors,

@@ -32,8 +32,6 @@ SIGNS: npt.NDArray[np.float32] = np.array(
 # dtype name -> the number that stands for it in the kernels
 VALUE_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 
-# Coordinates that are rotated together.
-HADAMARD_SIZE = BLOCK_SIZE
 # 1 / sqrt(128), the factor with which the rotation keeps lengths.
 ORTHONORMAL = 0.08838834764831845
 

@@ -58,8 +58,6 @@ class GroupRule:
     rule: BEST, or a key of RUNTIME_RULES.
     zeros: a weight is read back as (code - zero) * scale, where the zero is itself a code; without `symmetric` and
         `middle`.
-    gain: scales are then enlarged, for the same codes, until decoded weights have the size of the weights (see
-        gguf_gain.py); only with BEST, and with `symmetric` or `zeros`.
     scale_dtype: of scales and of offsets that are not zeros, BF16 or F16; those of mlx and torchao are BF16.
     """
 
@@ -69,7 +67,6 @@ class GroupRule:
     middle: bool
     rule: str
     zeros: bool = False
-    gain: bool = False
     scale_dtype: str = "BF16"
 
     @property
@@ -223,7 +220,7 @@ def fit_groups(values: npt.NDArray[np.float32], out: Groups, rule: GroupRule) ->
         )
     settings = _settings(rule.kind, bits, size)
     given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 7))
-    numbers = (groups, size, bits, KINDS[rule.kind], rule.middle, rule.gain, VALUE_DTYPES[rule.scale_dtype])
+    numbers = (groups, size, bits, KINDS[rule.kind], rule.middle, VALUE_DTYPES[rule.scale_dtype])
     native.call("fit", *given, *_written(out), *numbers)
 
 

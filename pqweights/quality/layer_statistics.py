@@ -1,9 +1,9 @@
 """What is known of the weights of a layer from a sample of tokens: moments of inputs, and gradients at outputs.
 
 Of a weight W [N, K] in a product y = W x: H = E[x x'], [K, K], the second moments of its inputs; and
-g = E[(dL/dy)**2], [N], the mean squares of the gradients at its outputs. The loss L is the log-likelihood of tokens that are drawn from the
-model's own predictions, so the products of these gradients are the Fisher information, and g_i H is about the block of
-its matrix that belongs to row i of W, as in K-FAC (Martens and Grosse, arXiv:1503.05671).
+g = E[(dL/dy)**2], [N], the mean squares of the gradients at its outputs. The loss L is that of tokens that are drawn
+from the model's own predictions, so the mean products of such gradients are the Fisher information, and g_i H is about
+its block that belongs to row i of W, as in K-FAC (Martens and Grosse, arXiv:1503.05671).
 
 Products are recorded where torch computes them, so no architecture needs a rule of its own.
 """

@@ -20,7 +20,7 @@ from pqweights.codecs import get_codec
 from pqweights.codecs import lloyd_max as codebook
 from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.codecs.weight import encode_weight
-from pqweights.kernels import FIELD_WIDTHS, HADAMARD_SIZE, SIGN_BITS, BlockCoding, load_backend, reference
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe, parse_recipe
@@ -119,7 +119,7 @@ def test_fields_of_each_bit_width():
     text = re.sub(r"\s+", " ", between("The width is the sum of its binary digits", "A code is cut"))
     stated = {int(bits): tuple(map(int, parts.split(" + "))) for bits, parts in re.findall(r"(\d) = ([\d +]*\d)", text)}
     assert stated == {bits: FIELD_WIDTHS[bits] for bits in BITS}
-    assert CODEC.coder(5).block_size == HADAMARD_SIZE == independent_reader.BLOCK == 128
+    assert CODEC.coder(5).block_size == BLOCK_SIZE == independent_reader.BLOCK == 128
 
 
 def test_distortions_and_the_rescue_factor():

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import external_runtimes
 import numpy as np
 import pytest
 from export_decoders import (
     VIEWS,
-    awq_codes,
     from_awq,
     from_compressed_tensors_with_zeros,
     from_gptq,
-    gptq_codes,
 )
 from hard_weights import families
 from helpers import Array, Tensor
@@ -23,7 +18,6 @@ from helpers import Array, Tensor
 from pqweights.exports.formats import Rounding
 from pqweights.kernels.groups import BEST, GroupRule, Groups
 
-PACK = Path(external_runtimes.__file__).with_name("pack_in_vllm.py")
 NAME, SIZE, COLUMNS = "layer.weight", 32, 96
 
 
@@ -118,13 +112,3 @@ def test_gptq_is_decoded_as_the_rule_does(layout: str, bits: int) -> None:
         tensors, decoded = stored(rounding(layout, bits, symmetric=symmetric), weights(rows))
         found = from_gptq(tensors, "layer", bits, first_zero=int(layout == "gptq"))
         assert np.array_equal(found, decoded)
-
-
-def test_vllm_packs_the_same_words(tmp_path: Path) -> None:
-    external_runtimes.need("vLLM")
-    awq, gptq = (stored(rounding(layout, 4), weights(64))[0]["layer.qweight"][1] for layout in ("awq", "gptq-v2"))
-    codes = awq_codes(awq)
-    assert np.array_equal(codes, gptq_codes(np.ascontiguousarray(gptq.T), 4).T)
-    result = tmp_path / "words.json"
-    external_runtimes.run_in_vllm(PACK, result, json.dumps({"codes": codes.tolist()}))
-    assert json.loads(result.read_text()) == {"awq": awq.tolist(), "gptq": gptq.tolist()}

@@ -14,7 +14,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from export_decoders import from_vllm_format
+from export_decoders import awq_codes, from_vllm_format, gptq_codes
 from external_runtimes import need, run_in_vllm
 from families import FAMILIES, VOCABULARY, Family
 from helpers import Array, as_float32, read_all, run_command
@@ -38,6 +38,7 @@ MOST_ON_AVERAGE, MOST = 0.02, 0.12
 LEAST_OF_INT4 = 0.1
 # So many times as much where vLLM rounds what layers read, too: 0.025 and 0.064 on average.
 ROUNDED_INPUTS = {"int8": 2, "fp8": 4, "nvfp4": 10, "nvfp4-modelopt": 10}
+CODES = np.random.default_rng(4).integers(0, 16, (64, 96))  # [K, N]
 TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() for seed in range(4)]
 
 
@@ -57,7 +58,8 @@ def make(folder: Path) -> None:
         run_command({"quantize": str(folder / name), "recipe": str(folder / "recipe.yaml")}, master)
         run_command({"export": str(master), "target": "vllm", "format": name}, out)
     folders = {name: str(folder / f"{name}-vllm") for name in FORMATS}
-    run_in_vllm(SCRIPT, folder / "scores.json", json.dumps({"folders": folders, "tokens": TOKENS}))
+    job = {"folders": folders, "tokens": TOKENS, "codes": CODES.tolist()}
+    run_in_vllm(SCRIPT, folder / "result.json", json.dumps(job))
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +91,16 @@ def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: st
     expected = scores(model)
     if name == "w4a16":
         assert np.abs(expected - plain).mean() > LEAST_OF_INT4
-    found = json.loads((work / "scores.json").read_text())[name]
+    found = json.loads((work / "result.json").read_text())["scores"][name]
     assert not isinstance(found, str), f"vLLM does not load it: {found}"
     difference = np.abs(np.array(found) - expected)
     times = ROUNDED_INPUTS.get(name, 1)
     assert difference.mean() < MOST_ON_AVERAGE * times
     assert difference.max() < MOST * times
+
+
+def test_vllm_packs_words_that_the_decoders_of_the_tests_read(work: Path) -> None:
+    """And test_layouts_with_zeros.py decodes what exports store: the same codes are the same words."""
+    words = json.loads((work / "result.json").read_text())["words"]
+    assert np.array_equal(awq_codes(np.array(words["awq"], np.int32)), CODES)
+    assert np.array_equal(gptq_codes(np.array(words["gptq"], np.int32).T.copy(), 4).T, CODES)

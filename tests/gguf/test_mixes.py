@@ -101,12 +101,18 @@ def importances(library: Any, path: Path) -> tuple[Any, list[Any]]:
     return data, kept
 
 
-@pytest.mark.parametrize(("name", "imatrix"), [("17 layers", False), *((name, True) for name in MODELS)])
-def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
+def test_types_are_those_of_llama_cpp(tmp_path):
+    """All models in one process: llama.cpp's tables of grids take it 20 seconds, once."""
     need("llama.cpp")
+    for name, imatrix in (("17 layers", False), *((name, True) for name in MODELS)):
+        (folder := tmp_path / f"{name}-{imatrix}").mkdir()
+        check_types(MODELS[name], imatrix, folder)
+
+
+def check_types(model, imatrix, folder):
+    """Compare the types of all matrices in all mixes, with an importance matrix or without."""
     library = llama_library.library().functions
-    model = MODELS[name]
-    llama(tmp_path / "plain.gguf", **model)
+    llama(folder / "plain.gguf", **model)
     shape = Shape(
         layers=model["layers"],
         shared=model["heads"] // model["shared"],
@@ -116,7 +122,7 @@ def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
         imatrix=imatrix,
     )
     plain = {
-        tensor.name: tuple(tensor.shape.tolist()[::-1]) for tensor in gguf.GGUFReader(tmp_path / "plain.gguf").tensors
+        tensor.name: tuple(tensor.shape.tolist()[::-1]) for tensor in gguf.GGUFReader(folder / "plain.gguf").tensors
     }
     for mix in MIXES.values():
         if mix.type in ("F32", "F16", "BF16") or mix.name == "NVFP4":  # of which this llama.cpp makes no files
@@ -124,12 +130,12 @@ def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
         expected = {tensor: fitting_type(mix.type_of(tensor, size, shape), size[-1]) for tensor, size in plain.items()}
         inner = {kind for tensor, kind in expected.items() if role_of(tensor) not in (OUTPUT, EMBEDDING)}
         settings = library.llama_model_quantize_default_params()
-        settings.ftype, out = int(gguf.LlamaFileType[mix.file_type]), tmp_path / "quantized.gguf"
+        settings.ftype, out = int(gguf.LlamaFileType[mix.file_type]), folder / "quantized.gguf"
         if imatrix:
-            data, kept = importances(library, tmp_path / "plain.gguf")
+            data, kept = importances(library, folder / "plain.gguf")
             settings.imatrix = data
             assert kept
-        paths = (str(path).encode() for path in (tmp_path / "plain.gguf", out))
+        paths = (str(path).encode() for path in (folder / "plain.gguf", out))
         made = library.llama_model_quantize(*paths, ctypes.byref(settings)) == 0
         assert made == (imatrix or not (inner & {*WANT_IMPORTANCE} or mix.name == "Q2_K_S")), mix.name
         if made:

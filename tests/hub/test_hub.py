@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from hub_cases import CASES, NOT_NEEDED, SOURCE, Case, Client, files_of, stalled, write_source
-from loopback_faults import Fault, Request, Stall
+from loopback_faults import Fault, Request, Run, Stall
 from loopback_hub import LoopbackHub
 
 from pqweights.checkpoint.source import Checkpoint
@@ -439,26 +439,37 @@ def test_cache_and_result_on_one_disk_need_room_together(client: Client, source:
 
 @pytest.mark.parametrize("low_disk", [False, True])
 def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
-    low_disk: bool, client: Client, source: Path, tmp_path: Path
+    low_disk: bool, hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
 ) -> None:
     run, out, changed = EncodeJob.run, tmp_path / "out", list[Path]()
-    folder = out / ".pqweights" if low_disk else client.home / "hub"
+    folder, files = (out / ".pqweights", "*/fetched") if low_disk else (client.home / "hub", "models--*/blobs")
     first = hashlib.sha256((source / SHARDS[0]).read_bytes()).hexdigest()
+    asked, ended = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        asked.set()
+        ended.wait()
 
     def changing(job: EncodeJob, chunk: int, sink: Sink) -> Any:
         done = run(job, chunk, sink)
         if not changed:
-            files = (path for path in folder.rglob(f"{first}*") if path.suffix not in (".lock", ".partial"))
-            (path,) = {path.resolve() for path in files}
+            assert asked.wait(20)  # the next file is being fetched
+            (path,) = (path for path in folder.glob(f"{files}/{first}*") if path.suffix != ".partial")
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             changed.append(path)
         return done
 
     client.patch.setattr(EncodeJob, "run", changing)
+    client.patch.setattr("pqweights.storage.hub.storage.STOP_SECONDS", 0.01)
+    hub.inject(Fault(Run(stall), "GET", f"resolve/.*{SHARDS[1]}", after=1))
     line = client.line("quantize", SOURCE, out, "--threads", "1", *(["--low-disk"] if low_disk else []))
     assert changed and f"{SHARDS[0]}: the source changed while it was being read" in line
-    assert not (out / "pqweights.json").exists()
+    assert not out.exists() or not [*out.iterdir()]
+    ended.set()
+    for thread in (thread for thread in threading.enumerate() if thread.name.startswith("pqweights-fetch")):
+        thread.join()
+    assert not out.exists() or not [*out.iterdir()]  # what was being fetched does not come back
 
 
 # --- Interrupted runs -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from dataclasses import replace
 from typing import Any
 
 import helpers
@@ -264,24 +263,6 @@ def test_gaussian_weights_have_a_smaller_error_than_by_their_range(kind: str, bi
     measured = groups.errors.sum() / groups.energies.sum()
     assert abs(measured / GAUSSIAN[kind][bits] - 1) < 0.01
     assert groups.errors.sum() <= 0.945 * errors_of_range(rule, gaussian_weights()).sum()
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", ["BF16", "F16"])
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-def test_a_gain_gives_products_with_the_weights_their_size(kind: str, dtype: str, bits: int) -> None:
-    """The scales alone change: by at most one and a half, and as they are rounded."""
-    rule = best(kind, bits, 64, dtype)
-    plain, enlarged = (replace(rule, gain=gain) for gain in (False, True))
-    for name, values in families(64).items():
-        assert_sound(enlarged, values, name)
-        if name in ORDINARY:
-            before, after = quantize(plain, values), quantize(enlarged, values)
-            assert same_bits(before.codes, after.codes) and same_bits(before.offsets, after.offsets)
-            wide = values.astype(np.float64)
-            gains = np.minimum(before.energies / (wide * plain.decode(before)).sum(1), 1.5)
-            products = (wide * enlarged.decode(after)).sum(1) / (wide * plain.decode(before)).sum(1)
-            assert np.allclose(products, np.maximum(gains, 1), rtol=2.0**-8 if dtype == "BF16" else 2.0**-10), name
 
 
 # --- the rules of the runtimes ---

@@ -15,7 +15,9 @@ from integer_exports import integer_names
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import ExportError
+from pqweights.exports.compensation import sources_of
 from pqweights.exports.linear import FUSED_WITH_KEPT
+from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.models import llama_cpp
 from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.description import ModelDescription
@@ -113,6 +115,24 @@ def test_its_fused_layers_stay_plain_together(tmp_path: Path) -> None:
     assert (reasons[names[0]], reasons[names[2]]) == (FUSED_WITH_KEPT, FUSED_WITH_KEPT)
     assert reasons[names[4]] == "embedding: the runtime does not quantize it"
     assert not any("nobody has examined" in line for line in report.warnings)
+
+
+@pytest.mark.parametrize("target", ["bf16", "vllm"])
+def test_exports_state_its_roles(target: str, tmp_path: Path) -> None:
+    weights = {
+        f"model.layers.0.{name}.weight": bf16(gaussian(64, 128)) for name in ("mix.ask", "hop.board", "hop.open")
+    }
+    write_checkpoint(tmp_path / "src", weights, config={"model_type": NAME, "dtype": "bfloat16"})
+    run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "out")
+    roles = {tensor.name: tensor.role for tensor in read_manifest(tmp_path / "out").tensors}
+    assert roles == dict(zip(weights, ("attention", "embedding", "linear"), strict=True))
+
+
+def test_an_embedding_is_not_compensated(tmp_path: Path) -> None:
+    tensor = open_local(write_checkpoint(tmp_path, {"hop.board.weight": bf16(gaussian(64, 128))})).tensors[0]
+    rule = GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=BEST)
+    assert sources_of(tensor, rule, {}, ROW) == ("it is looked up, not multiplied by inputs",)
 
 
 def test_targets_refuse_what_its_traits_rule_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def sanitized_command() -> list[str] | None:
         return None
     compiler = build_kernels.Compiler(own)
     kinds = "undefined,float-cast-overflow,local-bounds"
-    sanitizing = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-fsanitize=address", "-O1", "-g1"]
+    sanitizing = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-fsanitize=address", "-O1"]
     sanitizing += ["-fsanitize-address-outline-instrumentation"]  # a call for each check is compiled in half the time
     defined = ["-DPQWEIGHTS_LEVEL=0", '-DPQWEIGHTS_SOURCES=""', f"-I{build_kernels.SOURCES}"]
     command = [*compiler.compile(build_kernels.levels_of(own, "own")[-1]), *sanitizing, *defined]

@@ -1,8 +1,10 @@
-"""Scores tokens in vLLM on the CPU: run by the Python of vLLM's own environment, without pqweights.
+"""What vLLM computes on the CPU: run by the Python of vLLM's own environment, without pqweights.
 
-stdin: {"folders": {name: folder}, "tokens": [[id, ...], ...]}. The file that is the only argument gets {name: [[log
-probability of each token but the first, given those before it, ...], ...]}, and the error in place of the scores for
-what vLLM does not load.
+stdin: {"folders": {name: folder}, "tokens": [[id, ...], ...], "codes": [[code, ...], ...]}, the codes of 4 bits [K, N].
+The file that is the only argument gets
+"scores": {name: [[log probability of each token but the first, given those before it, ...], ...]}, and the error in
+place of the scores for what vLLM does not load;
+"words": {"awq": words, "gptq": words}, the codes in signed words, as vLLM's own functions pack them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 import vllm
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack, gptq_pack
 from vllm.platforms import PlatformEnum
 
 NIBBLES = 8  # in a word
@@ -100,16 +103,18 @@ def scores(folder: str, tokens: list[list[int]]) -> list[list[float]]:
 
 def main() -> None:
     """Read the job, and write the result."""
-    job, result = json.load(sys.stdin), dict[str, Any]()
+    job, found = json.load(sys.stdin), dict[str, Any]()
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         _custom_ops.cpu_gemm_wna16 = product
     allow_emulation()
     for name, folder in job["folders"].items():
         try:
-            result[name] = scores(folder, job["tokens"])
+            found[name] = scores(folder, job["tokens"])
         except Exception as error:  # the test says which model it is, and with what error
-            result[name] = str(error)
-    Path(sys.argv[1]).write_text(json.dumps(result))
+            found[name] = str(error)
+    codes = torch.tensor(job["codes"], dtype=torch.int32)
+    words = {"awq": awq_pack(codes, 4, *codes.shape).tolist(), "gptq": gptq_pack(codes, 4, *codes.shape).tolist()}
+    Path(sys.argv[1]).write_text(json.dumps({"scores": found, "words": words}))
 
 
 if __name__ == "__main__":

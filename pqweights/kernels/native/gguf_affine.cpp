@@ -75,12 +75,11 @@ INLINE Floats stored(Floats x, const Scaling& scaling) {
 }
 INLINE Pair stored(Pair p, const Scaling& scaling) { return {stored(p.scale, scaling), stored(p.offset, scaling)}; }
 
-template <class Format, bool weighted>
-struct AffineBlocks : Blocks<Format, weighted> {
-    using Base = Blocks<Format, weighted>;
+template <class S, bool weighted>
+struct AffineBlocks : Blocks<S, weighted> {
+    using Base = Blocks<S, weighted>;
     using Base::PARTS, Base::weights, Base::scaling, Base::over_part;
     static constexpr bool ALONE = PARTS == 1;
-    static constexpr float LAST_CODE = Format::LAST_CODE, LAST_LEVEL = Format::LAST_LEVEL;
 
     // A part: the scale that is best for its codes, with the sums over these; the total of the importance.
     struct Part {
@@ -88,9 +87,12 @@ struct AffineBlocks : Blocks<Format, weighted> {
         CodeSums sums;
         Pair levels, best_levels;
 
-        INLINE Floats total() const { return weighted ? importance : splat(float(Format::PART_SIZE)); }
+        INLINE Floats total() const { return weighted ? importance : splat(float(S::PART_SIZE)); }
     };
     Part parts[PARTS];
+    const AffineLimits limits;
+
+    explicit AffineBlocks(const AffineLimits& limits) : limits(limits) {}
 
     void encode(const float* values, const Job& job) {
         load(values);
@@ -111,11 +113,11 @@ struct AffineBlocks : Blocks<Format, weighted> {
 
     void load(const float* values) {
         Floats most{};
-        transpose_groups(values, SIZE<Format>, SIZE<Format>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
+        transpose_groups(values, SIZE<S>, SIZE<S>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
             each<LANES>([&](auto k) ALWAYS { most = maximum(magnitude(columns[k]), most); });
         });
         scaling = scaling_of(most, -40, 126);  // below, F16 has nothing but 0 for their scales
-        scale_groups(weights, SIZE<Format>, scaling.down);
+        scale_groups(weights, SIZE<S>, scaling.down);
     }
 
     // --- fit ---
@@ -133,13 +135,13 @@ struct AffineBlocks : Blocks<Format, weighted> {
         parts[part].importance = importance;
         smallest = allowed(smallest);
         Floats center = (largest + smallest) * 0.5f;
-        Fit best = {splat(INFINITE), maximum((largest - smallest) / LAST_CODE, splat(TINY)), smallest};
+        Fit best = {splat(INFINITE), maximum((largest - smallest) / limits.last_code, splat(TINY)), smallest};
         const float* share = job.starts;  // of the range, below and above the middle
         for (int64_t start = 0; start < job.start_count; start += CHAINS) {
             Chain chains[CHAINS];
             for (Chain& chain : chains) {
                 Floats begin = center + (smallest - center) * *share++;
-                Floats scale = (center + (largest - center) * *share++ - begin) / LAST_CODE;
+                Floats scale = (center + (largest - center) * *share++ - begin) / limits.last_code;
                 chain = {maximum(scale, splat(TINY)), allowed(begin)};
             }
             for (int pass = 0; pass < PASSES; pass++) {
@@ -161,7 +163,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
         over_part(part, [&](Floats w, auto factor) ALWAYS {
             each<TOGETHER>([&](auto i) ALWAYS {
                 Floats t = (w - zeros[i]) * inverses[i];
-                sums[i].add(t, nearest_code(t, 0, LAST_CODE), factor);
+                sums[i].add(t, nearest_code(t, 0, limits.last_code), factor);
             });
         });
     }
@@ -188,8 +190,8 @@ struct AffineBlocks : Blocks<Format, weighted> {
 
     // --- sums and errors ---
 
-    INLINE static Floats code_of(Floats w, Floats inverse, Floats offset) {
-        return nearest_code((w + offset) * inverse, 0, LAST_CODE);
+    INLINE Floats code_of(Floats w, Floats inverse, Floats offset) const {
+        return nearest_code((w + offset) * inverse, 0, limits.last_code);
     }
 
     // The errors of a part, as it is decoded, for each of some scales and offsets.
@@ -212,7 +214,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
     INLINE Floats shortest(int part, Pair pair) const {
         Floats most{}, inverse = inverse_of(pair.scale);
         over_part(part, [&](Floats w, auto) ALWAYS { most = maximum(code_of(w, inverse, pair.offset), most); });
-        Floats times = rint(LAST_CODE / maximum(most, splat(1.0f)) - 0.499f);  // rounded down
+        Floats times = rint(limits.last_code / maximum(most, splat(1.0f)) - 0.499f);  // rounded down
         return choose<Floats>(most > 0.0f, pair.scale / times, Floats{});
     }
 
@@ -231,7 +233,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
 
     // --- guess ---
 
-    INLINE static Floats level(Floats x) { return nearest_code(x, 0, LAST_LEVEL); }
+    INLINE Floats level(Floats x) const { return nearest_code(x, 0, limits.last_level); }
 
     // Give each part the levels that its sums say are best. Returns the error that they say.
     INLINE Floats choose_levels(Pair pair, Normal& normal) {
@@ -241,7 +243,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
             Floats below = level(part.scale * scale_inverse - 0.5f), errors[2];
             Pair levels[2];
             each<2>([&](auto i) ALWAYS {
-                Floats own = i ? minimum(below + 1.0f, splat(LAST_LEVEL)) : below, scale = own * pair.scale;
+                Floats own = i ? minimum(below + 1.0f, splat(limits.last_level)) : below, scale = own * pair.scale;
                 levels[i] = {own, level((scale * sums.c - sums.w) / part.total() * offset_inverse)};
                 Floats offset = levels[i].offset * pair.offset;
                 errors[i] = offset * ((sums.w + sums.w) + part.total() * offset - (scale + scale) * sums.c) +
@@ -260,7 +262,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
     Pair guessed(const Job& job) {
         Pair most = {};
         for (const Part& part : parts) most = {maximum(part.scale, most.scale), maximum(part.offset, most.offset)};
-        const Pair plain = {most.scale / LAST_LEVEL, most.offset / LAST_LEVEL};
+        const Pair plain = {most.scale / limits.last_level, most.offset / limits.last_level};
         Pair best = stored(plain, scaling);
         Floats least = splat(INFINITE);
         for (int64_t i = 0; i < job.factor_count; i++) {
@@ -285,12 +287,12 @@ struct AffineBlocks : Blocks<Format, weighted> {
         Pair best = pair;
         Floats least = splat(INFINITE);
         for (Part& part : parts) part.best_levels = {};
-        for (int round = 0; round < Format::ROUNDS; round++) {
+        for (int round = 0; round < limits.rounds; round++) {
             pair = stored(pair, scaling);
             Normal unused, normal;
             choose_levels(pair, unused);
             // By how much the level of the offset has to grow with that of the scale for the middle code to stay.
-            Floats slant = pair.scale * (LAST_CODE / 2) * inverse_of(pair.offset), error{};
+            Floats slant = pair.scale * (limits.last_code / 2) * inverse_of(pair.offset), error{};
             for (int part = 0; part < PARTS; part++) {
                 error += search_levels(part, pair, slant);
                 sum_up(part, parts[part].levels * pair);
@@ -308,9 +310,9 @@ struct AffineBlocks : Blocks<Format, weighted> {
     // Move a part to the best of its levels and their neighbours. Returns the error.
     INLINE Floats search_levels(int part, Pair pair, Floats slant) {
         auto [a, b] = parts[part].levels;
-        Floats up = minimum(a + 1.0f, splat(LAST_LEVEL)), down = maximum(a - 1.0f, Floats{});
+        Floats up = minimum(a + 1.0f, splat(limits.last_level)), down = maximum(a - 1.0f, Floats{});
         const Pair levels[5] = {{a, b},
-                                {a, minimum(b + 1.0f, splat(LAST_LEVEL))},
+                                {a, minimum(b + 1.0f, splat(limits.last_level))},
                                 {a, maximum(b - 1.0f, Floats{})},
                                 {up, level(b + (up - a) * slant)},
                                 {down, level(b + (down - a) * slant)}};
@@ -333,7 +335,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
     Pair round_alone(Pair pair) {
         Pair best = {};
         Floats least = splat(INFINITE);
-        for (int round = 0; round < Format::ROUNDS; round++) {
+        for (int round = 0; round < limits.rounds; round++) {
             Pair candidates[4];
             Floats errors[4];
             find_candidates(pair, candidates);
@@ -361,7 +363,7 @@ struct AffineBlocks : Blocks<Format, weighted> {
             Floats own = i ? other : nearest, step = own - offset;
             // Where all codes are 0, the weights are alike: the largest code reaches them from an offset below them.
             Floats fitted = choose<Floats>(sums.rr > 0.0f, scale + (scale * sums.er + step * sums.r) / sums.rr,
-                                           step / LAST_CODE);
+                                           step / limits.last_code);
             auto [near, far] = half_neighbours(maximum(fitted, Floats{}), scaling);
             candidates[2 * i] = {near, own}, candidates[2 * i + 1] = {far, own};
         }

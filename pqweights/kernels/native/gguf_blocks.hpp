@@ -45,20 +45,27 @@ INLINE Neighbours half_neighbours(Floats x, const Scaling& scaling) {
     return {signed_like_x(nearest), signed_like_x(other)};
 }
 
-// The blocks, and their columns' importance if that is `weighted`.
-template <class F, bool weighted>
-struct Blocks {
-    using Format = F;
-    static constexpr int PARTS = Format::PARTS, PART_SIZE = Format::PART_SIZE;
-    Floats weights[SIZE<Format>], importance[weighted ? SIZE<Format> : 1];
-    Scaling scaling;
-    Doubles energy, error;  // sums of squares
-    Fields fields[LANES];
+// Weights of blocks, and their columns' importance if that is `weighted`.
+template <int size, bool weighted>
+struct Weights {
+    Floats weights[size], importance[weighted ? size : 1];
 
     INLINE auto factor(int j) const {
         if constexpr (weighted) return importance[j];
         else return Alike{};
     }
+};
+
+// The blocks.
+template <class S, bool weighted>
+struct Blocks : Weights<SIZE<S>, weighted> {
+    using Base = Weights<SIZE<S>, weighted>;
+    using Base::weights, Base::factor;
+    static constexpr int PARTS = S::PARTS, PART_SIZE = S::PART_SIZE, SIZE_OF_BLOCK = SIZE<S>;
+    static constexpr bool WEIGHTED = weighted;
+    Scaling scaling;
+    Doubles energy, error;  // sums of squares
+    Fields fields[LANES];
 
     // body(weight, its importance) for each weight of a part.
     template <class Body>
@@ -97,16 +104,17 @@ struct Blocks {
     }
 };
 
-// Encode all blocks of a job, of which the last few may be fewer than sixteen. more: what else an encoder is made of.
-template <class Encoder, bool weighted, class... More>
-void encode_blocks(const Job& job, const More&... more) {
-    using Format = typename Encoder::Format;
-    constexpr int size = SIZE<Format>;
-    Encoder sixteen{more...};
+// Writes a block.
+using Pack = void (*)(const Fields& from, uint8_t* to);
+
+// Encode all blocks of a job, of which the last few may be fewer than sixteen.
+template <class Encoder>
+[[gnu::noinline]] void encode_blocks(Encoder& sixteen, const Job& job, Pack pack, int64_t block_bytes) {
+    constexpr int size = Encoder::SIZE_OF_BLOCK;
     alignas(64) float rows[LANES * size];
     for (int64_t first = 0; first < job.blocks; first += LANES) {
         const int count = job.blocks - first < LANES ? int(job.blocks - first) : LANES;
-        if constexpr (weighted) {
+        if constexpr (Encoder::WEIGHTED) {
             for (int lane = 0; lane < LANES; lane++) {
                 const float* from = job.importance + (first + lane) % job.row_blocks * size;
                 std::memcpy(rows + lane * size, from, size * sizeof(float));
@@ -126,20 +134,27 @@ void encode_blocks(const Job& job, const More&... more) {
         std::memcpy(job.energies + first, &energy, count * sizeof(double));
         std::memcpy(job.errors + first, &error, count * sizeof(double));
         for (int lane = 0; lane < count; lane++) {
-            Format block;
-            block.pack(sixteen.fields[lane]);
-            std::memcpy(job.data + (first + lane) * sizeof block, &block, sizeof block);
+            pack(sixteen.fields[lane], job.data + (first + lane) * block_bytes);
         }
     }
 }
 
-// Encode in the format of this number.
+// Encode in the format of this number. more: what an encoder is made of beside the limits of the format.
 template <template <class, bool> class Encoder, class... Formats, class... More>
 void encode_type(int64_t type, const Job& job, const More&... more) {
     auto encode = [&]<class Format>(Format*) {
         if (type != Format::TYPE) return;
-        if (job.importance) encode_blocks<Encoder<Format, true>, true>(job, more...);
-        else encode_blocks<Encoder<Format, false>, false>(job, more...);
+        auto run = [&]<bool weighted>(std::bool_constant<weighted>) {
+            Encoder<typename Format::Of, weighted> sixteen(Format::LIMITS, more...);
+            auto pack = [](const Fields& from, uint8_t* to) {
+                Format block;
+                block.pack(from);
+                std::memcpy(to, &block, sizeof block);
+            };
+            encode_blocks(sixteen, job, pack, sizeof(Format));
+        };
+        if (job.importance) run(std::true_type{});
+        else run(std::false_type{});
     };
     (encode((Formats*)nullptr), ...);
 }

@@ -9,6 +9,14 @@
 
 namespace {
 
+// What encoders are compiled for: how many parts a block has, of how many weights, and what else makes a difference to
+// them. The other numbers of a format are its LIMITS, which they get as they run.
+template <int parts, int part_size, int kind = 0>
+struct Shape {
+    static constexpr int PARTS = parts, PART_SIZE = part_size, KIND = kind;
+    using Of = Shape;
+};
+
 using Half = uint16_t;  // the bits of an F16
 using Codes = uint8_t;  // some bits of several codes in each byte
 
@@ -65,18 +73,18 @@ struct FiveBits {
 
 // --- symmetric formats ---
 
-// Codes stand for whole numbers, from LOWEST to HIGHEST, or IQ4_VALUES says for which. A part's scale is its factor
-// in gguf_symmetric.cpp, which tries some at each d.
-struct Symmetric {
-    static constexpr int PARTS = 1, PART_SIZE = 32;
-    static constexpr int LEAST_FACTOR = 1, MOST_FACTOR = 1, FACTORS_TRIED = 0;
-    static constexpr bool HAS_TABLE = false;
+// Codes stand for the whole numbers from `lowest` to `highest`, for IQ4_VALUES, or for -1 and 1. A part's scale is its
+// factor in gguf_symmetric.cpp, which tries some at each d.
+enum Values { WHOLE, TABLE, SIGNS };
+struct SymmetricLimits {
+    float lowest, highest, least_factor = 1, most_factor = 1;
+    int factors_tried = 0;
 };
 
-template <int type, int lowest, int highest, class PackedCodes, bool has_table = false>
-struct OnePart : Symmetric {
-    static constexpr int TYPE = type, LOWEST = lowest, HIGHEST = highest;
-    static constexpr bool HAS_TABLE = has_table;
+template <int type, int lowest, int highest, class PackedCodes, Values values = WHOLE>
+struct OnePart : Shape<1, 32, values> {
+    static constexpr int TYPE = type;
+    static constexpr SymmetricLimits LIMITS = {lowest, highest};
     Half d;
     PackedCodes codes;
 
@@ -101,11 +109,12 @@ constexpr float IQ4_VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13,
 using Q8_0 = OnePart<8, -128, 127, SignedBytes>;
 using Q5_0 = OnePart<6, -16, 15, FiveBits<32, 1, 16>>;
 using Q4_0 = OnePart<2, -8, 7, FourBits<32, 16>>;
-using IQ4_NL = OnePart<20, -127, 113, FourBits<32, 16>, true>;
+using IQ4_NL = OnePart<20, -127, 113, FourBits<32, 16>, TABLE>;
 
 // -1 and 1.
-struct Q1_0 : Symmetric {
-    static constexpr int TYPE = 41, PART_SIZE = 128, LOWEST = 0, HIGHEST = 1;
+struct Q1_0 : Shape<1, 128, SIGNS> {
+    static constexpr int TYPE = 41;
+    static constexpr SymmetricLimits LIMITS = {-1, 1};
     Half d;
     Codes codes[16];
 
@@ -116,8 +125,8 @@ struct Q1_0 : Symmetric {
 };
 
 // -1, 0 and 1.
-struct Ternary : Symmetric {
-    static constexpr int PART_SIZE = 256, LOWEST = -1, HIGHEST = 1;
+struct Ternary : Shape<1, 256, WHOLE> {
+    static constexpr SymmetricLimits LIMITS = {-1, 1};
 };
 
 struct TQ2_0 : Ternary {
@@ -155,9 +164,9 @@ struct TQ1_0 : Ternary {
     }
 };
 
-struct Q6_K : Symmetric {
-    static constexpr int TYPE = 14, PARTS = 16, PART_SIZE = 16, LOWEST = -32, HIGHEST = 31;
-    static constexpr int LEAST_FACTOR = -128, MOST_FACTOR = 127, FACTORS_TRIED = 24;
+struct Q6_K : Shape<16, 16, WHOLE> {
+    static constexpr int TYPE = 14;
+    static constexpr SymmetricLimits LIMITS = {-32, 31, -128, 127, 24};
     Codes low[128], high[64];
     uint8_t scales[16];
     Half d;
@@ -170,9 +179,9 @@ struct Q6_K : Symmetric {
     }
 };
 
-struct Q3_K : Symmetric {
-    static constexpr int TYPE = 11, PARTS = 16, PART_SIZE = 16, LOWEST = -4, HIGHEST = 3;
-    static constexpr int LEAST_FACTOR = -32, MOST_FACTOR = 31, FACTORS_TRIED = 4;
+struct Q3_K : Shape<16, 16, WHOLE> {
+    static constexpr int TYPE = 11;
+    static constexpr SymmetricLimits LIMITS = {-4, 3, -32, 31, 4};
     Codes high[32], low[64], low_scales[8], high_scales[4];
     Half d;
 
@@ -185,10 +194,9 @@ struct Q3_K : Symmetric {
     }
 };
 
-struct IQ4_XS : Symmetric {
-    static constexpr int TYPE = 23, PARTS = 8, LOWEST = -127, HIGHEST = 113;
-    static constexpr int LEAST_FACTOR = -32, MOST_FACTOR = 31, FACTORS_TRIED = 4;
-    static constexpr bool HAS_TABLE = true;
+struct IQ4_XS : Shape<8, 32, TABLE> {
+    static constexpr int TYPE = 23;
+    static constexpr SymmetricLimits LIMITS = {-127, 113, -32, 31, 4};
     Half d;
     Codes high_scales[2], low_scales[4];
     FourBits<256, 16> codes;
@@ -201,7 +209,13 @@ struct IQ4_XS : Symmetric {
     }
 };
 
-// --- affine formats; codes count from 0 to LAST_CODE, scales and offsets from 0 to LAST_LEVEL ---
+// --- affine formats ---
+
+// Codes count from 0 to `last_code`, scales and offsets from 0 to `last_level`; for these, there are some rounds.
+struct AffineLimits {
+    float last_code, last_level;
+    int rounds;
+};
 
 // No levels, where a block has one part.
 struct NoLevels {
@@ -225,9 +239,9 @@ struct SixBits {
 };
 
 template <int type, int last_code, class Levels, class PackedCodes>
-struct Affine {
-    static constexpr int TYPE = type, PARTS = Levels::PARTS, PART_SIZE = 32;
-    static constexpr int LAST_CODE = last_code, LAST_LEVEL = Levels::LAST, ROUNDS = 2;
+struct Affine : Shape<Levels::PARTS, 32> {
+    static constexpr int TYPE = type;
+    static constexpr AffineLimits LIMITS = {last_code, Levels::LAST, 2};
     Half d, dmin;  // dmin of one part: with the other sign, and of any sign
     [[no_unique_address]] Levels levels;
     PackedCodes codes;
@@ -244,8 +258,9 @@ using Q5_1 = Affine<7, 31, NoLevels, FiveBits<32, 1, 16>>;
 using Q4_K = Affine<12, 15, SixBits, FourBits<256, 32>>;
 using Q5_K = Affine<13, 31, SixBits, FiveBits<256, 32, 32>>;
 
-struct Q2_K {
-    static constexpr int TYPE = 10, PARTS = 16, PART_SIZE = 16, LAST_CODE = 3, LAST_LEVEL = 15, ROUNDS = 3;
+struct Q2_K : Shape<16, 16> {
+    static constexpr int TYPE = 10;
+    static constexpr AffineLimits LIMITS = {3, 15, 3};
     uint8_t levels[16];
     Codes codes[64];
     Half d, dmin;
@@ -259,14 +274,20 @@ struct Q2_K {
 
 // --- formats of grids: gguf_grids.cpp ---
 
-// A scale is d times an odd number, the level of a part times two and one more; of these there are FACTORS. Points have
-// POINT weights, and signs of their own.
-template <int type, int parts, int point>
-struct OfGrid {
-    static constexpr int TYPE = type, PARTS = parts, PART_SIZE = 256 / parts, POINT = point, FACTORS = 16;
-    static constexpr bool EVEN_SIGNS = false;  // whether the last of eight signs follows from the others
-    static constexpr float SHIFT = 0;          // by which all coordinates of SHIFT_RUN weights are raised, or lowered
-    static constexpr int SHIFT_RUN = point;
+// A scale is d times an odd number, the level of a part times two and one more; of these there are `factors`. Points
+// have four or eight weights, and signs of their own, of which the last of eight may follow from the others. Or all
+// coordinates of `shift_run` weights are raised by SHIFT, or lowered.
+enum Points { OF_FOUR, OF_EIGHT, SHIFTED };
+struct GridLimits {
+    int factors = 16;
+    bool even_signs = false;
+    int shift_run = 0;
+};
+constexpr float SHIFT = 0.125f;
+
+template <int type, int parts, Points points>
+struct OfGrid : Shape<parts, 256 / parts, points> {
+    static constexpr int TYPE = type;
 };
 
 // Of 32 weights, four times seven signs, of which the eighth follows, and a level.
@@ -276,8 +297,8 @@ INLINE uint32_t signs_and_level(const Fields& from, int part) {
     return word;
 }
 
-struct IQ2_XXS : OfGrid<16, 8, 8> {
-    static constexpr bool EVEN_SIGNS = true;
+struct IQ2_XXS : OfGrid<16, 8, OF_EIGHT> {
+    static constexpr GridLimits LIMITS = {16, true};
     Half d;
     uint16_t parts[8][4];
 
@@ -292,8 +313,8 @@ struct IQ2_XXS : OfGrid<16, 8, 8> {
     }
 };
 
-struct IQ2_XS : OfGrid<17, 16, 8> {
-    static constexpr bool EVEN_SIGNS = true;
+struct IQ2_XS : OfGrid<17, 16, OF_EIGHT> {
+    static constexpr GridLimits LIMITS = {16, true};
     Half d;
     uint16_t points[32];
     Codes levels[8];
@@ -305,7 +326,8 @@ struct IQ2_XS : OfGrid<17, 16, 8> {
     }
 };
 
-struct IQ2_S : OfGrid<22, 16, 8> {
+struct IQ2_S : OfGrid<22, 16, OF_EIGHT> {
+    static constexpr GridLimits LIMITS = {};
     Half d;
     uint8_t low[32], signs[32];
     Codes high[8], levels[8];
@@ -318,8 +340,8 @@ struct IQ2_S : OfGrid<22, 16, 8> {
     }
 };
 
-struct IQ3_XXS : OfGrid<18, 8, 4> {
-    static constexpr bool EVEN_SIGNS = true;
+struct IQ3_XXS : OfGrid<18, 8, OF_FOUR> {
+    static constexpr GridLimits LIMITS = {16, true};
     Half d;
     uint8_t points[64];
     uint16_t signs[8][2];
@@ -333,7 +355,8 @@ struct IQ3_XXS : OfGrid<18, 8, 4> {
     }
 };
 
-struct IQ3_S : OfGrid<21, 8, 4> {
+struct IQ3_S : OfGrid<21, 8, OF_FOUR> {
+    static constexpr GridLimits LIMITS = {};
     Half d;
     uint8_t low[64];
     Codes high[8];
@@ -348,9 +371,8 @@ struct IQ3_S : OfGrid<21, 8, 4> {
     }
 };
 
-struct IQ1_S : OfGrid<19, 8, 8> {
-    static constexpr int FACTORS = 8, SHIFT_RUN = 32;
-    static constexpr float SHIFT = 0.125f;
+struct IQ1_S : OfGrid<19, 8, SHIFTED> {
+    static constexpr GridLimits LIMITS = {8, false, 32};
     Half d;
     uint8_t low[32];
     uint16_t rest[8];
@@ -367,9 +389,8 @@ struct IQ1_S : OfGrid<19, 8, 8> {
 };
 
 // Its d has four bits above the levels of each four parts.
-struct IQ1_M : OfGrid<29, 16, 8> {
-    static constexpr int FACTORS = 8, SHIFT_RUN = 8;
-    static constexpr float SHIFT = 0.125f;
+struct IQ1_M : OfGrid<29, 16, SHIFTED> {
+    static constexpr GridLimits LIMITS = {8, false, 8};
     uint8_t low[32], high[16];
     uint16_t levels[4];
 
@@ -397,7 +418,7 @@ static_assert(sizeof(IQ2_XXS) == 66 && sizeof(IQ2_XS) == 74 && sizeof(IQ2_S) == 
 static_assert(sizeof(IQ3_S) == 110 && sizeof(IQ1_S) == 50 && sizeof(IQ1_M) == 56);
 
 // Weights of a block.
-template <class Format>
-constexpr int SIZE = Format::PARTS * Format::PART_SIZE;
+template <class Shape>
+constexpr int SIZE = Shape::PARTS * Shape::PART_SIZE;
 
 }  // namespace

@@ -66,84 +66,23 @@ struct PointSums {
     INLINE Floats excess(Floats scale) const { return scale * (scale * vv - (wv + wv)); }
 };
 
-template <class Format, bool weighted>
-struct GridBlocks : Blocks<Format, weighted> {
-    using Base = Blocks<Format, weighted>;
-    using Base::PARTS, Base::PART_SIZE, Base::weights, Base::scaling, Base::over_part, Base::factor;
-    static constexpr int POINT = Format::POINT, HALF = POINT / 2, POINTS = SIZE<Format> / POINT;
-    static constexpr int DIGIT = POINT == 8 ? 2 : 3, HALF_BITS = HALF * DIGIT, DIGITS = POINT == 8 ? 3 : 8;
+// The search for points in blocks, which is the same for all formats with points of a kind.
+template <int kind, bool weighted>
+struct Search {
+    static constexpr bool HAS_SHIFT = kind == SHIFTED;
+    static constexpr int POINT = kind == OF_FOUR ? 4 : 8, POINTS = 256 / POINT, HALF = POINT / 2;
+    static constexpr int DIGIT = POINT == 8 ? 2 : 3, DIGITS = POINT == 8 ? 3 : 8, HALF_BITS = HALF * DIGIT;
     static constexpr int HALVES = 1 << HALF_BITS;
-    static constexpr bool SHIFTED = Format::SHIFT != 0;
-    // Points of a part, and those that are looked for together: that share a shift, or two.
-    static constexpr int PART_POINTS = PART_SIZE / POINT, RUN = SHIFTED ? Format::SHIFT_RUN / POINT : 2;
 
+    const Weights<256, weighted>& of;
     const Grid& grid;
     const Table<LANES> levels;
-    PointSums sums[PARTS][MOST_STARTS + 1];
-    Floats mean[PARTS], factors[PARTS];
-    Unsigned signs[SIZE<Format> / 8], codes[POINTS];  // codes: the digits of points
+    const int run;  // points that share a shift, or are looked for together
+    // What is found: the digits of points, and the signs of eight weights, or whether the shift of a point has one.
+    Unsigned codes[POINTS], signs[256 / 8];
 
-    explicit GridBlocks(const Grid& grid) : grid(grid), levels(grid.levels) {}
-
-    void encode(const float* values, const Job& job) {
-        Truths empty = load(values);
-        const int starts = int(job.start_count);
-        for (int part = 0; part < PARTS; part++) {
-            for (int i = 0; i < starts; i++) sums[part][i] = nearest_points(part, mean[part] * job.starts[i]);
-        }
-        Floats d = fitted(job);
-        for (int part = 0; part < PARTS; part++) sums[part][starts] = nearest_points(part, d * factors[part]);
-        write(refitted(d, starts + 1), empty);
-    }
-
-    // Returns which blocks are all zeros.
-    Truths load(const float* values) {
-        Extremes extremes{};
-        transpose_groups(values, SIZE<Format>, SIZE<Format>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
-            extremes = extended(extremes, columns);
-        });
-        Floats most = maximum(extremes.largest, -extremes.smallest);
-        scaling = scaling_of(most, -126, 126);
-        scale_groups(weights, SIZE<Format>, scaling.down);
-        for (int part = 0; part < PARTS; part++) {
-            Floats energy{}, total{};
-            over_part(part, [&](Floats w, auto factor) ALWAYS {
-                energy += factor * (w * w), total += factor * splat(1.0f);
-            });
-            mean[part] = square_root(energy / total);
-        }
-        if constexpr (!SHIFTED) {
-            for (int eight = 0; eight < SIZE<Format> / 8; eight++) signs[eight] = take_signs(eight * 8);
-        }
-        return most == 0.0f;
-    }
-
-    // Make magnitudes of eight weights. Returns a bit for each minus sign.
-    INLINE Unsigned take_signs(int first) {
-        Unsigned negative{}, cheapest{};
-        Truths odd{};
-        Floats least = splat(INFINITE);
-        each<8>([&](auto i) ALWAYS {
-            Floats w = weights[first + i], size = magnitude(w), cost = factor(first + i) * size;
-            Truths minus = w < 0.0f, cheaper = cost < least;
-            negative |= Unsigned(minus) & (1u << i);
-            odd ^= minus;
-            cheapest = choose<Unsigned>(cheaper, splat(1u << i), cheapest);
-            least = minimum(cost, least);
-            weights[first + i] = size;
-        });
-        if constexpr (Format::EVEN_SIGNS) {
-            cheapest &= Unsigned(odd);
-            negative ^= cheapest;
-            each<8>([&](auto i) ALWAYS {
-                Floats& w = weights[first + i];
-                w = choose<Floats>((cheapest & (1u << i)) != 0, -w, w);
-            });
-        }
-        return negative;
-    }
-
-    // --- points ---
+    Search(const GridLimits& limits, const Grid& grid, const Weights<256, weighted>& of)
+        : of(of), grid(grid), levels(grid.levels), run(HAS_SHIFT ? limits.shift_run / POINT : 2) {}
 
     // Which point is looked for, and by how much its coordinates are raised.
     struct Wanted {
@@ -192,10 +131,10 @@ struct GridBlocks : Blocks<Format, weighted> {
     INLINE void tabulate(int at, Floats inverse, float shift, Take take) const {
         Floats own[HALF][DIGITS];
         each<HALF>([&](auto i) ALWAYS {
-            Floats t = weights[at + i] * inverse - shift;
+            Floats t = of.weights[at + i] * inverse - shift;
             each<DIGITS>([&](auto digit) ALWAYS {
                 Floats left = t - grid.levels[digit];
-                own[i][digit] = factor(at + i) * (left * left);
+                own[i][digit] = of.factor(at + i) * (left * left);
             });
         });
         Floats pairs[HALF / 2][DIGITS * DIGITS];
@@ -215,6 +154,9 @@ struct GridBlocks : Blocks<Format, weighted> {
     // The digits of a pair that is counted.
     static constexpr int packed(int pair) { return pair % DIGITS | pair / DIGITS << DIGIT; }
 
+    // The number of a point in its block, of one lane.
+    uint16_t number(int point, int lane) const { return grid.numbers[codes[point][lane] & (HALVES * HALVES - 1)]; }
+
     // body(number of a weight, the value of its digit) for all coordinates of a point.
     template <class Body>
     INLINE void over_point(int point, Unsigned code, float shift, Body body) const {
@@ -228,19 +170,17 @@ struct GridBlocks : Blocks<Format, weighted> {
     // Add the products with a point.
     INLINE void add(PointSums& sums, int point, Unsigned code, float shift) const {
         over_point(point, code, shift, [&](int j, Floats v) ALWAYS {
-            Floats weighted_value = factor(j) * v;
-            sums.vv += weighted_value * v, sums.wv += weighted_value * weights[j];
+            Floats weighted_value = of.factor(j) * v;
+            sums.vv += weighted_value * v, sums.wv += weighted_value * of.weights[j];
         });
     }
 
-    // The points nearest to the weights of a part at a scale, and their sums. They are kept in `codes`, and the shifts
-    // in `signs`.
-    [[gnu::noinline]] PointSums nearest_points(int part, Floats scale) {
-        // Only where d is saturated, scales are smaller; the errors of points would then hardly differ.
-        const Floats inverse = minimum(inverse_of(scale), 64.0f / mean[part]);
+    // The points nearest to the weights at a scale of which the inverse is given, from one point on up to another, and
+    // their sums.
+    [[gnu::noinline]] PointSums nearest_points(int begin, int end, Floats inverse) {
         PointSums total;
-        for (int point = part * PART_POINTS; point < (part + 1) * PART_POINTS; point += RUN) {
-            if constexpr (SHIFTED) {
+        for (int point = begin; point < end; point += run) {
+            if constexpr (HAS_SHIFT) {
                 PointSums sums = nearest_run(point, inverse);
                 total.vv += sums.vv, total.wv += sums.wv;
             } else {
@@ -257,11 +197,11 @@ struct GridBlocks : Blocks<Format, weighted> {
 
     // The same for points that share a shift.
     INLINE PointSums nearest_run(int first, Floats inverse) {
-        constexpr float shifts[] = {Format::SHIFT, -Format::SHIFT};
-        Unsigned own[2][RUN];
+        constexpr float shifts[] = {SHIFT, -SHIFT};
+        Unsigned own[2][4];  // a part has no more
         Floats error[2]{};
         PointSums sums[2];
-        for (int i = 0; i < RUN; i++) {
+        for (int i = 0; i < run; i++) {
             Found found[2];
             find({{first + i, shifts[0]}, {first + i, shifts[1]}}, inverse, found);
             for (int side = 0; side < 2; side++) {
@@ -270,12 +210,91 @@ struct GridBlocks : Blocks<Format, weighted> {
             }
         }
         Truths lower = error[1] < error[0];
-        for (int i = 0; i < RUN; i++) {
+        for (int i = 0; i < run; i++) {
             codes[first + i] = choose<Unsigned>(lower, own[1][i], own[0][i]);
             signs[first + i] = Unsigned(lower) & 1;
         }
         sums[0].choose_from(lower, sums[1]);
         return sums[0];
+    }
+};
+
+template <class S, bool weighted>
+struct GridBlocks : Blocks<S, weighted> {
+    using Base = Blocks<S, weighted>;
+    using Base::PARTS, Base::PART_SIZE, Base::weights, Base::scaling, Base::over_part, Base::factor;
+    using Finder = Search<S::KIND, weighted>;
+    static constexpr int PART_POINTS = PART_SIZE / Finder::POINT;
+
+    const GridLimits limits;
+    Finder search;
+    PointSums sums[PARTS][MOST_STARTS + 1];
+    Floats mean[PARTS], factors[PARTS];
+
+    GridBlocks(const GridLimits& limits, const Grid& grid) : limits(limits), search(limits, grid, *this) {}
+
+    void encode(const float* values, const Job& job) {
+        Truths empty = load(values);
+        const int starts = int(job.start_count);
+        for (int part = 0; part < PARTS; part++) {
+            for (int i = 0; i < starts; i++) sums[part][i] = nearest_points(part, mean[part] * job.starts[i]);
+        }
+        Floats d = fitted(job);
+        for (int part = 0; part < PARTS; part++) sums[part][starts] = nearest_points(part, d * factors[part]);
+        write(refitted(d, starts + 1), empty);
+    }
+
+    // See Search. Only where d is saturated, scales are smaller; the errors of points would then hardly differ.
+    PointSums nearest_points(int part, Floats scale) {
+        const Floats inverse = minimum(inverse_of(scale), 64.0f / mean[part]);
+        return search.nearest_points(part * PART_POINTS, (part + 1) * PART_POINTS, inverse);
+    }
+
+    // Returns which blocks are all zeros.
+    Truths load(const float* values) {
+        Extremes extremes{};
+        transpose_groups(values, SIZE<S>, SIZE<S>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
+            extremes = extended(extremes, columns);
+        });
+        Floats most = maximum(extremes.largest, -extremes.smallest);
+        scaling = scaling_of(most, -126, 126);
+        scale_groups(weights, SIZE<S>, scaling.down);
+        for (int part = 0; part < PARTS; part++) {
+            Floats energy{}, total{};
+            over_part(part, [&](Floats w, auto factor) ALWAYS {
+                energy += factor * (w * w), total += factor * splat(1.0f);
+            });
+            mean[part] = square_root(energy / total);
+        }
+        if constexpr (!Finder::HAS_SHIFT) {
+            for (int eight = 0; eight < SIZE<S> / 8; eight++) search.signs[eight] = take_signs(eight * 8);
+        }
+        return most == 0.0f;
+    }
+
+    // Make magnitudes of eight weights. Returns a bit for each minus sign.
+    INLINE Unsigned take_signs(int first) {
+        Unsigned negative{}, cheapest{};
+        Truths odd{};
+        Floats least = splat(INFINITE);
+        each<8>([&](auto i) ALWAYS {
+            Floats w = weights[first + i], size = magnitude(w), cost = factor(first + i) * size;
+            Truths minus = w < 0.0f, cheaper = cost < least;
+            negative |= Unsigned(minus) & (1u << i);
+            odd ^= minus;
+            cheapest = choose<Unsigned>(cheaper, splat(1u << i), cheapest);
+            least = minimum(cost, least);
+            weights[first + i] = size;
+        });
+        if (limits.even_signs) {
+            cheapest &= Unsigned(odd);
+            negative ^= cheapest;
+            each<8>([&](auto i) ALWAYS {
+                Floats& w = weights[first + i];
+                w = choose<Floats>((cheapest & (1u << i)) != 0, -w, w);
+            });
+        }
+        return negative;
     }
 
     // --- factors ---
@@ -298,7 +317,7 @@ struct GridBlocks : Blocks<Format, weighted> {
                 const PointSums& s = sums[part][i];
                 // The odd number next to scale / d.
                 Floats odd = rint(s.wv / maximum(s.vv, splat(TINY)) * half_inverse - 0.5f) * 2.0f + 1.0f;
-                odd = minimum(maximum(odd, splat(1.0f)), splat(float(2 * Format::FACTORS - 1)));
+                odd = minimum(maximum(odd, splat(1.0f)), splat(float(2 * limits.factors - 1)));
                 Floats excess = s.excess(d * odd);
                 Truths better = excess < least;
                 least = choose<Floats>(better, excess, least);
@@ -360,21 +379,20 @@ struct GridBlocks : Blocks<Format, weighted> {
             const Floats scale = d * factors[part];
             nearest_points(part, scale);
             for (int point = part * PART_POINTS; point < (part + 1) * PART_POINTS; point++) {
-                float shift = Format::SHIFT;
-                over_point(point, codes[point], 0, [&](int j, Floats v) ALWAYS {
-                    if constexpr (SHIFTED) v += choose<Floats>(signs[point] != 0, splat(-shift), splat(shift));
+                search.over_point(point, search.codes[point], 0, [&](int j, Floats v) ALWAYS {
+                    if constexpr (Finder::HAS_SHIFT) v += choose<Floats>(search.signs[point] != 0, splat(-SHIFT), splat(SHIFT));
                     Doubles wide = converted<Doubles>(weights[j]), left = wide - converted<Doubles>(v * scale);
                     this->energy += wide * wide;
                     this->error += left * left;
                 });
                 for (int lane = 0; lane < LANES; lane++) {
-                    this->fields[lane].points[point] = grid.numbers[codes[point][lane] & (HALVES * HALVES - 1)];
+                    this->fields[lane].points[point] = search.number(point, lane);
                 }
             }
             this->write_level((factors[part] - 1.0f) * 0.5f, part, &Fields::scales);
         }
-        for (int eight = 0; eight < SIZE<Format> / 8; eight++) {
-            for (int lane = 0; lane < LANES; lane++) this->fields[lane].signs[eight] = uint8_t(signs[eight][lane]);
+        for (int eight = 0; eight < SIZE<S> / 8; eight++) {
+            for (int lane = 0; lane < LANES; lane++) this->fields[lane].signs[eight] = uint8_t(search.signs[eight][lane]);
         }
         this->write_half(choose<Floats>(empty, Floats{}, d * scaling.up), &Fields::d);
     }

@@ -37,11 +37,14 @@ struct Best {
 };
 
 // The code nearest to a number t in units of codes, counted from the lowest, and its value.
-template <class Format>
 struct WholeCodes {
-    INLINE Floats value(Floats t) const { return nearest_code(t, Format::LOWEST, Format::HIGHEST); }
+    float lowest, highest;
+
+    explicit WholeCodes(const SymmetricLimits& limits) : lowest(limits.lowest), highest(limits.highest) {}
+
+    INLINE Floats value(Floats t) const { return nearest_code(t, lowest, highest); }
     INLINE std::pair<Ints, Floats> index_and_value(Floats t) const {
-        return {converted<Ints>(value(t) - float(Format::LOWEST)), value(t)};
+        return {converted<Ints>(value(t) - lowest), value(t)};
     }
 };
 
@@ -58,6 +61,8 @@ constexpr Iq4Limits IQ4;
 struct TableCodes {
     Table<LANES> values{IQ4_VALUES}, limits{IQ4.limits};
 
+    explicit TableCodes(const SymmetricLimits&) {}
+
     // The lower one on a tie: a binary search.
     INLINE Unsigned index(Floats t) const {
         Unsigned index = choose<Unsigned>(t > IQ4.limits[8], splat(8u), Unsigned{});
@@ -73,23 +78,27 @@ struct TableCodes {
 
 // Of two codes, -1 and 1.
 struct SignCodes {
+    explicit SignCodes(const SymmetricLimits&) {}
+
     INLINE Floats value(Floats t) const { return choose<Floats>(t < 0.0f, splat(-1.0f), splat(1.0f)); }
     INLINE std::pair<Ints, Floats> index_and_value(Floats t) const { return {(t < 0.0f) + 1, value(t)}; }
 };
 
-template <class Format, bool weighted>
-struct SymmetricBlocks : Blocks<Format, weighted> {
-    using Base = Blocks<Format, weighted>;
+template <class S, bool weighted>
+struct SymmetricBlocks : Blocks<S, weighted> {
+    using Base = Blocks<S, weighted>;
     using Base::PARTS, Base::PART_SIZE, Base::weights, Base::scaling, Base::over_part;
-    static constexpr bool HAS_TABLE = Format::HAS_TABLE;
 
     // A part: its weight of largest magnitude, the scale around which factors are tried, the best factor so far.
     struct Part {
         Floats extreme, scale, factor;
     };
     Part parts[PARTS];
-    static constexpr bool HAS_ZERO = Format::HIGHEST > Format::LOWEST + 1;
-    std::conditional_t<HAS_TABLE, TableCodes, std::conditional_t<HAS_ZERO, WholeCodes<Format>, SignCodes>> codes;
+    const SymmetricLimits limits;
+    const std::conditional_t<S::KIND == TABLE, TableCodes, std::conditional_t<S::KIND == WHOLE, WholeCodes, SignCodes>>
+        codes;
+
+    explicit SymmetricBlocks(const SymmetricLimits& limits) : limits(limits), codes(limits) {}
 
     void encode(const float* values, const Job& job) {
         Truths empty = load(values);
@@ -101,7 +110,7 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
     Truths load(const float* values) {
         Extremes extremes{};
         int seen = 0;
-        transpose_groups(values, SIZE<Format>, SIZE<Format>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
+        transpose_groups(values, SIZE<S>, SIZE<S>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
             extremes = extended(seen % PART_SIZE ? extremes : Extremes{}, columns);
             auto [smallest, largest] = extremes;
             parts[seen / PART_SIZE].extreme = choose<Floats>(-smallest >= largest, smallest, largest);
@@ -111,7 +120,7 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
         for (const Part& part : parts) most = maximum(most, magnitude(part.extreme));
         scaling = scaling_of(most, -126, 126);
         for (Part& part : parts) part.extreme *= scaling.down;
-        scale_groups(weights, SIZE<Format>, scaling.down);
+        scale_groups(weights, SIZE<S>, scaling.down);
         return most == 0.0f;
     }
 
@@ -133,9 +142,9 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
         return choose<Floats>(extreme == 0.0f, Floats{}, best.number);
     }
 
-    static bool cannot_clip(const float* starts) {
-        bool inner = !Format::HAS_TABLE && HAS_ZERO;
-        for (int i = 0; i < AT_ONCE; i++) inner &= __builtin_fabsf(starts[i]) <= Format::HIGHEST + 0.25f;
+    bool cannot_clip(const float* starts) const {
+        bool inner = S::KIND == WHOLE;
+        for (int i = 0; i < AT_ONCE; i++) inner &= __builtin_fabsf(starts[i]) <= limits.highest + 0.25f;
         return inner;
     }
 
@@ -200,8 +209,8 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
                 Floats factors[AT_ONCE], scales[AT_ONCE], errors[AT_ONCE];
                 each<AT_ONCE>([&](auto k) ALWAYS {
                     factors[k] = (middle + float(i)) + float(k);
-                    factors[k] = maximum(factors[k], splat(float(Format::LEAST_FACTOR)));
-                    factors[k] = minimum(factors[k], splat(float(Format::MOST_FACTOR)));
+                    factors[k] = maximum(factors[k], splat(limits.least_factor));
+                    factors[k] = minimum(factors[k], splat(limits.most_factor));
                     scales[k] = d * factors[k];
                 });
                 measure(part, scales, errors);
@@ -224,7 +233,7 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
         }
         Best best;
         for (int64_t i = 0; i < job.factor_count; i++) {
-            try_factors(half_neighbours(largest * job.factors[i], scaling).nearest, Format::FACTORS_TRIED, best);
+            try_factors(half_neighbours(largest * job.factors[i], scaling).nearest, limits.factors_tried, best);
         }
         auto [nearest, other] = half_neighbours(refitted(best.number), scaling);
         for (Part& part : parts) part.scale = best.number * part.factor;
@@ -254,7 +263,7 @@ struct SymmetricBlocks : Blocks<Format, weighted> {
                 auto [index, value] = codes.index_and_value(w * inverse);
                 return std::pair(index, converted<Doubles>(w) - converted<Doubles>(value * scale));
             });
-            this->write_level(parts[part].factor - float(Format::LEAST_FACTOR), part, &Fields::scales);
+            this->write_level(parts[part].factor - limits.least_factor, part, &Fields::scales);
         }
         this->write_half(choose<Floats>(empty, Floats{}, d * scaling.up), &Fields::d);
     }

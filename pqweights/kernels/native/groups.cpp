@@ -8,8 +8,7 @@
 // 3. Round.   The best fits of the chains, the range itself and what the runtimes' own rules would choose become
 //             candidates, rounded to BF16 or F16 as they will be stored.
 // 4. Measure. Decode each candidate as stored and sum its squared error in float64; the smallest error wins.
-// 5. Encode.  Write the codes of the winner. Where a gain is wanted, the scale then grows until products with the
-//             weights have the size that they should have.
+// 5. Encode.  Write the codes of the winner.
 #include "conversions.hpp"
 #include "group_fitting.hpp"
 #include "interface.hpp"
@@ -17,16 +16,14 @@
 namespace {
 
 constexpr int CHAINS = 3, PASSES = 4, PASSES_TO_ZEROS = 2, CANDIDATES = 2 + CHAINS, MOST_WEIGHTS = 256;
-constexpr double LARGEST_GAIN = 1.5;
 
 // What groups become. settings: for each chain the shares of the range that it keeps below and above the middle
 // (symmetric: the first is a share of the plain scale), and then `relax`. middle: codes count from the middle one, not
-// from the offset. gain: whether decoded weights get the size of the weights, of which codes of least squared error
-// lose the share that is the error. dtype: of scales and offsets as they are stored.
+// from the offset. dtype: of scales and offsets as they are stored.
 struct Rule {
     int64_t size;
     float half, last;
-    bool middle, gain;
+    bool middle;
     Dtype dtype;
     const float* settings;
 };
@@ -293,50 +290,18 @@ INLINE Candidate winner_of(const Extent& extent, const Candidate (&candidates)[C
 
 // --- 5. encode ---
 
-// Of codes, counted from the weight 0: the sums of their products with what they leave of the weights, in the scale of
-// the work, and of their squares.
-struct Products {
-    Doubles with_errors{}, squares{};
-};
-
 // Write the codes [groups, size], counted from 0.
 template <Kind kind>
-INLINE Products encode(const Rule& rule, const Floats* work, const Candidate& winner, uint8_t* codes, int64_t groups) {
+INLINE void encode(const Rule& rule, const Floats* work, const Candidate& winner, uint8_t* codes, int64_t groups) {
     Floats zero = rule.middle ? splat(rule.half) : Floats{};
     if (kind == Kind::ASYMMETRIC) zero = winner.offset;
-    Products sums;
     for (int64_t at = 0; at < rule.size; at += LANES) {
         Bytes columns[LANES];
         each<LANES>([&](auto k) ALWAYS {
-            Floats code = code_of<kind>(rule, work[at + k], winner);
-            columns[k] = converted<Bytes>(converted<Ints>(code + zero));
-            if (kind != Kind::AFFINE && rule.gain) {
-                Doubles wide = converted<Doubles>(code);
-                sums.with_errors += converted<Doubles>(work[at + k] - code * winner.inner_scale) * wide;
-                sums.squares += wide * wide;
-            }
+            columns[k] = converted<Bytes>(converted<Ints>(code_of<kind>(rule, work[at + k], winner) + zero));
         });
         store_codes(columns, codes + at, rule.size, groups, LANES);
     }
-    return sums;
-}
-
-// Enlarge the scale of a winner, for the same codes, until the product of what is decoded and the weights is the energy
-// of the weights; `least` becomes the error that is then left.
-template <Kind kind>
-INLINE Candidate enlarged(const Rule& rule, const Extent& extent, const Candidate& winner, const Products& sums,
-                          Doubles energy, Doubles& least) {
-    Doubles inner = converted<Doubles>(winner.inner_scale);
-    Doubles product = inner * (sums.with_errors + inner * sums.squares);
-    auto grows = (product > 0.0) & (least > 0.0) & ~converted<Longs>(extent.huge);
-    Doubles gain = energy / choose<Doubles>(grows, product, splat<Doubles>(1.0));
-    gain = minimum(maximum(gain, splat<Doubles>(1.0)), splat<Doubles>(LARGEST_GAIN));
-    Floats scale = storable_scale(converted<Floats>(converted<Doubles>(winner.scale) * gain), rule.dtype);
-    scale = choose<Floats>(converted<Truths>(grows), scale, winner.scale);
-    Candidate larger = candidate_of<kind>(extent, scale, winner.offset);
-    Doubles growth = converted<Doubles>(larger.inner_scale) - inner;
-    least += choose<Doubles>(grows, growth * (growth * sums.squares - 2.0 * sums.with_errors), Doubles{});
-    return larger;
 }
 
 // Fit sixteen groups, or fewer.
@@ -349,10 +314,7 @@ Result fit_sixteen(const float* values, int64_t groups, const Rule& rule, uint8_
     Squares sums = measured<kind>(rule, work, candidates);
     Doubles least, up = converted<Doubles>(extent.up);
     Candidate winner = winner_of<kind>(extent, candidates, sums, least);
-    Products products = encode<kind>(rule, work, winner, codes, groups);
-    if (kind != Kind::AFFINE && rule.gain) {
-        winner = enlarged<kind>(rule, extent, winner, products, sums.energy, least);
-    }
+    encode<kind>(rule, work, winner, codes, groups);
     return {winner.scale, winner.offset, sums.energy * up * up, least * up * up};
 }
 
@@ -361,14 +323,13 @@ Result fit_sixteen(const float* values, int64_t groups, const Rule& rule, uint8_
 // values: [groups, size], where 16 divides the size, which is at most MOST_WEIGHTS. settings: see Rule. codes: u8
 // [groups, size], counted from 0. scales, offsets: [groups], numbers of the dtype, BF16 or F16; the offsets of
 // ASYMMETRIC are the codes that stand for 0. energies, errors: [groups], the sums of squares of the weights and of their
-// errors. bits: 2 to 8. kind: of Kind; codes of SYMMETRIC count from the middle. gain: see Rule; not of AFFINE.
+// errors. bits: 2 to 8. kind: of Kind; codes of SYMMETRIC count from the middle.
 void pqweights::fit(const float* values, const float* settings, uint8_t* codes, float* scales, float* offsets,
                     double* energies, double* errors, int64_t groups, int64_t size, int64_t bits, int64_t kind,
-                    int64_t middle, int64_t gain, int64_t dtype) {
+                    int64_t middle, int64_t dtype) {
     constexpr auto symmetric = Kind::SYMMETRIC, asymmetric = Kind::ASYMMETRIC;
     const float half = float(1 << (bits - 1));
-    const Rule rule = {
-        size, half, half * 2.0f - 1.0f, middle || Kind(kind) == symmetric, gain != 0, Dtype(dtype), settings};
+    const Rule rule = {size, half, half * 2.0f - 1.0f, middle || Kind(kind) == symmetric, Dtype(dtype), settings};
     for (int64_t first = 0; first < groups; first += LANES) {
         const int64_t left = groups - first, at = first * size;
         Result found = Kind(kind) == symmetric    ? fit_sixteen<symmetric>(values + at, left, rule, codes + at)
