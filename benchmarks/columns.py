@@ -10,6 +10,7 @@ Cholesky factor of the moments, which takes as long for one row as for all, is l
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -37,8 +38,9 @@ def operations(rows: int, size: int, threads: int) -> dict[str, Work]:
     moments, gradients = np.eye(size, dtype=np.float32) + mixed @ mixed.T, np.ones(rows)
 
     def encode(states: int = STATES[0], count: int = rows) -> object:
-        own = {"moments": moments, "gradients": gradients[:count]}
-        return encode_columns(weight[:count], step=STEP, states=states, threads=threads, **own)
+        return encode_columns(
+            weight[:count], moments=moments, gradients=gradients[:count], step=STEP, states=states, threads=threads
+        )
 
     codes, _ = encode_columns(weight, moments=moments, gradients=gradients, step=STEP, states=STATES[0])
     values = np.empty(2 * weight.size, dtype=np.uint8)
@@ -54,8 +56,8 @@ def operations(rows: int, size: int, threads: int) -> dict[str, Work]:
     plain[: weight.nbytes] = weight.reshape(-1).view(np.uint8)
     state = coder.first_state()
     return {
-        **{f"encode, {states} states": lambda states=states: encode(states) for states in STATES[:2]},
-        **{f"{HALF}, {states}": lambda states=states: encode(states, rows // 2) for states in STATES[:2]},
+        **{f"encode, {states} states": functools.partial(encode, states) for states in STATES[:2]},
+        **{f"{HALF}, {states}": functools.partial(encode, states, rows // 2) for states in STATES[:2]},
         "decode": decode,
         "encode, plain trellis": lambda: coder.encode(plain, [stored], dtype="F32", state=state),
         "decode, plain trellis": lambda: coder.decode([stored], decoded, dtype="BF16", state=state),

@@ -71,6 +71,7 @@ def calibrated_codes(
         )
     model = LayeredModel(checkpoint, source)
     work = _work_folder(out, checkpoint, recipe, asked, plan)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     ids = _sample(source, checkpoint, work, asked)
     calibration = LayerwiseCalibration(
@@ -85,6 +86,7 @@ def calibrated_codes(
         progress=progress,
     )
     codes = calibration.encode()
+    torch.set_num_threads(before)
     about = {
         "sample": asked.calibrate if asked.calibrate == SELF else "text",
         "tokens": ids.numel(),
