@@ -212,10 +212,9 @@ def test_texts_and_models_that_cannot_be_used_are_refused(source: Path, tmp_path
         pqweights.quantize(broken, tmp_path / "out", "t4", calibrate=tmp_path / "long.txt")
 
 
-def test_the_command_shows_progress_and_what_came_of_it(source: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_came_of_it(source: Path, tmp_path: Path) -> None:
     tokens = ("--calibration-tokens", str(TOKENS), "--threads", "1")
     result = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", *tokens)
-    assert "layer 0 backward" in result.stderr or "encoding layer" in result.stderr  # whatever there was time to show
     assert "not calibrated" in result.stderr
     says = refused("quantize", source, tmp_path / "other", "-r", "q4", "--calibrate", "self", *tokens)
     assert "--calibrate is for weights of the codec" in says
