@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,9 +43,12 @@ def command(
         recipe = choose_recipe(asked.recipe, asked)
         show_plan(asked, recipe, threads=asked.threads, out=out, summary=summary, json=json)
         return
-    with output.progress("quantizing") as progress:
+    with (
+        output.progress("quantizing") as progress,
+        output.progress("calibrating", unit="steps") if asked.calibrate else nullcontext() as calibrating,
+    ):
         progress.status("reading the headers")
-        done = with_options(quantize)(replace(asked, progress=progress))
+        done = with_options(quantize)(replace(asked, progress=progress, calibration_progress=calibrating))
     _show(done, f"{asked.source} -> {out}", out=str(out), summary=summary, json=json)
 
 

@@ -65,7 +65,7 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
         from pqweights.quality.calibrated_master import calibrated_codes
 
         source = local_folder(located(asked.source), asked.access, progress=run.progress).path
-        with calibrated_codes(source, store, recipe, asked, threads=run.threads, progress=run.progress) as ready:
+        with calibrated_codes(source, store, recipe, asked, threads=run.threads) as ready:
             return quantize_source(located(asked.source), store, recipe, options=asked, run=run, ready=ready)
 
 

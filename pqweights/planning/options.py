@@ -303,6 +303,13 @@ class CalibrateOptions(Options):
         least=2048,
         needs=(("calibrate",), "which reads them"),
     )
+    calibration_progress: Progress | None = option(
+        "Function that is called with the steps of the calibration that are done, those in all, and the next one.",
+        checks.anything,
+        default=None,
+        repr=False,
+        flags=(),
+    )
 
 
 @options

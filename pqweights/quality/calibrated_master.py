@@ -27,7 +27,7 @@ from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.planning.options import SELF, QuantizeArguments
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.calibrated import CalibratedWeight, LayerwiseCalibration, Progress, save_whole
+from pqweights.quality.calibrated import CalibratedWeight, LayerwiseCalibration, save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.preparation import text_windows, window_size
 from pqweights.quality.sample import draw, first_token
@@ -45,7 +45,7 @@ DRAFT_RECIPE = "t4"
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, threads: int, progress: Progress
+    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, threads: int
 ) -> Iterator[ReadyWeights]:
     """Calibrate a checkpoint, continuing an interrupted calibration; what it worked on goes at the end of the context.
 
@@ -83,7 +83,7 @@ def calibrated_codes(
         at_most=recipe.target is not None,
         states=recipe.effort or HadamardTrellis.efforts[0],
         threads=threads,
-        progress=progress,
+        progress=asked.calibration_progress or _ignore,
     )
     codes = calibration.encode()
     torch.set_num_threads(before)
@@ -106,6 +106,10 @@ def _warnings(left: AbstractSet[str]) -> tuple[str, ...]:
         f"tensor {min(left)!r}{more}: not calibrated, because the sample reached no linear layer of the model that has "
         "it as it is; encoded without calibration",
     )
+
+
+def _ignore(done: int, total: int, what: str) -> None:
+    """Show no progress."""
 
 
 def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[CalibratedWeight]]:
