@@ -258,7 +258,7 @@ class LayerwiseCalibration:
         pattern = "*" if layer is None else f"{layer:04}"
         for path in sorted(self.work.glob(f"statistics-{pattern}.safetensors")):
             with safe_open(path, "numpy") as stored:
-                for key in stored.keys():
+                for key in stored.offset_keys():
                     name, _, what = key.rpartition(":")
                     if what == "energies":
                         spread, shape = (stored.get_tensor(f"{name}:{kept}") for kept in ("spread", "shape"))
