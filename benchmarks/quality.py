@@ -1,7 +1,7 @@
 """What a language model is worth after quantization: masters with and without AWQ, the ablation, and the peers.
 
-    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters trellis polar ablation peers]
-        [--bits 5 4 3]
+    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--bits 5 4 3]
+        [--only masters trellis variants polar ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import peers
@@ -30,6 +31,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
@@ -70,7 +72,10 @@ PEERS = (
 TRELLIS_RATES = (8.0, 6.5625, 6.125, 5.5, 5.125, 4.5, 4.25, 4.125, 3.4375, 3.125, 2.125)
 LONGER = ((64, 5.125), (64, 4.125), (64, 3.125), (256, 4.125))
 WITH_AWQ = (5.125, 4.125, 3.125)
-MASTERS, TRELLIS, POLAR, ABLATION, OTHERS = "masters", "trellis", "polar", "ablation", "peers"
+# Rates at which the trellis codec is measured with the same step for all blocks of a superblock, too.
+VARIED_RATES = (4.125, 3.125, 2.125)
+ONE_STEP, BY_NORM = "one step", "steps by norm"
+MASTERS, TRELLIS, VARIANTS, POLAR, ABLATION, OTHERS = "masters", "trellis", "variants", "polar", "ablation", "peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +196,18 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
             yield master(bench, recipe, f"trellis {rate:g} AWQ", searched_scales(bench, recipe))
 
 
+def variants(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of trellis masters with and without steps that follow the norm, without and with scales."""
+    base = replace(load_recipe("t4"), name="trellis")
+    for rate in VARIED_RATES:
+        recipe = base.with_bits(rate)
+        for scaled in (False, True):
+            for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
+                with mock.patch.object(HadamardTrellis, "step_power", power):
+                    scales = searched_scales(bench, recipe) if scaled else None
+                    yield master(bench, recipe, f"trellis {rate:g}{' AWQ' if scaled else ''}, {what}", scales)
+
+
 def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of the codec `polar` and of a trellis master of its size."""
     for codec in ("polar", "hadamard-trellis"):
@@ -279,6 +296,7 @@ def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
 PARTS = {
     MASTERS: masters,
     TRELLIS: trellis_masters,
+    VARIANTS: variants,
     POLAR: polar_masters,
     ABLATION: ablation,
     OTHERS: others,
@@ -356,7 +374,7 @@ def sections(document: Document) -> dict[str, str]:
             f"{about['window'] - about['stride']} of each masked: {about['scored']} tokens scored; AWQ on "
             f"{about['calibration_tokens']} other tokens"
         )
-        for part in PARTS:
+        for part in PARTS.keys() - {VARIANTS}:
             rows = [row for row in document["rows"] if (row["model"], row["part"]) == (model, part)]
             if not rows:
                 continue
@@ -367,9 +385,33 @@ def sections(document: Document) -> dict[str, str]:
                 shown = table(HEADER, [cells(row) for row in rows])
             result[f"quality-{part}-{model}"] = f"{note}\n\n{shown}"
     result["quality-short"] = short(document)
+    result["quality-steps"] = steps_table(document)
     if document["absent"]:
         result["quality-absent"] = "\n".join(f"Not measured: {name} {why}" for name, why in document["absent"].items())
     return result
+
+
+def steps_table(document: Document) -> str:
+    """One table of the trellis masters of all models, with one step and with steps that follow the norm."""
+    found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == VARIANTS}
+    kinds = (ONE_STEP, BY_NORM)
+    header = [
+        "",
+        "bits/weight",
+        *(f"{field}, {kind}" for field in ("relative MSE", "KL") for kind in kinds),
+        "KL, ratio",
+    ]
+    lines: list[list[Cell]] = []
+    for model in document["settings"]:
+        for what in [f"trellis {rate:g}{scaled}" for scaled in ("", " AWQ") for rate in VARIED_RATES]:
+            rows = [found[model, f"{what}, {kind}"] for kind in kinds if (model, f"{what}, {kind}") in found]
+            if len(rows) == len(kinds):
+                errors = [f"{row['relative_mse']:.6f}" for row in rows]
+                divergences = [with_error(row["kl"], row["kl_error"], ".5f") for row in rows]
+                bits = number(rows[0]["bits_per_weight"], ".4f")
+                ratio = f"{rows[1]['kl'] / rows[0]['kl']:.3f}"
+                lines.append([f"{model}, {what}", bits, *errors, *divergences, ratio])
+    return table(header, lines)
 
 
 def is_plain(row: Document) -> bool:

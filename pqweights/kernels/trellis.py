@@ -55,6 +55,7 @@ class EncodeModel:
     zero: npt.NDArray[np.int32]
     logarithms: npt.NDArray[np.float64]
     entries: npt.NDArray[np.uint32]
+    pace: float
 
 
 class Superblocks(NamedTuple):
@@ -102,6 +103,7 @@ def encode(
         native.array(model.zero, np.int32, 2 * CLASSES),
         native.array(model.logarithms, np.float64, 257),
         native.array(model.entries, np.uint32, len(model.entries)),
+        model.pace,
         native.array(rows, np.uint8, cut.number * cut.stride, written=True),
         *(native.array(sums, np.float64, cut.number, written=True) for sums in (energies, errors)),
         native.array(bad, np.int64, 1, written=True),

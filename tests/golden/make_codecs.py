@@ -1,9 +1,11 @@
 """The golden masters of format versions 2 and 3: weights of hadamard-trellis and of polar, made by the command.
 
+`trellis/` has the same step in all blocks of a superblock, as masters from before there was another way.
+
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
-writes `trellis/`, `polar/` and what they decode to anew. Do so when the encoder of the trellis chooses other bytes on
-purpose. A change of a decoder would change the format: the old masters have to be decoded to the old values.
+writes `trellis/`, `steps/`, `polar/` and what they decode to anew. Do so when the encoder of the trellis chooses other
+bytes on purpose. A change of a decoder would change the format: the old masters have to be decoded to the old values.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import helpers
 import independent_reader
@@ -21,6 +24,8 @@ import polar_decoder
 import trellis_decoder
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 from independent_reader import Stored, Tensor
+
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
 
 Sources = dict[str, helpers.Tensor]
 
@@ -91,6 +96,7 @@ class Golden:
     name: of its folder, and of the file with what it decodes to
     version: of the format
     first_parts: the suffixes of the weights in that file, which has the kept tensors if it has all weights
+    step_power: that of the trellis codec
     """
 
     name: str
@@ -98,6 +104,7 @@ class Golden:
     source: Sources
     recipe: str
     first_parts: tuple[str, ...]
+    step_power: float = HadamardTrellis.step_power
 
     @property
     def MASTER(self) -> Path:
@@ -111,7 +118,8 @@ class Golden:
         return helpers.write_checkpoint(folder, self.source, config={"model_type": "golden"})
 
     def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
-        write_by_command(source, out, self.recipe, threads)
+        with mock.patch.object(HadamardTrellis, "step_power", self.step_power):
+            write_by_command(source, out, self.recipe, threads)
 
     def read_master(self, folder: Path) -> Iterator[Tensor]:
         """The tensors that the file has, by the independent decoders."""
@@ -141,7 +149,8 @@ def _trellis(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
     cut = trellis_decoder.cut(int(np.prod(own["shape"])), own["bits"])
     assert tuple(entry.shape) == (cut.superblocks, cut.size)
     rows = np.frombuffer(entry.data, dtype=np.uint8).reshape(entry.shape)
-    values = trellis_decoder.decode(rows, cut.blocks, signed=own["rotation"] == "signed-hadamard")
+    signed, step_power = own["rotation"] == "signed-hadamard", own.get("step_power", 0)
+    values = trellis_decoder.decode(rows, cut.blocks, signed=signed, step_power=step_power)
     return _rounded(name, values, own["shape"], own["dtype"])
 
 
@@ -166,9 +175,11 @@ def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
 
 
 DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
-TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
+TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), step_power=0)
+STEPS = Golden("steps", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
 POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
 
 if __name__ == "__main__":
     write_golden(TRELLIS)
+    write_golden(STEPS)
     write_golden(POLAR)

@@ -214,11 +214,11 @@ struct Energies {
     double energy, error;
 };
 
-// A step from which find_step starts: it falls by a factor of 4 for every 2 bits per weight.
-double first_guess(double deviation, int64_t byte_count, int blocks) {
+// A step from which find_step starts.
+double first_guess(const ClassModel& model, double deviation, int64_t byte_count, int blocks) {
     double step = deviation * 2.0, bits = 8.0 * byte_count;
     for (int turn = 0; turn < 30 && bits > 0; turn++) {
-        bits -= 2.0 * 128.0 * blocks;
+        bits -= 2.0 * 128.0 / model.pace * blocks;
         step *= 0.25;
     }
     return step;
@@ -239,7 +239,7 @@ Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
     // Blocks that are so much smaller than the largest become zeros, whatever the rate.
     const double least = __builtin_sqrt(double(most)) / 128.0 * 0x1p-45;
     const double margin = 16.0 + 0.0003 * 8.0 * row.stride;
-    double step = first_guess(__builtin_sqrt(energy / (128.0 * it.blocks)), row.stride, it.blocks);
+    double step = first_guess(model, __builtin_sqrt(energy / (128.0 * it.blocks)), row.stride, it.blocks);
     double best = energy, wanted = 8.0 * row.stride - margin;
     int64_t unused = row.stride + 1;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
@@ -261,17 +261,17 @@ Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
 
 }  // namespace
 
-// values: [superblocks, blocks, 128] of the dtype. signs: null without. limits to entries: see ClassModel. rows:
+// values: [superblocks, blocks, 128] of the dtype. signs: null without. limits to pace: see ClassModel. rows:
 // [superblocks, stride]. energies, errors: [superblocks]: the sums of squares of the weights, and of the errors.
 // first_bad: [1]: the first superblock with a NaN or an infinity, or -1. work to stream: room for a superblock; stream:
 // [tiles * TILE_WORDS + LANES]. states: of the trellis: 8, 64 or 256.
 void pqweights::encode_trellis(const uint8_t* values, const float* signs, const double* limits, const double* bits,
                                const double* slopes, const double* down, const double* up, const int32_t* reach,
-                               const int32_t* zero, const double* logarithms, const uint32_t* entries, uint8_t* rows,
-                               double* energies, double* errors, int64_t* first_bad, float* work, uint16_t* decisions,
-                               int16_t* numbers, uint16_t* stream, int64_t superblocks, int64_t blocks, int64_t stride,
-                               int64_t states, int64_t dtype) {
-    const ClassModel model{limits, bits, slopes, down, up, reach, zero, entries, logarithms};
+                               const int32_t* zero, const double* logarithms, const uint32_t* entries, double pace,
+                               uint8_t* rows, double* energies, double* errors, int64_t* first_bad, float* work,
+                               uint16_t* decisions, int16_t* numbers, uint16_t* stream, int64_t superblocks,
+                               int64_t blocks, int64_t stride, int64_t states, int64_t dtype) {
+    const ClassModel model{limits, bits, slopes, down, up, reach, zero, entries, logarithms, pace};
     const int tiles = int((blocks + LANES - 1) / LANES);
     const int64_t value_bytes = blocks * BLOCK * bytes_of(Dtype{dtype});
     Superblock it;
