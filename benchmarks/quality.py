@@ -197,15 +197,12 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def variants(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The rows of trellis masters with and without steps that follow the norm, without and with scales."""
+    """The rows of trellis masters with and without steps that follow the norm."""
     base = replace(load_recipe("t4"), name="trellis")
     for rate in VARIED_RATES:
-        recipe = base.with_bits(rate)
-        for scaled in (False, True):
-            for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
-                with mock.patch.object(HadamardTrellis, "step_power", power):
-                    scales = searched_scales(bench, recipe) if scaled else None
-                    yield master(bench, recipe, f"trellis {rate:g}{' AWQ' if scaled else ''}, {what}", scales)
+        for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
+            with mock.patch.object(HadamardTrellis, "step_power", power):
+                yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}", None)
 
 
 def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -395,15 +392,11 @@ def steps_table(document: Document) -> str:
     """One table of the trellis masters of all models, with one step and with steps that follow the norm."""
     found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == VARIANTS}
     kinds = (ONE_STEP, BY_NORM)
-    header = [
-        "",
-        "bits/weight",
-        *(f"{field}, {kind}" for field in ("relative MSE", "KL") for kind in kinds),
-        "KL, ratio",
-    ]
+    fields = [f"{field}, {kind}" for field in ("relative MSE", "KL") for kind in kinds]
+    header = ["", "bits/weight", *fields, "KL, ratio"]
     lines: list[list[Cell]] = []
     for model in document["settings"]:
-        for what in [f"trellis {rate:g}{scaled}" for scaled in ("", " AWQ") for rate in VARIED_RATES]:
+        for what in [f"trellis {rate:g}" for rate in VARIED_RATES]:
             rows = [found[model, f"{what}, {kind}"] for kind in kinds if (model, f"{what}, {kind}") in found]
             if len(rows) == len(kinds):
                 errors = [f"{row['relative_mse']:.6f}" for row in rows]

@@ -74,7 +74,8 @@ class HadamardTrellis(Codec):
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
         "makes its coordinates nearly Gaussian. Coordinates become integers by trellis-coded quantization, with steps "
-        "in proportion to the square root of a block's norm, and an entropy coder packs the integers into a fixed number of bytes."
+        "in proportion to the square root of a block's norm, and an entropy coder packs the integers into a fixed number "
+        "of bytes."
     )
     papers = (
         "Ungerboeck, *Channel coding with multilevel/phase signals*, IEEE Trans. Inf. Theory 28 (1982): the trellises.",
