@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
@@ -75,6 +76,7 @@ WITH_AWQ = (5.125, 4.125, 3.125)
 # Rates at which the trellis codec is measured with the same step for all blocks of a superblock, too.
 VARIED_RATES = (4.125, 3.125, 2.125)
 ONE_STEP, BY_NORM = "one step", "steps by norm"
+LEAST_SQUARES, ENLARGED = "least squares", "enlarged"
 MASTERS, TRELLIS, VARIANTS, POLAR, ABLATION, OTHERS = "masters", "trellis", "variants", "polar", "ablation", "peers"
 
 
@@ -197,12 +199,17 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def variants(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The rows of trellis masters with and without steps that follow the norm."""
+    """The rows of masters in other ways than now: one step for all blocks, and errors of least squares."""
     base = replace(load_recipe("t4"), name="trellis")
     for rate in VARIED_RATES:
         for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
-            with mock.patch.object(HadamardTrellis, "step_power", power):
+            with mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=0):
                 yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}", None)
+    yield master(bench, base.with_bits(2.125), f"trellis 2.125, {ENLARGED}", None)
+    for bits in HadamardLloydMax.gained:
+        for gained, what in (((), LEAST_SQUARES), ((bits,), ENLARGED)):
+            with mock.patch.object(HadamardLloydMax, "gained", gained):
+                yield master(bench, load_recipe(f"q{bits}"), f"q{bits}, {what}", None)
 
 
 def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -382,29 +389,37 @@ def sections(document: Document) -> dict[str, str]:
                 shown = table(HEADER, [cells(row) for row in rows])
             result[f"quality-{part}-{model}"] = f"{note}\n\n{shown}"
     result["quality-short"] = short(document)
-    result["quality-steps"] = steps_table(document)
+    trellis = [f"trellis {rate:g}" for rate in VARIED_RATES]
+    result["quality-steps"] = variants_table(document, [(what, (ONE_STEP, BY_NORM)) for what in trellis])
+    pairs = [
+        ("q3", (LEAST_SQUARES, ENLARGED)),
+        ("q2", (LEAST_SQUARES, ENLARGED)),
+        ("trellis 2.125", (BY_NORM, ENLARGED)),
+    ]
+    result["quality-gains"] = variants_table(document, pairs)
     if document["absent"]:
         result["quality-absent"] = "\n".join(f"Not measured: {name} {why}" for name, why in document["absent"].items())
     return result
 
 
-def steps_table(document: Document) -> str:
-    """One table of the trellis masters of all models, with one step and with steps that follow the norm."""
+def variants_table(document: Document, pairs: Sequence[tuple[str, tuple[str, str]]]) -> str:
+    """One table of the masters of all models in two ways.
+
+    pairs: what is compared, and the ways, the present one last
+    """
     found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == VARIANTS}
-    kinds = (ONE_STEP, BY_NORM)
-    fields = [f"{field}, {kind}" for field in ("relative MSE", "KL") for kind in kinds]
-    header = ["", "bits/weight", *fields, "KL, ratio"]
+    first, second = pairs[0][1]
+    fields = [f"{field}, {way}" for field in ("relative MSE", "KL") for way in (first, second)]
     lines: list[list[Cell]] = []
     for model in document["settings"]:
-        for what in [f"trellis {rate:g}" for rate in VARIED_RATES]:
-            rows = [found[model, f"{what}, {kind}"] for kind in kinds if (model, f"{what}, {kind}") in found]
-            if len(rows) == len(kinds):
+        for what, ways in pairs:
+            rows = [found[model, f"{what}, {way}"] for way in ways if (model, f"{what}, {way}") in found]
+            if len(rows) == len(ways):
                 errors = [f"{row['relative_mse']:.6f}" for row in rows]
                 divergences = [with_error(row["kl"], row["kl_error"], ".5f") for row in rows]
                 bits = number(rows[0]["bits_per_weight"], ".4f")
-                ratio = f"{rows[1]['kl'] / rows[0]['kl']:.3f}"
-                lines.append([f"{model}, {what}", bits, *errors, *divergences, ratio])
-    return table(header, lines)
+                lines.append([f"{model}, {what}", bits, *errors, *divergences, f"{rows[1]['kl'] / rows[0]['kl']:.3f}"])
+    return table(["", "bits/weight", *fields, "KL, ratio"], lines)
 
 
 def is_plain(row: Document) -> bool:

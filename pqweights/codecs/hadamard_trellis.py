@@ -60,7 +60,11 @@ class TrellisState(RotatedState, frozen=True):
 
 
 class HadamardTrellis(Codec):
-    """The codec; see Codec. step_power: the power of a block's norm to which its step is in proportion."""
+    """The codec; see Codec.
+
+    step_power: the power of a block's norm to which its step is in proportion
+    most_gained: the highest rate at which steps are enlarged, so that decoded weights have the size of the weights
+    """
 
     name = "hadamard-trellis"
     format_version = 2
@@ -71,11 +75,12 @@ class HadamardTrellis(Codec):
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "step_power": 0}
     step_power: float = 0.5
+    most_gained: float = 2.5
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
         "makes its coordinates nearly Gaussian. Coordinates become integers by trellis-coded quantization, with steps "
-        "in proportion to the square root of a block's norm, and an entropy coder packs the integers into a fixed number "
-        "of bytes."
+        "in proportion to the square root of a block's norm, and an entropy coder packs the integers into a "
+        "fixed number of bytes."
     )
     papers = (
         "Ungerboeck, *Channel coding with multilevel/phase signals*, IEEE Trans. Inf. Theory 28 (1982): the trellises.",
@@ -88,13 +93,14 @@ class HadamardTrellis(Codec):
         check_effort(self, effort)
         if not has_rate(self, bits):
             raise unknown_rate(self, bits)
-        return _coder(bits, self.efforts[0] if effort is None else effort, self.step_power)
+        states = self.efforts[0] if effort is None else effort
+        return _coder(bits, states, self.step_power, bits <= self.most_gained)
 
 
 @functools.lru_cache(maxsize=1024)
-def _coder(bits: float, states: int, step_power: float) -> TrellisCoder:
+def _coder(bits: float, states: int, step_power: float, gained: bool) -> TrellisCoder:
     """Return the coder of a rate, cached because plans ask for it once for each weight."""
-    return TrellisCoder(rate=bits, states=states, step_power=step_power)
+    return TrellisCoder(rate=bits, states=states, step_power=step_power, gained=gained)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,17 +128,18 @@ class TrellisCoder(Coder):
     rate: bits per weight
     states: of the trellis of the encoder
     step_power: that of the states in which it encodes
+    gained: whether steps are enlarged beyond those of least squares (HadamardTrellis)
     cut: how the weight that it is sized for is cut
     """
 
     rate: float
     states: int
     step_power: float = HadamardTrellis.step_power
+    gained: bool = False
     cut: trellis.Superblocks | None = None
 
     codec = HadamardTrellis.name
     depends_on_size = True
-    orthogonal_error = True  # because the step of a superblock is fitted by least squares
 
     @property
     def bits(self) -> float:
@@ -160,8 +167,18 @@ class TrellisCoder(Coder):
 
     @property
     def distortion(self) -> float:
+        """See Coder; enlarging by 1 / (1 - error) enlarges the error as much."""
+        error = float(4.0 ** (_ABOVE_BOUND - self.rate))
+        return error / (1 - error) if self.gained else error
+
+    @property
+    def orthogonal_error(self) -> bool:
         """See Coder."""
-        return float(4.0 ** (_ABOVE_BOUND - self.rate))
+        return not self.gained
+
+    def least_squares(self) -> TrellisCoder:
+        """See Coder."""
+        return replace(self, gained=False)
 
     def first_state(self) -> TrellisState:
         """See Coder."""
@@ -193,6 +210,7 @@ class TrellisCoder(Coder):
             cut=self._cut._replace(number=len(rows)),
             states=self.states,
             signed=state.rotation == SIGNED_HADAMARD,
+            gained=self.gained,
             model=encode_model(state.step_power),
             rows=rows,
         )

@@ -176,6 +176,14 @@ class Coder(Protocol):
     def orthogonal_error(self) -> bool:
         """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
 
+    def least_squares(self) -> Coder:
+        """Return the coder that makes the same codes with the least squared error.
+
+        At low rates others may trade squared error for the size of the decoded weights, which serves weights whose
+        errors nothing else weighs. Planning compares rates by the errors of least squares.
+        """
+        return self
+
     def tables(self) -> Any:
         """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
         return None

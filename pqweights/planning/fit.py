@@ -389,7 +389,7 @@ def _rate_option(asked: float | None, members: Sequence[_Alike], planner: RatePl
         header_bytes += tensors * sum(entry_bytes(spec.dtype, spec.shape) + len(spec.name) for spec in plan.stored)
         header_bytes += len(plan.stored) * name_bytes
         weights += tensors * plan.weights
-        errors.append(0.0 if plan.codec is None else tensors * plan.weights * coder_of(plan).distortion)
+        errors.append(0.0 if plan.codec is None else tensors * plan.weights * coder_of(plan).least_squares().distortion)
     # Codecs that lack a rate take their nearest.
     given = (free_bits or fixed_bits) - {None}
     bits = given.pop() if len(given) == 1 else asked if given else None

@@ -301,6 +301,25 @@ def test_coder_states_whether_its_errors_are_orthogonal(coder: Coder) -> None:
         assert gap > 0.02 * error  # the errors really are not orthogonal
 
 
+LOW = [(name, bits) for name, codec in CODECS.items() for bits in codec.rates if bits <= 3]
+
+
+@pytest.mark.parametrize(("name", "bits"), LOW)
+def test_enlarged_weights_have_the_product_of_the_weights(name: str, bits: float) -> None:
+    """Least squares loses the error from the product; both coders promise their errors, and choose the same codes."""
+    coder, values = CODECS[name].coder(bits), helpers.gaussian(1024, 256, seed=9)
+    plain = coder.least_squares()
+    for made in (coder, plain):
+        weight, measured = whole(values, made)
+        found = weight.decode().view(np.float32).astype(np.float64)
+        product = (found * values.reshape(-1)).sum() / np.square(values, dtype=np.float64).sum()
+        expected = 1 - measured.relative_mse if made.orthogonal_error else 1.0
+        assert product == pytest.approx(expected, abs=0.004)
+        assert 0.93 <= measured.relative_mse / made.distortion <= 1.03
+    assert plain.orthogonal_error
+    assert coder.distortion == pytest.approx(plain.distortion / (1 if coder == plain else 1 - plain.distortion))
+
+
 @each
 def test_decoding_to_a_torch_device_gives_the_same_values(coder: Coder) -> None:
     torch = pytest.importorskip("torch")

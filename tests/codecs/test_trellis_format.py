@@ -108,6 +108,8 @@ def test_property_weights_are_cut_as_the_page_says(weights: int, rate: float) ->
 def test_page_states_the_promise() -> None:
     (stated,) = re.findall(r"`4\*\*\(([\d.]+) - R\)`", SECTION)
     assert HadamardTrellis().coder(4).distortion == 4.0 ** (float(stated) - 4)
+    least = 4.0 ** (float(stated) - 2)
+    assert HadamardTrellis().coder(2).distortion == least / (1 - least)
 
 
 # --- what is decoded ---

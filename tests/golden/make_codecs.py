@@ -1,6 +1,6 @@
 """The golden masters of format versions 2 and 3: weights of hadamard-trellis and of polar, made by the command.
 
-`trellis/` has the same step in all blocks of a superblock, as masters from before there was another way.
+`trellis/` has the same step in all blocks of a superblock and errors of least squares, as the first masters.
 
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
@@ -26,6 +26,7 @@ from golden.make import HERE, mixed_scales, weights, write_by_command, write_gol
 from independent_reader import Stored, Tensor
 
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 
 Sources = dict[str, helpers.Tensor]
 
@@ -96,7 +97,7 @@ class Golden:
     name: of its folder, and of the file with what it decodes to
     version: of the format
     first_parts: the suffixes of the weights in that file, which has the kept tensors if it has all weights
-    step_power: that of the trellis codec
+    is_first: whether it is made as the first masters of the version were
     """
 
     name: str
@@ -104,7 +105,7 @@ class Golden:
     source: Sources
     recipe: str
     first_parts: tuple[str, ...]
-    step_power: float = HadamardTrellis.step_power
+    is_first: bool = False
 
     @property
     def MASTER(self) -> Path:
@@ -118,7 +119,9 @@ class Golden:
         return helpers.write_checkpoint(folder, self.source, config={"model_type": "golden"})
 
     def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
-        with mock.patch.object(HadamardTrellis, "step_power", self.step_power):
+        power, most = (0, 0) if self.is_first else (HadamardTrellis.step_power, HadamardTrellis.most_gained)
+        trellis = mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=most)
+        with trellis, mock.patch.object(HadamardLloydMax, "gained", () if self.is_first else HadamardLloydMax.gained):
             write_by_command(source, out, self.recipe, threads)
 
     def read_master(self, folder: Path) -> Iterator[Tensor]:
@@ -175,7 +178,7 @@ def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
 
 
 DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
-TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), step_power=0)
+TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), is_first=True)
 STEPS = Golden("steps", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
 POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
 
