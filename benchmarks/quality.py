@@ -37,9 +37,10 @@ from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.planning import fit
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
-from pqweights.planning.recipe import Recipe, load_recipe
+from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
 from pqweights.quality.calibrate import WINDOW, calibrate, fewest_tokens
 from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import CalibrationOptions, TextOptions
@@ -77,6 +78,7 @@ WITH_AWQ = (5.125, 4.125, 3.125)
 VARIED_RATES = (4.125, 3.125, 2.125)
 ONE_STEP, BY_NORM = "one step", "steps by norm"
 LEAST_SQUARES, ENLARGED = "least squares", "enlarged"
+FUSED, APART = "fused weights alike", "taken apart"
 MASTERS, TRELLIS, VARIANTS, POLAR, ABLATION, OTHERS = "masters", "trellis", "variants", "polar", "ablation", "peers"
 
 
@@ -199,13 +201,22 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def variants(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The rows of masters in other ways than now: one step for all blocks, and errors of least squares."""
+    """The rows of masters in ways of before beside those of now: steps, sizes of weights, groups of fits."""
     base = replace(load_recipe("t4"), name="trellis")
     for rate in VARIED_RATES:
         for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
             with mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=0):
                 yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}", None)
     yield master(bench, base.with_bits(2.125), f"trellis 2.125, {ENLARGED}", None)
+    for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
+        recipe = base.with_bits(3.125)
+        with mock.patch.object(HadamardTrellis, "step_power", power):
+            yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", searched_scales(bench, recipe))
+    for rate in VARIED_RATES:
+        recipe = replace(base, target=SizeTarget(bits_per_weight=rate))
+        with mock.patch.object(fit, "taken_apart", lambda groups, alphas, _: (groups, alphas)):
+            yield master(bench, recipe, f"fit to {rate:g}, {FUSED}", None)
+        yield master(bench, recipe, f"fit to {rate:g}, {APART}", None)
     for bits in HadamardLloydMax.gained:
         for gained, what in (((), LEAST_SQUARES), ((bits,), ENLARGED)):
             with mock.patch.object(HadamardLloydMax, "gained", gained):
@@ -389,7 +400,7 @@ def sections(document: Document) -> dict[str, str]:
                 shown = table(HEADER, [cells(row) for row in rows])
             result[f"quality-{part}-{model}"] = f"{note}\n\n{shown}"
     result["quality-short"] = short(document)
-    trellis = [f"trellis {rate:g}" for rate in VARIED_RATES]
+    trellis = [*(f"trellis {rate:g}" for rate in VARIED_RATES), "trellis 3.125 AWQ"]
     result["quality-steps"] = variants_table(document, [(what, (ONE_STEP, BY_NORM)) for what in trellis])
     pairs = [
         ("q3", (LEAST_SQUARES, ENLARGED)),
@@ -397,6 +408,8 @@ def sections(document: Document) -> dict[str, str]:
         ("trellis 2.125", (BY_NORM, ENLARGED)),
     ]
     result["quality-gains"] = variants_table(document, pairs)
+    fits = [(f"fit to {rate:g}", (FUSED, APART)) for rate in VARIED_RATES]
+    result["quality-apart"] = variants_table(document, fits)
     if document["absent"]:
         result["quality-absent"] = "\n".join(f"Not measured: {name} {why}" for name, why in document["absent"].items())
     return result
