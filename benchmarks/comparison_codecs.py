@@ -55,6 +55,7 @@ class ComparisonCodec(HadamardLloydMax):
 
     name: str
     uniform: bool
+    gained = ()
     orthogonal_error = False  # because no norm here is that of least squares
 
     @property

@@ -83,7 +83,7 @@ class Groups(NamedTuple):
     def error(self, group: str) -> float:
         """The relative squared error that the codec promises for a group."""
         parts = [self.planned[name] for name in self.names[group]]
-        promised = [coder_of(tensor).distortion * tensor.weights for tensor in parts]
+        promised = [coder_of(tensor).least_squares().distortion * tensor.weights for tensor in parts]
         return math.fsum(promised) / sum(tensor.weights for tensor in parts)
 
     def predicted_rise(self) -> float:

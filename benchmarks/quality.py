@@ -1,7 +1,7 @@
 """What a language model is worth after quantization: masters with and without AWQ, the ablation, and the peers.
 
-    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--only masters trellis polar ablation peers]
-        [--bits 5 4 3]
+    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--bits 5 4 3]
+        [--only masters trellis variants polar ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import peers
@@ -30,13 +31,16 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from safetensors.numpy import save_file
 
 from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.planning import fit
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
-from pqweights.planning.recipe import Recipe, load_recipe
+from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
 from pqweights.quality.calibrate import WINDOW, calibrate, fewest_tokens
 from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import CalibrationOptions, TextOptions
@@ -70,7 +74,12 @@ PEERS = (
 TRELLIS_RATES = (8.0, 6.5625, 6.125, 5.5, 5.125, 4.5, 4.25, 4.125, 3.4375, 3.125, 2.125)
 LONGER = ((64, 5.125), (64, 4.125), (64, 3.125), (256, 4.125))
 WITH_AWQ = (5.125, 4.125, 3.125)
-MASTERS, TRELLIS, POLAR, ABLATION, OTHERS = "masters", "trellis", "polar", "ablation", "peers"
+# Rates at which the trellis codec is measured with the same step for all blocks of a superblock, too.
+VARIED_RATES = (4.125, 3.125, 2.125)
+ONE_STEP, BY_NORM = "one step", "steps by norm"
+LEAST_SQUARES, ENLARGED = "least squares", "enlarged"
+FUSED, APART = "fused weights alike", "taken apart"
+MASTERS, TRELLIS, VARIANTS, POLAR, ABLATION, OTHERS = "masters", "trellis", "variants", "polar", "ablation", "peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +200,29 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
             yield master(bench, recipe, f"trellis {rate:g} AWQ", searched_scales(bench, recipe))
 
 
+def variants(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of masters in ways of before beside those of now: steps, sizes of weights, groups of fits."""
+    base = replace(load_recipe("t4"), name="trellis")
+    for rate in VARIED_RATES:
+        for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
+            with mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=0):
+                yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}", None)
+    yield master(bench, base.with_bits(2.125), f"trellis 2.125, {ENLARGED}", None)
+    for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
+        recipe = base.with_bits(3.125)
+        with mock.patch.object(HadamardTrellis, "step_power", power):
+            yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", searched_scales(bench, recipe))
+    for rate in VARIED_RATES:
+        recipe = replace(base, target=SizeTarget(bits_per_weight=rate))
+        with mock.patch.object(fit, "taken_apart", lambda groups, alphas, _: (groups, alphas)):
+            yield master(bench, recipe, f"fit to {rate:g}, {FUSED}", None)
+        yield master(bench, recipe, f"fit to {rate:g}, {APART}", None)
+    for bits in HadamardLloydMax.gained:
+        for gained, what in (((), LEAST_SQUARES), ((bits,), ENLARGED)):
+            with mock.patch.object(HadamardLloydMax, "gained", gained):
+                yield master(bench, load_recipe(f"q{bits}"), f"q{bits}, {what}", None)
+
+
 def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of the codec `polar` and of a trellis master of its size."""
     for codec in ("polar", "hadamard-trellis"):
@@ -279,6 +311,7 @@ def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
 PARTS = {
     MASTERS: masters,
     TRELLIS: trellis_masters,
+    VARIANTS: variants,
     POLAR: polar_masters,
     ABLATION: ablation,
     OTHERS: others,
@@ -356,7 +389,7 @@ def sections(document: Document) -> dict[str, str]:
             f"{about['window'] - about['stride']} of each masked: {about['scored']} tokens scored; AWQ on "
             f"{about['calibration_tokens']} other tokens"
         )
-        for part in PARTS:
+        for part in PARTS.keys() - {VARIANTS}:
             rows = [row for row in document["rows"] if (row["model"], row["part"]) == (model, part)]
             if not rows:
                 continue
@@ -367,9 +400,39 @@ def sections(document: Document) -> dict[str, str]:
                 shown = table(HEADER, [cells(row) for row in rows])
             result[f"quality-{part}-{model}"] = f"{note}\n\n{shown}"
     result["quality-short"] = short(document)
+    trellis = [*(f"trellis {rate:g}" for rate in VARIED_RATES), "trellis 3.125 AWQ"]
+    result["quality-steps"] = variants_table(document, [(what, (ONE_STEP, BY_NORM)) for what in trellis])
+    pairs = [
+        ("q3", (LEAST_SQUARES, ENLARGED)),
+        ("q2", (LEAST_SQUARES, ENLARGED)),
+        ("trellis 2.125", (BY_NORM, ENLARGED)),
+    ]
+    result["quality-gains"] = variants_table(document, pairs)
+    fits = [(f"fit to {rate:g}", (FUSED, APART)) for rate in VARIED_RATES]
+    result["quality-apart"] = variants_table(document, fits)
     if document["absent"]:
         result["quality-absent"] = "\n".join(f"Not measured: {name} {why}" for name, why in document["absent"].items())
     return result
+
+
+def variants_table(document: Document, pairs: Sequence[tuple[str, tuple[str, str]]]) -> str:
+    """One table of the masters of all models in two ways.
+
+    pairs: what is compared, and the ways, the present one last
+    """
+    found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == VARIANTS}
+    first, second = pairs[0][1]
+    fields = [f"{field}, {way}" for field in ("relative MSE", "KL") for way in (first, second)]
+    lines: list[list[Cell]] = []
+    for model in document["settings"]:
+        for what, ways in pairs:
+            rows = [found[model, f"{what}, {way}"] for way in ways if (model, f"{what}, {way}") in found]
+            if len(rows) == len(ways):
+                errors = [f"{row['relative_mse']:.6f}" for row in rows]
+                divergences = [with_error(row["kl"], row["kl_error"], ".5f") for row in rows]
+                bits = number(rows[0]["bits_per_weight"], ".4f")
+                lines.append([f"{model}, {what}", bits, *errors, *divergences, f"{rows[1]['kl'] / rows[0]['kl']:.3f}"])
+    return table(["", "bits/weight", *fields, "KL, ratio"], lines)
 
 
 def is_plain(row: Document) -> bool:

@@ -1,9 +1,9 @@
 """Hadamard rotation, a trellis over the integers, and an entropy coder: the least error for a file of a given size.
 
 Entropy-coded trellis-coded quantization (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990; Ungerboeck's trellises)
-of blocks rotated like those of the scalar codec. A superblock of about 512 blocks has one step, chosen so that it fits
-its bytes: a weight takes exactly the rate, and blocks of large norm more of it than others. docs/format.md has the
-bytes, docs/trellis.md the reasons.
+of blocks rotated like those of the scalar codec. A superblock of about 512 blocks has one step, from which those of its
+blocks follow, chosen so that it fits its bytes: a weight takes exactly the rate, and blocks of large norm more of it
+than others. docs/format.md has the bytes, docs/trellis.md the reasons.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pqweights.codecs.protocol import (
     Part,
     PassResult,
     State,
+    alternatives,
     check_effort,
     exact_rate,
     exceeds_promise,
@@ -41,13 +42,29 @@ TRELLIS = "_trellis"
 # twice the fewest: otherwise some weights could only be cut into superblocks of which one is half empty.
 _BLOCKS, _FEWEST, _MOST = 512, 384, 768
 _LANES = 16
+# Those that the format has.
+STEP_POWERS = (0, 0.5)
 # Bits above the rate-distortion bound of N(0,1), with everything counted, 8 states, from 1.5 to 8 bits.
 _ABOVE_BOUND = 0.097
 REASONS = {1: "its header is not one that an encoder writes", 2: "its stream does not end as it should"}
 
 
+class TrellisState(RotatedState, frozen=True):
+    """The state of a weight: its rotation, and the power of a block's norm to which its step is in proportion."""
+
+    step_power: float = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """See State; a power of 0 is not stated, as in the masters from before there was another."""
+        return {key: value for key, value in super().to_json().items() if value}
+
+
 class HadamardTrellis(Codec):
-    """The codec; see Codec."""
+    """The codec; see Codec.
+
+    step_power: the power of a block's norm to which its step is in proportion
+    most_gained: the highest rate at which steps are enlarged, so that decoded weights have the size of the weights
+    """
 
     name = "hadamard-trellis"
     format_version = 2
@@ -56,11 +73,14 @@ class HadamardTrellis(Codec):
     any_rate = True
     efforts = trellis.STATES
     block_size = BLOCK_SIZE
-    state_defaults: Mapping[str, Any] = {"rotation": HADAMARD}
+    state_defaults: Mapping[str, Any] = {"rotation": HADAMARD, "step_power": 0}
+    step_power: float = 0.5
+    most_gained: float = 2.5
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
-        "makes its coordinates nearly Gaussian. Coordinates become integers by trellis-coded quantization, with one "
-        "step for some 512 blocks, and an entropy coder packs the integers into a fixed number of bytes."
+        "makes its coordinates nearly Gaussian. Coordinates become integers by trellis-coded quantization, with steps "
+        "in proportion to the square root of a block's norm, and an entropy coder packs the integers into a "
+        "fixed number of bytes."
     )
     papers = (
         "Ungerboeck, *Channel coding with multilevel/phase signals*, IEEE Trans. Inf. Theory 28 (1982): the trellises.",
@@ -73,13 +93,14 @@ class HadamardTrellis(Codec):
         check_effort(self, effort)
         if not has_rate(self, bits):
             raise unknown_rate(self, bits)
-        return _coder(bits, self.efforts[0] if effort is None else effort)
+        states = self.efforts[0] if effort is None else effort
+        return _coder(bits, states, self.step_power, bits <= self.most_gained)
 
 
 @functools.lru_cache(maxsize=1024)
-def _coder(bits: float, states: int) -> TrellisCoder:
+def _coder(bits: float, states: int, step_power: float, gained: bool) -> TrellisCoder:
     """Return the coder of a rate, cached because plans ask for it once for each weight."""
-    return TrellisCoder(rate=bits, states=states)
+    return TrellisCoder(rate=bits, states=states, step_power=step_power, gained=gained)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,16 +127,19 @@ class TrellisCoder(Coder):
 
     rate: bits per weight
     states: of the trellis of the encoder
+    step_power: that of the states in which it encodes
+    gained: whether steps are enlarged beyond those of least squares (HadamardTrellis)
     cut: how the weight that it is sized for is cut
     """
 
     rate: float
     states: int
+    step_power: float = HadamardTrellis.step_power
+    gained: bool = False
     cut: trellis.Superblocks | None = None
 
     codec = HadamardTrellis.name
     depends_on_size = True
-    orthogonal_error = True  # because the step of a superblock is fitted by least squares
 
     @property
     def bits(self) -> float:
@@ -143,45 +167,62 @@ class TrellisCoder(Coder):
 
     @property
     def distortion(self) -> float:
-        """See Coder."""
-        return float(4.0 ** (_ABOVE_BOUND - self.rate))
+        """See Coder; enlarging by 1 / (1 - error) enlarges the error as much."""
+        error = float(4.0 ** (_ABOVE_BOUND - self.rate))
+        return error / (1 - error) if self.gained else error
 
-    def first_state(self) -> RotatedState:
+    @property
+    def orthogonal_error(self) -> bool:
         """See Coder."""
-        return RotatedState(HADAMARD)
+        return not self.gained
 
-    def next_state(self, history: Sequence[PassResult]) -> RotatedState | None:
-        """See Coder: signs before the rotation, if the error is too large without, and whichever is better."""
+    def least_squares(self) -> TrellisCoder:
+        """See Coder."""
+        return replace(self, gained=False)
+
+    def first_state(self) -> TrellisState:
+        """See Coder."""
+        return TrellisState(HADAMARD, self.step_power)
+
+    def next_state(self, history: Sequence[PassResult]) -> TrellisState | None:
+        """See Coder: if the error is too large, signs before the rotation and one step, and whichever is better."""
         last = history[-1]
         if len(history) == 1:
-            return RotatedState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
+            return TrellisState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
         if len(history) == 2 and last.relative_mse >= history[0].relative_mse:
-            return RotatedState(HADAMARD)
+            return self.first_state()
         return None
 
-    def parse_state(self, values: Mapping[str, Any]) -> RotatedState:
+    def parse_state(self, values: Mapping[str, Any]) -> TrellisState:
         """See Coder."""
-        return parse_rotated(self, RotatedState, ROTATIONS, values)
+        state = parse_rotated(self, TrellisState, ROTATIONS, values)
+        if state.step_power not in STEP_POWERS:
+            raise ValueError(f"step_power: expected {alternatives(STEP_POWERS)}, found {state.step_power!r}")
+        return state
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
         """See Coder."""
+        assert isinstance(state, TrellisState)
         (rows,) = parts
         energies, errors, bad = trellis.encode(
             values,
             dtype,
             cut=self._cut._replace(number=len(rows)),
             states=self.states,
-            signed=_is_signed(state),
-            model=encode_model(),
+            signed=state.rotation == SIGNED_HADAMARD,
+            gained=self.gained,
+            model=encode_model(state.step_power),
             rows=rows,
         )
         return Measures(energies=energies, errors=errors, first_bad_block=bad)
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
         """See Coder."""
+        assert isinstance(state, TrellisState)
         (rows,) = parts
-        cut, signed = self._cut._replace(number=len(rows)), _is_signed(state)
-        damaged, reason = trellis.decode(rows, values, dtype, cut=cut, signed=signed, tables=decode_tables())
+        cut, signed = self._cut._replace(number=len(rows)), state.rotation == SIGNED_HADAMARD
+        tables = decode_tables(state.step_power)
+        damaged, reason = trellis.decode(rows, values, dtype, cut=cut, signed=signed, tables=tables)
         if damaged >= 0:
             raise DamagedBlock(damaged, REASONS[reason])
 
@@ -189,24 +230,22 @@ class TrellisCoder(Coder):
         """See Coder; what is wrong with a superblock shows when it is decoded."""
 
     def modelled_errors(self, blocks: Floats) -> Doubles:
-        """See Coder: the same error for each weight, but not more than a block's energy (reverse water-filling).
+        """See Coder: in proportion to a block's squared step, but not more than its energy (reverse water-filling).
 
-        At one step blocks whose variances have a geometric mean g take the rate at an error of g * 4**-rate. Blocks
-        beyond the widest table have the step doubled until they are not.
+        With a power p of the steps, errors are level * variance**p. If the variance**(1 - p) of all blocks have a
+        geometric mean g, they take the rate at a level of g * 4**-rate. Blocks beyond the widest table have the step
+        doubled until they are not.
         """
         squares = np.einsum("ij,ij->i", blocks, blocks, dtype=np.float64) / BLOCK_SIZE
+        rest = 1 - self.step_power
         # As in the encoder: steps do not go below 2**-45 of the root mean square of the largest block.
-        level = max(_water_level(squares, self.rate), float(squares.max(initial=0.0)) * 2.0**-90)
-        widest = level * 2.0 ** ((EXPONENTS[-1] + 0.5) / 2) / NOISE
+        least = float(squares.max(initial=0.0)) ** rest * 2.0**-90
+        level = max(_water_level(squares**rest, self.rate), least)
+        widest = (level * 2.0 ** ((EXPONENTS[-1] + 0.5) / 2) / NOISE) ** (1 / rest)
         doublings = np.ceil(np.log2(np.maximum(squares / max(widest, 1e-300), 1.0)) / 2)
-        level *= 4.0 ** -doublings.mean()  # which leaves bits to all
-        errors: Doubles = np.minimum(squares, level * 4.0**doublings)
+        level *= 4.0 ** (-rest * doublings.mean())  # which leaves bits to all
+        errors: Doubles = np.minimum(squares, level * np.minimum(squares, widest) ** self.step_power * 4.0**doublings)
         return errors
-
-
-def _is_signed(state: State) -> bool:
-    assert isinstance(state, RotatedState)
-    return state.rotation == SIGNED_HADAMARD
 
 
 def _water_level(variances: Doubles, rate: float) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,7 +126,11 @@ def codebook(bits: int) -> Codebook:
 
 
 class HadamardLloydMax(Codec):
-    """The codec of the master; see Codec. rotations: the default one, followed by those that a rescue tries."""
+    """The codec of the master; see Codec.
+
+    rotations: the default one, followed by those that a rescue tries
+    gained: the widths at which norms are enlarged (gain)
+    """
 
     name = "hadamard-lloyd-max"
     format_version = 1
@@ -134,8 +138,9 @@ class HadamardLloydMax(Codec):
     rates = range(MIN_BITS, MAX_BITS + 1)
     block_size = BLOCK_SIZE
     rotations: tuple[str, ...] = ROTATIONS
+    gained: Sequence[int] = (2, 3)
     state_defaults: Mapping[str, Any] = {"rotation": ROTATIONS[0], "norm_exponent": 0}
-    orthogonal_error = True  # because the norm is that of least squares
+    orthogonal_error = True  # where the norm is that of least squares
     description = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
         "makes its coordinates nearly Gaussian, and each coordinate becomes the nearest of the Lloyd-Max levels of the "
@@ -148,8 +153,17 @@ class HadamardLloydMax(Codec):
     )
 
     def distortion(self, bits: int) -> float:
-        """Return what Coder.distortion is at a bit width: the distortion of the Lloyd-Max levels on N(0,1)."""
+        """Return the distortion of the Lloyd-Max levels on N(0,1) at a bit width, with norms of least squares."""
         return DISTORTION[bits]
+
+    def gain(self, bits: int) -> float:
+        """Return the factor of the norms of least squares at a bit width.
+
+        Decoded weights are shorter than the weights by the error. Where that is much they are enlarged until their
+        product with the weights is the energy of these: the squared error rises by the same factor, but what layers
+        compute is not damped any more.
+        """
+        return 1 / (1 - self.distortion(bits)) if bits in self.gained else 1.0
 
     def codebook(self, bits: int) -> Codebook:
         """Return the Lloyd-Max levels of a bit width."""
@@ -162,12 +176,13 @@ class HadamardLloydMax(Codec):
     def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
         """See Codec."""
         check_effort(self, effort)
-        return _coder(self, bits)
+        width = self.width(bits)
+        return _coder(self, width, self.gain(width))
 
     def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
         """See Codec; the tables are the levels."""
         width = self.width(bits)
-        return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)))
+        return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)), self.gain(width))
 
     def width(self, bits: float) -> int:
         """Return a bit width as an integer.
@@ -180,9 +195,9 @@ class HadamardLloydMax(Codec):
 
 
 @functools.cache
-def _coder(codec: HadamardLloydMax, bits: float) -> ScalarCoder:
+def _coder(codec: HadamardLloydMax, bits: int, gain: float) -> ScalarCoder:
     """Return the coder of a codec and a bit width, cached because plans ask for it once for each weight."""
-    return ScalarCoder(codec, codec.codebook(codec.width(bits)))
+    return ScalarCoder(codec, codec.codebook(bits), gain)
 
 
 def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -200,10 +215,11 @@ def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.floa
 
 @dataclass(frozen=True, eq=False)
 class ScalarCoder(Coder):
-    """The codec with the levels of one bit width; see Coder."""
+    """The codec with the levels of one bit width, and a factor of the norms that it encodes; see Coder."""
 
     _codec: HadamardLloydMax
     codebook: Codebook
+    gain: float = 1.0
     block_size = BLOCK_SIZE
 
     @property
@@ -224,12 +240,16 @@ class ScalarCoder(Coder):
     @property
     def distortion(self) -> float:
         """See Coder."""
-        return self._codec.distortion(self.bits)
+        return self._codec.distortion(self.bits) * self.gain
 
     @property
     def orthogonal_error(self) -> bool:
         """See Coder."""
-        return self._codec.orthogonal_error
+        return self._codec.orthogonal_error and self.gain == 1
+
+    def least_squares(self) -> ScalarCoder:
+        """See Coder."""
+        return replace(self, gain=1.0)
 
     def tables(self) -> list[float]:
         """See Coder; the levels are the shortest decimals that round to them."""
@@ -288,5 +308,8 @@ class ScalarCoder(Coder):
         """Return how blocks were coded in a state, for kernels that read codes and norms themselves."""
         assert isinstance(state, ScalarState)
         return BlockCoding(
-            codebook=self.codebook, signed=state.rotation == SIGNED_HADAMARD, norm_exponent=state.norm_exponent
+            codebook=self.codebook,
+            signed=state.rotation == SIGNED_HADAMARD,
+            norm_exponent=state.norm_exponent,
+            gain=self.gain,
         )

@@ -73,7 +73,10 @@ class State(Protocol):
         """Whether the codec's first choice had too large an error, so that the weight is encoded in another way."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as manifests store it: the keys of Codec.state_defaults, with JSON scalars."""
+        """Return the state as manifests store it: keys of Codec.state_defaults, with JSON scalars.
+
+        It may leave out a key whose default is 0, if that is the value.
+        """
 
 
 class NormRange(NamedTuple):
@@ -173,6 +176,14 @@ class Coder(Protocol):
     def orthogonal_error(self) -> bool:
         """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
 
+    def least_squares(self) -> Coder:
+        """Return the coder that makes the same codes with the least squared error.
+
+        At low rates others may trade squared error for the size of the decoded weights, which serves weights whose
+        errors nothing else weighs. Planning compares rates by the errors of least squares.
+        """
+        return self
+
     def tables(self) -> Any:
         """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
         return None
@@ -249,7 +260,7 @@ class Codec:
     efforts: the amounts of work that encoding may take, ascending, the first by default; empty if there is no choice.
         More effort gives less error in the same bytes; it has no part in decoding, nor in what `distortion` promises
     block_size: the one that configurations state: that of every weight, or the unit of blocks that depend on size
-    state_defaults: the keys of State.to_json, with the values of a weight for which the master gives no others
+    state_defaults: the keys that State.to_json may have, with the values of weights for which the master gives none
     description: what the codec does to a weight, in sentences for a model card; empty if it is only for comparison
     papers: where the method comes from, a line of Markdown each, for a model card
     """

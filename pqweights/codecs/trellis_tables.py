@@ -161,14 +161,27 @@ def _normal_integral(border: int, exponent: int) -> int:
 def gain(number: int) -> float:
     """Return the factor of a class, by which weights are multiplied before the search, and numbers after decoding.
 
-    It is the square root of s2 / (s2 + NOISE), s2 being the variance of the class in squares of the step: coding with
-    this factor on both sides leaves the error of least squares, and the same error in blocks of every class.
+    It is the square root of s2 / (s2 + NOISE), s2 being the variance of the class in squares of its step: coding with
+    this factor on both sides leaves the error of least squares, and the same error in all blocks with the same step.
+    """
+    table = Class.of(number).table
+    if table == 0:
+        return 0.0
+    variance = sqrt2_power(table - 1 + EXPONENTS[0])
+    return math.sqrt(variance / (variance + NOISE))
+
+
+def width(number: int, step_power: float) -> float:
+    """Return the step of a class, in steps of the superblock.
+
+    With a power of 0.5 it is the standard deviation of the class in its own steps: then the step is in proportion to
+    the square root of the block's. From class 40 on, blocks have few tables, and the step keeps up with them.
     """
     of_number = Class.of(number)
-    if of_number.table == 0:
-        return 0.0
-    variance = sqrt2_power(of_number.table - 1 + EXPONENTS[0])
-    return math.ldexp(math.sqrt(variance / (variance + NOISE)), of_number.doublings)
+    if step_power == 0 or of_number.table == 0:
+        return math.ldexp(1.0, of_number.doublings)
+    table = TABLES if of_number.doublings else of_number.table
+    return math.ldexp(math.sqrt(sqrt2_power(table - 1 + EXPONENTS[0])), of_number.doublings)
 
 
 def sqrt2_power(exponent: int, root: int = 2) -> float:
@@ -245,39 +258,44 @@ _EXACT = 2.0**20
 
 
 @functools.cache
-def decode_tables() -> DecodeTables:
-    """Return what the decoder looks up."""
+def decode_tables(step_power: float = 0) -> DecodeTables:
+    """Return what the decoder looks up, for steps in proportion to a power of the norm (width)."""
     pairs = [buckets(exponent, 0) for exponent in EXPONENTS]
     widths = np.array([(0, 0), *((pair.core_bits, pair.tail_bits) for pair in pairs)], dtype=np.int32)
     return DecodeTables(
         entries=_decode_entries(),
         tables=np.array([Class.of(number).table for number in range(CLASSES)], dtype=np.int32),
         widths=widths,
-        gains=np.array([gain(number) for number in range(CLASSES)]),
+        gains=np.array([gain(number) * width(number, step_power) for number in range(CLASSES)]),
     )
 
 
 @functools.cache
-def encode_model() -> EncodeModel:
-    """Return what the encoder knows."""
+def encode_model(step_power: float = 0) -> EncodeModel:
+    """Return what the encoder knows, for steps in proportion to a power of the norm (width)."""
     classes = [Class.of(number) for number in range(CLASSES)]
     tables = np.array([of_number.table for of_number in classes])
-    doubled = np.ldexp(1.0, [of_number.doublings for of_number in classes])
-    gains = np.array([gain(table) for table in range(1 + TABLES)])[tables]
-    limits = np.array([-math.inf, *(sqrt2_power(2 * e - 1, 4) + NOISE for e in EXPONENTS)])[tables] * doubled**2
+    widths = np.array([width(number, step_power) for number in range(CLASSES)])
+    gains = np.array([gain(number) for number in range(CLASSES)])
+    # A class begins half-way, in decibels, between its norm and that of the class before it.
+    lowest = np.array([0.0, *(sqrt2_power(2 * e - 1, 4) for e in EXPONENTS)])[tables]
+    steeper = np.array([number <= TABLES and step_power > 0 for number in range(CLASSES)])
+    limits = (lowest + NOISE) * np.where(steeper, lowest, widths**2)
+    limits[0] = -math.inf
     lengths = np.array([(0.0, 0.0), *(_code_length(exponent) for exponent in EXPONENTS)])[tables]
     shares = np.arange(1, 257) / 256
     entries, zero, reach = _encode_entries()
     return EncodeModel(
         limits=np.append(limits, math.inf),
         bits=_rounded(lengths[:, 0]),
-        slopes=_rounded(lengths[:, 1] * _EXACT) / _EXACT * gains**2 / doubled**2,
-        down=gains / doubled,
-        up=gains * doubled,
+        slopes=_rounded(lengths[:, 1] * _EXACT) / _EXACT * gains**2 / widths**2,
+        down=gains / widths,
+        up=gains * widths,
         reach=reach[tables],
         zero=zero[tables],
         logarithms=np.append(0.0, _rounded(-np.log2(shares))),
         entries=entries,
+        pace=2 / (2 - step_power),
     )
 
 

@@ -215,7 +215,7 @@ class _Model:
         """By how much the loss rises with the errors of the master."""
         encoded = [plan for plan in self.master.planned if plan.action == QUANTIZE]
         kinds = {(plan.codec, plan.bits, plan.weights): plan for plan in encoded}
-        errors = {kind: coder_of(plan).distortion for kind, plan in kinds.items()}
+        errors = {kind: coder_of(plan).least_squares().distortion for kind, plan in kinds.items()}
         return math.fsum(
             self.densities.get(p.name, 0.0) * p.weights * errors[p.codec, p.bits, p.weights] for p in encoded
         )

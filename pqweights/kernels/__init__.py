@@ -61,11 +61,13 @@ class BlockCoding:
     codebook: the levels and thresholds.
     signed: flip coordinates by SIGNS before the rotation.
     norm_exponent: a norm is stored as float16(norm * 2**-norm_exponent).
+    gain: the norm is that of least squares times this; it has no part in decoding.
     """
 
     codebook: Codebook
     signed: bool = False
     norm_exponent: int = 0
+    gain: float = 1.0
 
 
 class EncodedArrays(NamedTuple):

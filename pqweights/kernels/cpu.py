@@ -75,6 +75,7 @@ def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: 
         blocks,
         book.bits,
         math.ldexp(1, coding.norm_exponent),
+        coding.gain,
     )
     return EncodeStats(float(stats[0]), float(stats[1]), int(stats[2]))
 

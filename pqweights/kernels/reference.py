@@ -109,13 +109,12 @@ def encode_blocks(x: Tensor, coding: BlockCoding) -> tuple[Tensor, Tensor, Tenso
     norm = radius * (projection / level_energy)
 
     two_to_k = power_of_two(k)
-    exact_norms = norm.double() * two_to_k
+    exact_norms = norm.double() * two_to_k * coding.gain
     norms = (exact_norms * 2.0**-coding.norm_exponent).float().half()
 
     energies = squares.double() * two_to_k * two_to_k
     stored = norms.double() * 2.0**coding.norm_exponent
-    gain = torch.where(radius > 0, stored / (radius.double() * two_to_k), 0)
-    short = 1 - gain
+    short = 1 - torch.where(radius > 0, stored / (radius.double() * two_to_k), 0)
     per_block = residual.double() + 2 * short * (projection.double() - level_energy.double())
     per_block = (per_block + short * short * level_energy.double()).clamp(min=0)
     errors = torch.where(radius > 0, energies / BLOCK_SIZE * per_block, 0)

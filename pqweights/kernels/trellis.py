@@ -55,6 +55,7 @@ class EncodeModel:
     zero: npt.NDArray[np.int32]
     logarithms: npt.NDArray[np.float64]
     entries: npt.NDArray[np.uint32]
+    pace: float
 
 
 class Superblocks(NamedTuple):
@@ -72,6 +73,7 @@ def encode(
     cut: Superblocks,
     states: int,
     signed: bool,
+    gained: bool,
     model: EncodeModel,
     rows: npt.NDArray[np.uint8],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
@@ -80,6 +82,7 @@ def encode(
     values: the weights as raw bytes of `dtype` (BF16, F16 or F32)
     states: one of STATES
     signed: whether coordinates are multiplied by SIGNS before the rotation
+    gained: whether steps are enlarged until the product of decoded weights with the weights is the energy of these
     rows: out: u8 [superblocks, stride]
 
     Returns the sums of squares of the weights and of the errors, [superblocks] f64 each, and the first superblock that
@@ -102,6 +105,8 @@ def encode(
         native.array(model.zero, np.int32, 2 * CLASSES),
         native.array(model.logarithms, np.float64, 257),
         native.array(model.entries, np.uint32, len(model.entries)),
+        model.pace,
+        int(gained),
         native.array(rows, np.uint8, cut.number * cut.stride, written=True),
         *(native.array(sums, np.float64, cut.number, written=True) for sums in (energies, errors)),
         native.array(bad, np.int64, 1, written=True),

@@ -23,7 +23,7 @@ from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import SizeTarget
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of
+from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 
 # How often the budget is corrected to meet a file size: headers depend a little on what the files hold.
 MOST_ROUNDS = 8
@@ -350,6 +350,8 @@ def free_groups(
     groups = groups_of(checkpoint, list(roles.items()))
     alphas, unknown = alphas_for(groups, roles=roles, known=sensitivity)
     codec_of = {name: get_codec(by_name[name].codec or "") for name in planner.free}
+    if all(codec.any_rate for codec in codec_of.values()):
+        groups, alphas = taken_apart(groups, alphas, roles)
     rates = sorted({bits for codec in codec_of.values() for bits in codec.rates})
     result = []
     for name, names in groups.items():
@@ -389,7 +391,7 @@ def _rate_option(asked: float | None, members: Sequence[_Alike], planner: RatePl
         header_bytes += tensors * sum(entry_bytes(spec.dtype, spec.shape) + len(spec.name) for spec in plan.stored)
         header_bytes += len(plan.stored) * name_bytes
         weights += tensors * plan.weights
-        errors.append(0.0 if plan.codec is None else tensors * plan.weights * coder_of(plan).distortion)
+        errors.append(0.0 if plan.codec is None else tensors * plan.weights * coder_of(plan).least_squares().distortion)
     # Codecs that lack a rate take their nearest.
     given = (free_bits or fixed_bits) - {None}
     bits = given.pop() if len(given) == 1 else asked if given else None

@@ -295,9 +295,13 @@ class Plan:
 
 
 def coder_of(tensor: TensorPlan, effort: int | None = None) -> Coder:
-    """Return the coder of a quantized tensor, sized for it; an effort matters for encoding alone."""
+    """Return the coder of a quantized tensor, sized for it; an effort matters for encoding alone.
+
+    If input channels are scaled, their scales were searched for the least squared error.
+    """
     assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
-    return get_codec(tensor.codec).coder(tensor.bits, effort).sized(tensor.weights)
+    coder = get_codec(tensor.codec).coder(tensor.bits, effort).sized(tensor.weights)
+    return coder.least_squares() if tensor.is_scaled else coder
 
 
 def coding_of(tensor: TensorPlan) -> Coding:

@@ -8,7 +8,8 @@ than measuring. docs/fit.md has the method, a comparison and the format.
 
 A group of weights shares one bit width: those that runtimes fuse into one matrix, or compute with in one kernel. These
 are q, k and v of a layer; gate and up; the down-projections into the latents of MLA (DeepSeek-V2, arXiv:2405.04434);
-the inputs of linear attention; all experts of a layer; and tied embeddings.
+the inputs of linear attention; all experts of a layer; and tied embeddings. For codecs that no runtime computes with
+groups are taken apart.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ _MODULES = (
     (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), 0.5),
 )
 EXPERTS, OTHER = 0.8, 0.4
+# The shares of the weights of a fused layer in its alpha, by the ends of their names, up to a factor; others have 1.
+_SHARES = (
+    (re.compile(r".*\.(q_proj|k_proj|wq|wk|query|key)$"), 0.5),
+    (re.compile(r".*\.(v_proj|wv|value)$"), 1.5),
+    (re.compile(r".*\.(gate_proj|w1)$"), 1.2),
+    (re.compile(r".*\.(up_proj|w3)$"), 0.8),
+)
 # Factors for the first layer, which feeds all others, and for the last, which feeds the head: less corrects their
 # errors.
 FIRST, LAST = 3.0, 1.5
@@ -68,6 +76,31 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
             alpha *= (FIRST if number == min(layers) else LAST if number == max(layers) else 1.0) / len(layers)
         result[name] = alpha
     return result
+
+
+def taken_apart(
+    groups: Mapping[str, Sequence[str]], alphas: Mapping[str, float], roles: Mapping[str, str]
+) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """Return groups of single weights, and their alphas, in place of the groups that a runtime fuses.
+
+    For codecs whose masters no runtime computes with. Experts and tied embeddings stay together. The alpha of a group
+    is divided by a rule of thumb, which like that of the alphas comes from measurements of small models.
+    """
+    single: dict[str, list[str]] = {}
+    divided: dict[str, float] = {}
+    for name, names in groups.items():
+        if name == TIED_EMBEDDINGS or any(roles[weight] == "expert" for weight in names):
+            single[name], divided[name] = list(names), alphas[name]
+            continue
+        modules = {weight: weight.removesuffix(".weight") for weight in names}
+        shares = {
+            weight: next((share for pattern, share in _SHARES if pattern.match(module)), 1.0)
+            for weight, module in modules.items()
+        }
+        for weight, module in modules.items():
+            single[module] = [weight]
+            divided[module] = alphas[name] * (shares[weight] / math.fsum(shares.values()))
+    return single, divided
 
 
 def _alpha_of_one_layer(group: str, roles: set[str]) -> float:

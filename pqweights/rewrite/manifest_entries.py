@@ -125,13 +125,14 @@ def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) 
         raise MasterError(f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again")
     try:
         coder = coding_of(plan)
-        state = coder.parse_state({key: stated[key] for key in MASTER_CODECS[plan.codec].state_defaults}).to_json()
+        own = {key: stated[key] for key in MASTER_CODECS[plan.codec].state_defaults if key in stated}
+        state = coder.parse_state(own).to_json()
     except RecipeError:
         raise wrong(mismatch) from None
-    except KeyError as error:
-        raise wrong(f"missing key {error}") from None
     except ValueError as error:
         raise wrong(str(error)) from None
+    for key in state.keys() - own.keys():
+        raise wrong(f"missing key {key!r}")
     return state
 
 

@@ -17,6 +17,7 @@ from golden import make, make_codecs
 
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import MASTER_CODECS
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import MasterError
 from pqweights.planning.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
@@ -26,6 +27,7 @@ COLUMN_CODEC = "hadamard-trellis-columns"
 GOLDEN: dict[str, Any] = {
     "hadamard-lloyd-max": make,
     "hadamard-trellis": TRELLIS,
+    "steps": make_codecs.STEPS,
     "polar": POLAR,
     COLUMN_CODEC: COLUMNS,
 }
@@ -67,6 +69,13 @@ def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytes
         open_local(golden.MASTER)
 
 
+def test_readers_from_before_a_key_refuse_masters_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HadamardTrellis, "state_defaults", {"rotation": "hadamard"})
+    open_local(make_codecs.TRELLIS.MASTER)
+    with pytest.raises(MasterError, match=r"overrides of 'model.layers.least.weight': unknown key 'step_power'"):
+        open_local(make_codecs.STEPS.MASTER)
+
+
 @pytest.mark.parametrize(
     ("codec", "weight", "key", "value", "message"),
     [
@@ -75,6 +84,9 @@ def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytes
         ("hadamard-trellis", "model.layers.middle.weight", "shape", [10**400], "shape"),
         ("hadamard-trellis", "model.layers.middle.weight", "shape", [2**50, 2**50], "shape: expected at most"),
         ("hadamard-trellis", "model.layers.middle.weight", "norm_exponent", 3, "norm_exponent"),
+        ("steps", "model.layers.middle.weight", "step_power", 1, "step_power: expected 0 or 0.5, found 1"),
+        ("steps", "model.layers.middle.weight", "step_power", "half", "step_power"),
+        ("steps", "model.layers.scalar.weight", "step_power", 0.5, "unknown key 'step_power'"),
         ("polar", "model.layers.flat.weight", "norm_exponent", 1.5, "norm_exponent"),
         ("polar", "model.layers.flat.weight", "levels", [1.0], "unknown key 'levels'"),
         (COLUMN_CODEC, "model.layers.strips.weight", "rotation", "hadamard", "unknown key 'rotation'"),

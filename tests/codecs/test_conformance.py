@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from pqweights.codecs import CODECS
+from pqweights.codecs.hadamard_trellis import STEP_POWERS, TrellisCoder
 from pqweights.codecs.protocol import (
     VALUE_DTYPES,
     Bytes,
@@ -93,7 +94,7 @@ def test_coders_of_all_rates_match_the_description_of_their_codec(name: str) -> 
         assert tuple(part.suffix for part in coder.sized(1).parts) == codec.suffixes
         assert all(DTYPE_BITS[part.dtype] % 8 == 0 for part in coder.sized(1).parts)
         assert coder.first_state().to_json().keys() == codec.state_defaults.keys()
-        assert coder.parse_state({}).to_json() == codec.state_defaults
+        assert {**codec.state_defaults, **coder.parse_state({}).to_json()} == codec.state_defaults
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -169,11 +170,12 @@ def test_arbitrary_bytes_are_decoded_or_found_damaged(coder: Coder) -> None:
         assert (values[-8:] == 0xAB).all()
 
 
-def test_modelled_errors_are_those_of_encoding_up_to_a_factor() -> None:
+@pytest.mark.parametrize("step_power", STEP_POWERS)
+def test_modelled_errors_are_those_of_encoding_up_to_a_factor(step_power: float) -> None:
     """The factor is the same for weights whose blocks are alike and for those whose blocks differ."""
     codec, rng = CODECS["hadamard-trellis"], np.random.default_rng(8)
     for bits in some_rates(codec):
-        coder, ratios = codec.coder(bits), []
+        coder, ratios = TrellisCoder(rate=bits, states=8, step_power=step_power), []
         for spread in (0.0, 0.3, 0.8):
             blocks = helpers.gaussian(2048, codec.block_size, seed=6)
             blocks *= np.exp(spread * rng.standard_normal((2048, 1))).astype(np.float32)
@@ -297,6 +299,25 @@ def test_coder_states_whether_its_errors_are_orthogonal(coder: Coder) -> None:
         assert gap < 0.01 * error + 2**-10 / np.sqrt(blocks) * energy
     elif coder.bits == CODECS[coder.codec].rates[0]:
         assert gap > 0.02 * error  # the errors really are not orthogonal
+
+
+LOW = [(name, bits) for name, codec in CODECS.items() for bits in codec.rates if bits <= 3]
+
+
+@pytest.mark.parametrize(("name", "bits"), LOW)
+def test_enlarged_weights_have_the_product_of_the_weights(name: str, bits: float) -> None:
+    """Least squares loses the error from the product; both coders promise their errors, and choose the same codes."""
+    coder, values = CODECS[name].coder(bits), helpers.gaussian(1024, 256, seed=9)
+    plain = coder.least_squares()
+    for made in (coder, plain):
+        weight, measured = whole(values, made)
+        found = weight.decode().view(np.float32).astype(np.float64)
+        product = (found * values.reshape(-1)).sum() / np.square(values, dtype=np.float64).sum()
+        expected = 1 - measured.relative_mse if made.orthogonal_error else 1.0
+        assert product == pytest.approx(expected, abs=0.004)
+        assert 0.93 <= measured.relative_mse / made.distortion <= 1.03
+    assert plain.orthogonal_error
+    assert coder.distortion == pytest.approx(plain.distortion / (1 if coder == plain else 1 - plain.distortion))
 
 
 @each

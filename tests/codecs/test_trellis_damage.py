@@ -15,9 +15,8 @@ from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
+from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.codecs.protocol import DamagedBlock
-from pqweights.codecs.scalar import RotatedState
 from pqweights.codecs.weight import encode_weight
 from pqweights.kernels.trellis import Superblocks
 
@@ -53,7 +52,7 @@ def decode(row: bytes, blocks: int, *, dtype: str = "F32", signed: bool = False)
     before, superblock = rows.copy(), blocks * 128 * SIZES[dtype]
     values = guarded(3 * superblock)
     coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(3, blocks, size))
-    state, inside = RotatedState("signed-hadamard" if signed else "hadamard"), values[GUARD:-GUARD]
+    state, inside = TrellisState("signed-hadamard", 0.5) if signed else TrellisState("hadamard"), values[GUARD:-GUARD]
     damage = None
     try:
         coder.decode([rows[GUARD:-GUARD].reshape(3, size)], inside, dtype=dtype, state=state)
@@ -155,7 +154,7 @@ def test_property_page_and_kernel_refuse_the_same_bytes(
     coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, blocks, len(wrong)))
     values = np.empty(blocks * 128 * 4, dtype=np.uint8)
     try:
-        coder.decode([np.frombuffer(wrong, dtype=np.uint8)[None]], values, dtype="F32", state=RotatedState("hadamard"))
+        coder.decode([np.frombuffer(wrong, dtype=np.uint8)[None]], values, dtype="F32", state=TrellisState("hadamard"))
     except DamagedBlock:
         assert page_refuses(wrong, blocks)
     else:
@@ -187,5 +186,5 @@ def test_flipped_bit_of_zeros_is_noticed_or_harmless(bit: int) -> None:
         row[0, at] = 1 << bit
         harmless = at >= 7 or (at, bit) == (3, 7)
         with contextlib.nullcontext() if harmless else pytest.raises(DamagedBlock):
-            coder.decode([row], values.view(np.uint8), dtype="F32", state=RotatedState("hadamard"))
+            coder.decode([row], values.view(np.uint8), dtype="F32", state=TrellisState("hadamard"))
         assert not harmless or not values.any()

@@ -11,7 +11,7 @@ from helpers import gaussian
 from trellis_writer import KINDS, hostile
 
 from pqweights.checkpoint.master import encoded_specs
-from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder
 from pqweights.codecs.protocol import PassResult
 from pqweights.codecs.weight import EncodedWeight, encode_weight
 
@@ -19,9 +19,12 @@ CODEC = HadamardTrellis()
 Floats = npt.NDArray[np.float32]
 
 
-def encode(values: Floats, rate: float, states: int = 8) -> tuple[EncodedWeight, PassResult]:
+def encode(
+    values: Floats, rate: float, states: int = 8, step_power: float = CODEC.step_power
+) -> tuple[EncodedWeight, PassResult]:
     raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-    return encode_weight(raw, dtype="F32", shape=values.shape, coder=CODEC.coder(rate, states))
+    coder = TrellisCoder(rate=rate, states=states, step_power=step_power)
+    return encode_weight(raw, dtype="F32", shape=values.shape, coder=coder)
 
 
 def decoded(weight: EncodedWeight) -> npt.NDArray[np.float64]:
@@ -37,10 +40,11 @@ def unused(row: npt.NDArray[np.uint8]) -> int:
 # --- sizes ---
 
 
+@pytest.mark.parametrize("step_power", STEP_POWERS)
 @pytest.mark.parametrize("rate", [1.5, 2.0, 3.3, 4.38, 6.0, 8.0])
 @pytest.mark.parametrize("shape", [(512, 128), (600, 128), (1000, 100), (768, 384), (7, 61_001)])
-def test_ordinary_weights_leave_few_bytes_unused(shape: tuple[int, int], rate: float) -> None:
-    weight, measured = encode(gaussian(*shape, seed=3), rate)
+def test_ordinary_weights_leave_few_bytes_unused(shape: tuple[int, int], rate: float, step_power: float) -> None:
+    weight, measured = encode(gaussian(*shape, seed=3), rate, step_power=step_power)
     (rows,) = weight.parts
     assert rows.size == math.prod(encoded_specs("x", shape, CODEC.coder(rate))[0].shape)
     assert max(unused(row) for row in rows) <= 0.002 * rows.shape[1]
@@ -58,15 +62,34 @@ def test_small_weights_keep_the_promise(blocks: int, rate: float) -> None:
     assert np.mean(ratios) <= 1.25
 
 
+# --- steps ---
+
+
+@pytest.mark.parametrize("step_power", STEP_POWERS)
+@pytest.mark.parametrize("rate", [3.0, 5.0])
+def test_errors_grow_with_the_power_of_the_norm(step_power: float, rate: float) -> None:
+    """Four norms, 2**2 apart, mixed in every superblock: squared errors are in proportion to norm**(2 * power)."""
+    norms = 4.0 ** (np.arange(2048) % 4)
+    values = (gaussian(2048, 128, seed=6) * norms[:, None]).astype(np.float32)
+    weight, measured = encode(values, rate, step_power=step_power)
+    errors = ((decoded(weight).reshape(values.shape) - values) ** 2).mean(axis=1)
+    by_norm = np.log2([errors[kind::4].mean() for kind in range(4)])
+    assert np.diff(by_norm) == pytest.approx([4 * step_power] * 3, abs=0.3)
+    assert measured.relative_mse <= CODEC.coder(rate).distortion and not measured.state.rescued
+
+
 # --- hostile weights ---
 
 
+@pytest.mark.parametrize("step_power", STEP_POWERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("blocks", [1, 4, 17, 130])
-def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(kind: str, blocks: int) -> None:
+def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(
+    kind: str, blocks: int, step_power: float
+) -> None:
     for rate, states in ((1.5, 8), (2.0, 64), (4.3, 8), (8.0, 8)):
         values = hostile(kind, blocks, seed=blocks)
-        weight, measured = encode(values, rate, states)
+        weight, measured = encode(values, rate, states, step_power)
         found, exact = decoded(weight), values.reshape(-1).astype(np.float64)
         assert np.isfinite(found).all()
         error, energy = ((found - exact) ** 2).sum(), (exact**2).sum()

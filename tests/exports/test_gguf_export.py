@@ -152,7 +152,7 @@ def test_damage_is_found(master, tmp_path):
         assert found.exit_code == 1 and found.stdout.startswith("model-Q6_K.gguf: ") and expected in found.stdout
     path.write_bytes(data)
     manifest = json.loads((out / "pqweights.json").read_bytes())
-    assert manifest["manifest_version"] == 3
+    assert manifest["manifest_version"] == 4
     manifest["container"]["headers"] = []
     (out / "pqweights.json").write_text(json.dumps(manifest))
     assert "container: expected as many headers as files" in refused("verify", out)

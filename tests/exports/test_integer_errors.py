@@ -134,10 +134,10 @@ def test_export_made_without_the_manifest_of_the_master_is_not_recognised(driven
 
 
 def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
-    """The two-bit weights of this master have noticeably smaller norms than their originals."""
+    """The weights of 2.6 bits of this master have noticeably smaller norms than their originals."""
     layers = {f"{LAYER}.self_attn.{q}_proj.weight": bf16(gaussian(64, 256, seed=i)) for i, q in enumerate("qkvo")}
     write_checkpoint(tmp_path / "src", layers, config={"model_type": "llama"})
-    rules = [{"name": f"*.{q}_proj.weight", "bits": 2} for q in "qk"]
+    rules = [{"name": f"*.{q}_proj.weight", "codec": "hadamard-trellis", "bits": 2.6} for q in "qk"]
     (tmp_path / "mixed.yaml").write_text(json.dumps({"bits": 8, "rules": rules}))
     run_command({"quantize": str(tmp_path / "src"), "recipe": str(tmp_path / "mixed.yaml")}, tmp_path / "master")
     command = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm", "--bits", "8", "--json")

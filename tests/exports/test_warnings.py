@@ -32,7 +32,7 @@ def warned(master: Path, out: Path, *options: object) -> list[str]:
         ("q5", ("-t", "vllm"), False),
         ("q5", ("-t", "vllm", "--bits", "8"), True),
         ("q8", ("-t", "vllm"), False),
-        ("q3", ("-t", "torchao"), True),
+        ("t3", ("-t", "torchao"), True),
         ("q5", ("-t", "torchao"), False),
     ],
 )

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import helpers
 import independent_reader
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from calls import quantize
 from commands import done
 
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
 
 HERE = Path(__file__).parent
@@ -122,8 +124,9 @@ def write_source(folder: Path) -> Path:
 
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
-    """Quantize the source with the golden recipe."""
-    quantize(source, out, parse_recipe(RECIPE, "golden"), threads=threads, max_shard_bytes=MAX_SHARD_BYTES)
+    """Quantize the source with the golden recipe, with norms of least squares at all widths as up to version 0.2.0."""
+    with mock.patch.object(HadamardLloydMax, "gained", ()):
+        quantize(source, out, parse_recipe(RECIPE, "golden"), threads=threads, max_shard_bytes=MAX_SHARD_BYTES)
 
 
 def write_by_command(source: Path, out: Path, recipe: str, threads: int) -> None:

@@ -1,11 +1,13 @@
 """The golden masters of format versions 2 to 4: weights of hadamard-trellis and of polar, made by the command, and of
 hadamard-trellis-columns, of ready codes.
 
+`trellis/` has the same step in all blocks of a superblock and errors of least squares, as the first masters.
+
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
-writes `trellis/`, `polar/`, `columns/` and what they decode to anew. Do so when the encoder of the trellis chooses
-other bytes on purpose. A change of a decoder would change the format: the old masters have to be decoded to the old
-values.
+writes `trellis/`, `steps/`, `polar/`, `columns/` and what they decode to anew. Do so when the encoder of the trellis
+chooses other bytes on purpose. A change of a decoder would change the format: the old masters have to be decoded to the
+old values.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import column_decoder
 import column_writer
@@ -26,6 +29,8 @@ import trellis_decoder
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 from independent_reader import Stored, Tensor
 
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
 from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.ready import Measured, ReadyWeights, write_ready
@@ -127,6 +132,7 @@ class Golden:
     name: of its folder, and of the file with what it decodes to
     version: of the format
     first_parts: the suffixes of the weights in that file, which has the kept tensors if it has all weights
+    is_first: whether it is made as the first masters of the version were
     """
 
     name: str
@@ -134,6 +140,7 @@ class Golden:
     source: Sources
     recipe: str
     first_parts: tuple[str, ...]
+    is_first: bool = False
 
     @property
     def MASTER(self) -> Path:
@@ -147,7 +154,10 @@ class Golden:
         return helpers.write_checkpoint(folder, self.source, config={"model_type": "golden"})
 
     def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
-        write_by_command(source, out, self.recipe, threads)
+        power, most = (0, 0) if self.is_first else (HadamardTrellis.step_power, HadamardTrellis.most_gained)
+        trellis = mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=most)
+        with trellis, mock.patch.object(HadamardLloydMax, "gained", () if self.is_first else HadamardLloydMax.gained):
+            write_by_command(source, out, self.recipe, threads)
 
     def read_master(self, folder: Path) -> Iterator[Tensor]:
         """The tensors that the file has, by the independent decoders."""
@@ -195,7 +205,8 @@ def _trellis(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
     cut = trellis_decoder.cut(int(np.prod(own["shape"])), own["bits"])
     assert tuple(entry.shape) == (cut.superblocks, cut.size)
     rows = np.frombuffer(entry.data, dtype=np.uint8).reshape(entry.shape)
-    values = trellis_decoder.decode(rows, cut.blocks, signed=own["rotation"] == "signed-hadamard")
+    signed, step_power = own["rotation"] == "signed-hadamard", own.get("step_power", 0)
+    values = trellis_decoder.decode(rows, cut.blocks, signed=signed, step_power=step_power)
     return _rounded(name, values, own["shape"], own["dtype"])
 
 
@@ -237,11 +248,13 @@ def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
 
 
 DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
-TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
+TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), is_first=True)
+STEPS = Golden("steps", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
 POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
 COLUMNS = GoldenOfReadyCodes("columns", 4, columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
 
 if __name__ == "__main__":
     write_golden(TRELLIS)
+    write_golden(STEPS)
     write_golden(POLAR)
     write_golden(COLUMNS)

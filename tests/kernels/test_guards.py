@@ -58,13 +58,13 @@ def product_in_another_basis() -> None:
 def encode_superblocks(blocks: int, stride: int = 9000) -> None:
     values, rows = np.zeros(blocks * 128 * 4, dtype=np.uint8), np.zeros((1, stride), dtype=np.uint8)
     cut = trellis.Superblocks(1, blocks, stride)
-    trellis.encode(values, "F32", cut=cut, states=8, signed=False, model=encode_model(), rows=rows)
+    trellis.encode(values, "F32", cut=cut, states=8, signed=False, gained=False, model=encode_model(0.5), rows=rows)
 
 
 def decode_superblocks(blocks: int, stride: int) -> None:
     values, rows = np.zeros(blocks * 128 * 4, dtype=np.uint8), np.zeros((1, stride), dtype=np.uint8)
     cut = trellis.Superblocks(1, blocks, stride)
-    trellis.decode(rows, values, "F32", cut=cut, signed=False, tables=decode_tables())
+    trellis.decode(rows, values, "F32", cut=cut, signed=False, tables=decode_tables(0.5))
 
 
 def load_columns(rows: int) -> None:

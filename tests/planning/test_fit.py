@@ -183,6 +183,17 @@ def test_weights_of_a_group_share_a_bit_width(source: Path, tmp_path: Path) -> N
     assert {name: widths[name] for name in fit.rates} == fit.rates
 
 
+def test_weights_of_a_codec_that_no_runtime_computes_with_have_rates_of_their_own(source: Path) -> None:
+    """At equal sizes of the matrices, values get more bits than queries, and gates more than the others."""
+    fit, plan = fitted(source, parse_recipe("{codec: hadamard-trellis, bits: 4, target_bpw: 3.5}", "r"))
+    assert all(len(group.weights) == 1 for group in fit.groups)
+    bits = {name: width for name, width in bits_of(plan).items() if width is not None}
+    for name in bits:
+        if name.endswith("gate_proj.weight"):
+            assert bits[name] > bits[name.replace("gate_proj", "up_proj")]
+    assert fit.bits_per_weight <= 3.5
+
+
 def test_most_sensitive_group_gets_most_bits(source: Path, tmp_path: Path) -> None:
     alphas = {"model.layers.1.mlp.down_proj": 1e4, "model.layers.2.mlp.down_proj": 0.0}
     file = sensitivity(source, tmp_path / "s.json", alphas)

@@ -20,6 +20,7 @@ from pqweights.planning.sensitivity_file import (
     grouped,
     heuristic_alphas,
     is_tied,
+    taken_apart,
 )
 
 
@@ -114,6 +115,25 @@ def test_rule_of_thumb_is_scaled_to_the_measured_groups() -> None:
     # The file holds none of these groups.
     other = of_groups(group("x", "x.weight", alpha=9.0))
     assert alphas_for(groups, roles=roles, known=other) == (by_rule, list(groups))
+
+
+def test_groups_taken_apart_have_the_alphas_of_the_whole() -> None:
+    """Values and gates have more of it than their size; experts and tied embeddings stay together."""
+    names = [*llama(2), *(f"model.layers.2.mlp.experts.{n}.up_proj.weight" for n in range(3))]
+    roles = {name: classify(name, "BF16", (64, 128)).name for name in names}
+    groups = grouped(roles.items(), True)
+    alphas = heuristic_alphas(groups, roles)
+    single, divided = taken_apart(groups, alphas, roles)
+    assert sorted(name for members in single.values() for name in members) == sorted(names)
+    together = {TIED_EMBEDDINGS, "model.layers.2.mlp.experts"}
+    assert {name for name, members in single.items() if len(members) > 1} == together
+    assert list(single) == list(divided)
+    for name, members in groups.items():
+        parts = [part for part, weights in single.items() if set(weights) <= set(members)]
+        assert math.fsum(divided[part] for part in parts) == pytest.approx(alphas[name])
+    layer = {module: divided[f"model.layers.1.{module}"] for module in MODULES}
+    assert layer["self_attn.v_proj"] > layer["self_attn.q_proj"] == layer["self_attn.k_proj"]
+    assert layer["mlp.gate_proj"] > layer["mlp.up_proj"]
 
 
 def test_sensitivities_of_smaller_groups_add_up() -> None:

@@ -12,7 +12,8 @@ from golden import make
 from helpers import folder_bytes, run_command, small_checkpoint
 from rewriting import command, interrupt
 
-from pqweights.errors import MasterError
+from pqweights.errors import MasterError, OutputError
+from pqweights.rewrite import identity
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.results.verify import verify
@@ -30,7 +31,8 @@ def old_master(tmp_path: Path) -> Path:
 
 def test_only_hashes_and_the_version_differ() -> None:
     old, new = json.loads(VERSION_1.read_bytes()), json.loads((make.MASTER / "pqweights.json").read_bytes())
-    assert (old.pop("manifest_version"), new.pop("manifest_version")) == (1, 2)
+    assert (old.pop("manifest_version"), new.pop("manifest_version")) == (1, 4)
+    assert new.pop("same_bytes_since") == identity.SAME_BYTES_SINCE
     for manifest, key in ((old, "sha256"), (new, "blake3_of_pieces")):
         for tensor in manifest["tensors"]:
             for stored in tensor["stored"]:
@@ -57,12 +59,18 @@ def test_hashes_of_the_other_version_are_refused(version: int, old_master: Path)
         read_manifest(old_master)
 
 
-def test_old_master_is_not_made_again_and_exports_as_a_new_one(old_master: Path, tmp_path: Path) -> None:
+def test_old_master_is_not_made_again_by_a_version_with_the_same_bytes_and_exports_as_a_new_one(
+    old_master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, made = make.write_source(tmp_path / "source"), tmp_path / "made"
     make.write_master(source, made)
     shutil.copy(VERSION_1, made / "pqweights.json")
     before = folder_bytes(made)
-    make.write_master(source, made)
+    with pytest.raises(OutputError, match=r"same bytes since 0\.2\.0, this one"):
+        make.write_master(source, made)
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "SAME_BYTES_SINCE", "0.2.0")
+        make.write_master(source, made)
     assert folder_bytes(made) == before
     for name, master in (("from old", old_master), ("from new", make.MASTER)):
         run_command({"export": str(master), "target": "bf16"}, tmp_path / name)

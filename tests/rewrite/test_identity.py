@@ -58,9 +58,10 @@ def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, others = tmp_path / "out", r"another version of pqweights \(same bytes since "
-    run_command(command(source), out)
-    assert b"same_bytes_since" not in (out / "pqweights.json").read_bytes()  # as in every manifest so far
     with monkeypatch.context() as patch:
+        patch.setattr(identity, "SAME_BYTES_SINCE", "0.2.0")
+        run_command(command(source), out)
+        assert b"same_bytes_since" not in (out / "pqweights.json").read_bytes()  # as in every manifest up to then
         patch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
         with pytest.raises(OutputError, match=rf"{others}0\.2\.0, this one 0\.9"):
             run_command(command(source), out)
@@ -71,14 +72,14 @@ def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
         assert read_manifest(out).identity.same_bytes_since == "0.9.0"
         assert "same_bytes_since" not in read_manifest(out).made_by
         assert verify(out, threads=1).ok
-    with pytest.raises(OutputError, match=rf"{others}0\.9\.0, this one 0\.2\.0"):
+    with pytest.raises(OutputError, match=rf"{others}0\.9\.0, this one {identity.SAME_BYTES_SINCE}"):
         run_command(command(source), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed
 
 
 @pytest.mark.parametrize(
-    ("version", "stated"), [(2, {"same_bytes_since": "0.9.0"}), (4, {}), (4, {"same_bytes_since": "0.2.0"})]
+    ("version", "stated"), [(2, {"same_bytes_since": "0.9.0"}), (3, {}), (4, {"same_bytes_since": "0.2.0"})]
 )
 def test_manifest_of_another_format_than_it_says_is_refused(
     version: int, stated: dict[str, str], source: Path, tmp_path: Path

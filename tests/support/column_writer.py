@@ -50,7 +50,14 @@ def superblock(blocks: Floats, rate: float) -> npt.NDArray[np.uint8]:
     row = np.empty((1, int(rate * count * 16) + 96), dtype=np.uint8)
     cut = trellis.Superblocks(1, count, row.shape[1])
     trellis.encode(
-        blocks.view(np.uint8).reshape(-1), "F32", cut=cut, states=8, signed=False, model=encode_model(), rows=row
+        blocks.view(np.uint8).reshape(-1),
+        "F32",
+        cut=cut,
+        states=8,
+        signed=False,
+        gained=False,
+        model=encode_model(),
+        rows=row,
     )
     (used,) = np.nonzero(row[0])
     length = max(7, int(used[-1]) + 1 if len(used) else 0)

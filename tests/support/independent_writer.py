@@ -9,6 +9,8 @@ import numpy as np
 from independent_reader import BLOCK, FIELDS, SIGNS, decode_blocks, hadamard
 
 RESCUE = 1.25
+# Of the levels of 2 and 3 bits, at which norms are enlarged.
+ENLARGED = {2: 0.117481848, 3: 0.0345477608}
 
 
 class Weight(NamedTuple):
@@ -106,8 +108,8 @@ def in_order(values: np.ndarray) -> float:
     return total
 
 
-def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: str) -> Weight:
-    """A weight encoded with one rotation."""
+def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: str, gain: float = 1.0) -> Weight:
+    """A weight encoded with one rotation. gain: the factor of the least-squares norms."""
     level = np.asarray(levels, dtype=np.float64).astype(np.float32)
     b = blocks_of(values)
     if not np.isfinite(b).all():
@@ -123,7 +125,7 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
         num, den, res = tree(z * c), tree(c * c), tree((z - c) * (z - c))
         q = r * (num / den)
         assert q.dtype == z.dtype == np.float32
-        norm = q.astype(np.float64) * power(k)
+        norm = q.astype(np.float64) * power(k) * gain
         e = norm_exponent(norm)
         n = (norm * 2.0**-e).astype(np.float32).astype(np.float16)
         energy = s.astype(np.float64) * power(k) * power(k)
@@ -142,10 +144,12 @@ def encode_rotated(values: np.ndarray, levels: np.ndarray, bits: int, rotation: 
 
 def encode(values: np.ndarray, levels: np.ndarray, bits: int, distortion: float) -> Weight:
     """A weight encoded as section 5 says, the rescue included."""
-    plain = encode_rotated(values, levels, bits, "hadamard")
+    gain = 1 / (1 - ENLARGED[bits]) if bits in ENLARGED else 1.0
+    distortion *= gain
+    plain = encode_rotated(values, levels, bits, "hadamard", gain)
     if plain.relative_mse <= RESCUE * distortion:
         return plain
-    signed = encode_rotated(values, levels, bits, "signed-hadamard")
+    signed = encode_rotated(values, levels, bits, "signed-hadamard", gain)
     if signed.relative_mse <= RESCUE * distortion:
         return signed
     return signed if signed.relative_mse < plain.relative_mse else plain

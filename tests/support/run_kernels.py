@@ -29,10 +29,9 @@ import restoring_cases
 import torch
 import trellis_writer
 
-from pqweights.codecs.hadamard_trellis import HadamardTrellis, TrellisCoder
+from pqweights.codecs.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.protocol import Bytes
-from pqweights.codecs.scalar import RotatedState
 from pqweights.codecs.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import (
     BlockCoding,
@@ -284,7 +283,7 @@ def encode_trellis() -> Arrays:
             raw: Bytes = np.ascontiguousarray(weights).reshape(-1).view(np.uint8)
             coder = HadamardTrellis().coder(rate, states).sized(len(raw) // DTYPES[dtype])
             rows = np.full((1, coder.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
-            state = RotatedState(("hadamard", "signed-hadamard")[number % 2])
+            state = TrellisState(("hadamard", "signed-hadamard")[number % 2], STEP_POWERS[number // 2 % 2])
             measures = coder.encode(raw, [rows], dtype=dtype, state=state)
             yield from (rows, measures.energies, measures.errors)
 
@@ -306,7 +305,7 @@ def decode_trellis() -> Arrays:
     """Decode superblocks of every kind to every dtype, in both rotations."""
     for number, (blocks, kind) in enumerate(TRELLIS_SUPERBLOCKS):
         row = np.frombuffer(trellis_writer.superblock(np.random.default_rng(number), blocks, **kind), np.uint8)
-        state = RotatedState(("hadamard", "signed-hadamard")[number % 2])
+        state = TrellisState(("hadamard", "signed-hadamard")[number % 2], STEP_POWERS[number // 2 % 2])
         coder = TrellisCoder(rate=1.0, states=8, cut=Superblocks(2, blocks, len(row)))
         for dtype, size in DTYPES.items():
             values = np.empty(2 * blocks * 128 * size, dtype=np.uint8)

@@ -134,16 +134,19 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def kind_of(number: int) -> Kind:
-    """The kind of a class."""
+def kind_of(number: int, step_power: float = 0) -> Kind:
+    """The kind of a class, where steps are in proportion to a power of the norm."""
     if number == 0:
         return Kind(None, 0.0)
-    doublings = 0
+    doublings, exponent = 0, number - 7
     if number > 39:
-        number, doublings = 36 + (number - 40) % 4, 1 + (number - 40) // 4
-    exponent = EXPONENTS[number - 1]
+        exponent, doublings = 29 + (number - 40) % 4, 1 + (number - 40) // 4
     variance = 2.0 ** (exponent // 2) * (math.sqrt(2.0) if exponent % 2 else 1.0)
-    return Kind(exponent, math.sqrt(variance / (variance + NOISE)) * 2.0**doublings)
+    gain = math.sqrt(variance / (variance + NOISE))
+    if step_power == 0.5:
+        return Kind(exponent, gain * ((math.sqrt(variance) if number <= 39 else 256.0) * 2.0**doublings))
+    assert step_power == 0
+    return Kind(exponent, gain * 2.0**doublings)
 
 
 # --- a superblock ---
@@ -230,7 +233,7 @@ def refill(header: Header, stream: Stream, lanes: range) -> None:
             header.states[lane] = header.states[lane] << 16 | stream.next()
 
 
-def decode_superblock(row: bytes, blocks: int, *, signed: bool) -> np.ndarray:
+def decode_superblock(row: bytes, blocks: int, *, signed: bool, step_power: float = 0) -> np.ndarray:
     """The weights of a superblock, [blocks, 128] f32, before they are rounded to an output dtype."""
     found = read_header(row, blocks)
     values = np.zeros((blocks, BLOCK), dtype=np.float32)
@@ -240,7 +243,7 @@ def decode_superblock(row: bytes, blocks: int, *, signed: bool) -> np.ndarray:
     paths, large = [0] * LANES, []
     for first in range(0, blocks, LANES):
         lanes = range(min(LANES, blocks - first))
-        kinds = [kind_of(read_class(header, lane)) for lane in lanes]
+        kinds = [kind_of(read_class(header, lane), step_power) for lane in lanes]
         refill(header, stream, lanes)
         numbers = np.zeros((len(lanes), BLOCK), dtype=np.float32)
         for t in range(BLOCK):
@@ -266,8 +269,8 @@ def decode_superblock(row: bytes, blocks: int, *, signed: bool) -> np.ndarray:
     return np.where(SIGNS, -values, values) if signed else values
 
 
-def decode(rows: np.ndarray, blocks: int, *, signed: bool) -> np.ndarray:
+def decode(rows: np.ndarray, blocks: int, *, signed: bool, step_power: float = 0) -> np.ndarray:
     """The float32 weights of superblocks, [superblocks, blocks * 128], from their bytes, u8 [superblocks, bytes]."""
     limit = np.finfo(np.float32).max
-    decoded = [decode_superblock(row.tobytes(), blocks, signed=signed).reshape(-1) for row in rows]
-    return np.clip(np.stack(decoded), -limit, limit)
+    decoded = [decode_superblock(row.tobytes(), blocks, signed=signed, step_power=step_power) for row in rows]
+    return np.clip(np.stack(decoded).reshape(len(rows), -1), -limit, limit)

@@ -219,10 +219,10 @@ struct Measured {
     Doubles exact, energies, errors;
 };
 
-// unit: 2**e. All of the group is finite; a norm may be infinite where the exponent does not fit, and its error a NaN.
-Measured measure(const Group& group, double unit) {
+// unit: 2**e. gain: a factor of the norms. All of the group is finite; a norm may be infinite where the exponent does not fit, and its error a NaN.
+Measured measure(const Group& group, double unit, double gain) {
     const Doubles two_to_k = load<Doubles>(group.two_to_k);
-    Doubles exact = converted<Doubles>(group.r * (group.num / group.den)) * two_to_k;
+    Doubles exact = converted<Doubles>(group.r * (group.num / group.den)) * two_to_k * gain;
     Words norms = half_from_float(converted<Floats>(exact * (1 / unit)));
     Doubles energy = converted<Doubles>(group.s) * two_to_k * two_to_k;
     Doubles length = converted<Doubles>(group.r) * two_to_k;
@@ -237,10 +237,10 @@ Measured measure(const Group& group, double unit) {
 
 // values: [blocks, 128] of a dtype. search: see Search. signs: [128], factors of the coordinates, or null.
 // codes, norms, energies, errors: out, see EncodedArrays in kernels/__init__.py. stats: out, [3], the numbers of its
-// EncodeStats. unit: 2**e of section 5.
+// EncodeStats. unit: 2**e of section 5. gain: see there.
 void pqweights::encode(const uint8_t* values, int64_t dtype_number, const float* search, const float* signs,
                        uint8_t* codes, uint16_t* norms, double* energies, double* errors, double* stats,
-                       int64_t blocks, int64_t width, double unit) {
+                       int64_t blocks, int64_t width, double unit, double gain) {
     const auto dtype = Dtype(dtype_number);
     Group group;
     uint8_t rows[LANES * BLOCK];
@@ -268,7 +268,7 @@ void pqweights::encode(const uint8_t* values, int64_t dtype_number, const float*
         const uintptr_t upcoming = uintptr_t(from) + 2 * LANES * BLOCK * bytes_of(dtype);
         QUANTIZE[width - 2](group, search, count == LANES ? to : rows, upcoming);
         if (count < LANES) std::memcpy(to, rows, count * LANES * width);
-        const Measured found = measure(group, unit);
+        const Measured found = measure(group, unit, gain);
         std::memcpy(norms + first, &found.norms, count * sizeof *norms);
         std::memcpy(energies + first, &found.energies, count * sizeof *energies);
         std::memcpy(errors + first, &found.errors, count * sizeof *errors);

@@ -14,6 +14,7 @@ constexpr int TILE = BLOCK * LANES;
 // Magnitudes outside these are brought to 1 by a power of two, so that sums of squares stay in the range of float32.
 constexpr uint32_t SMALLEST = (127 - 40) << 23, LARGEST = (127 + 40) << 23, INFINITE = 0x7F800000;
 constexpr double LARGEST_STEP = 3.4028234663852886e38;  // those of weights near the largest float32 could be larger
+constexpr double MOST_GAIN = 1.5;  // more than that of any Gaussian weights
 constexpr int ATTEMPTS = 12, MOST_FITS = 3;  // after so many of the attempts the best one that fits will do
 
 // A superblock on the way to its bytes. Arrays end with lanes that have no block.
@@ -105,8 +106,9 @@ void quantize(Superblock& it, const ClassModel& model, double step) {
     }
 }
 
-// The step, for the weights as they came, with which the numbers decode with the least squared error.
-float fitted_step(const Superblock& it, const ClassModel& model) {
+// The step, for the weights as they came, with which the numbers decode with the least squared error. `gained`: the one
+// with which their product with the weights is the energy of these, but at most MOST_GAIN times as much.
+float fitted_step(const Superblock& it, const ClassModel& model, double energy, bool gained) {
     double product = 0, length = 0;
     for (int i = 0; i < it.classes.blocks; i++) {
         const double gain = model.up[it.classes.of[i]];
@@ -114,7 +116,12 @@ float fitted_step(const Superblock& it, const ClassModel& model) {
         length += gain * gain * it.lengths[i];
     }
     if (length == 0 || product <= 0) return 0;
-    const double step = product / length * ORTHONORMAL * power_of_two(it.exponent);
+    double fitted = product / length * ORTHONORMAL;
+    if (gained) {
+        const double larger = energy / (product * ORTHONORMAL);
+        fitted = larger < MOST_GAIN * fitted ? larger : MOST_GAIN * fitted;
+    }
+    const double step = fitted * power_of_two(it.exponent);
     return float(step < LARGEST_STEP ? step : LARGEST_STEP);
 }
 
@@ -164,11 +171,11 @@ struct Energies {
     double energy, error;
 };
 
-// A step from which find_step starts: it falls by a factor of 4 for every 2 bits per weight.
-double first_guess(double deviation, int64_t byte_count, int blocks) {
+// A step from which find_step starts.
+double first_guess(const ClassModel& model, double deviation, int64_t byte_count, int blocks) {
     double step = deviation * 2.0, bits = 8.0 * byte_count;
     for (int turn = 0; turn < 30 && bits > 0; turn++) {
-        bits -= 2.0 * 128.0 * blocks;
+        bits -= 2.0 * 128.0 / model.pace * blocks;
         step *= 0.25;
     }
     return step;
@@ -176,7 +183,7 @@ double first_guess(double deviation, int64_t byte_count, int blocks) {
 
 // Encode a superblock that is in the work.
 template <int state_bits>
-Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
+Energies encode_row(Superblock& it, const ClassModel& model, bool gained, Row row) {
     std::memset(row.bytes, 0, row.stride);
     double energy = 0;
     float most = 0;
@@ -189,14 +196,14 @@ Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
     // Blocks that are so much smaller than the largest become zeros, whatever the rate.
     const double least = __builtin_sqrt(double(most)) / 128.0 * 0x1p-45;
     const double margin = 16.0 + 0.0003 * 8.0 * row.stride;
-    double step = first_guess(__builtin_sqrt(energy / (128.0 * it.classes.blocks)), row.stride, it.classes.blocks);
+    double step = first_guess(model, __builtin_sqrt(energy / (128.0 * it.classes.blocks)), row.stride, it.classes.blocks);
     double best = energy, wanted = 8.0 * row.stride - margin;
     int64_t unused = row.stride + 1;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
         step = find_step(it.classes, it.sizes, model, wanted, step, least);
         if (it.classes.counts[0] == it.classes.blocks) break;
         quantize<state_bits>(it, model, step);
-        const float fitted = fitted_step(it, model);
+        const float fitted = fitted_step(it, model, energy, gained);
         const int64_t left = write(it, row, fitted, state_bits, encode_stream(it, model), unused);
         if (left < 0) {
             wanted += 8.0 * left - margin * (1 + attempt);
@@ -211,17 +218,18 @@ Energies encode_row(Superblock& it, const ClassModel& model, Row row) {
 
 }  // namespace
 
-// values: [superblocks, blocks, 128] of the dtype. signs: null without. limits to entries: see ClassModel. rows:
+// values: [superblocks, blocks, 128] of the dtype. signs: null without. limits to pace: see ClassModel. gained: see
+// fitted_step. rows:
 // [superblocks, stride]. energies, errors: [superblocks]: the sums of squares of the weights, and of the errors.
 // first_bad: [1]: the first superblock with a NaN or an infinity, or -1. work to stream: room for a superblock; stream:
 // [tiles * TILE_WORDS + LANES]. states: of the trellis: 8, 64 or 256.
 void pqweights::encode_trellis(const uint8_t* values, const float* signs, const double* limits, const double* bits,
                                const double* slopes, const double* down, const double* up, const int32_t* reach,
-                               const int32_t* zero, const double* logarithms, const uint32_t* entries, uint8_t* rows,
-                               double* energies, double* errors, int64_t* first_bad, float* work, uint16_t* decisions,
-                               int16_t* numbers, uint16_t* stream, int64_t superblocks, int64_t blocks, int64_t stride,
-                               int64_t states, int64_t dtype) {
-    const ClassModel model{limits, bits, slopes, down, up, reach, zero, entries, logarithms};
+                               const int32_t* zero, const double* logarithms, const uint32_t* entries, double pace,
+                               int64_t gained, uint8_t* rows, double* energies, double* errors, int64_t* first_bad, float* work,
+                               uint16_t* decisions, int16_t* numbers, uint16_t* stream, int64_t superblocks,
+                               int64_t blocks, int64_t stride, int64_t states, int64_t dtype) {
+    const ClassModel model{limits, bits, slopes, down, up, reach, zero, entries, logarithms, pace};
     const int tiles = int((blocks + LANES - 1) / LANES);
     const int64_t value_bytes = blocks * BLOCK * bytes_of(Dtype{dtype});
     Superblock it;
@@ -235,11 +243,11 @@ void pqweights::encode_trellis(const uint8_t* values, const float* signs, const 
         if (!load_superblock(it, values + i * value_bytes, Dtype{dtype}, signs)) {
             if (first_bad[0] < 0) first_bad[0] = i;
         } else if (states == 8) {
-            found = encode_row<3>(it, model, row);
+            found = encode_row<3>(it, model, gained, row);
         } else if (states == 64) {
-            found = encode_row<6>(it, model, row);
+            found = encode_row<6>(it, model, gained, row);
         } else {
-            found = encode_row<8>(it, model, row);
+            found = encode_row<8>(it, model, gained, row);
         }
         energies[i] = found.energy, errors[i] = found.error;
     }

@@ -19,6 +19,7 @@ struct ClassModel {
     const int32_t* zero;          // [256, 2], and
     const uint32_t* entries;      // see EncodeTable in codecs/trellis_tables.py
     const double* logarithms;     // [257]: -log2(i / 256)
+    double pace;                  // octaves by which find_step changes the step for a bit per weight
 };
 
 // What the choice of classes needs of the blocks, after the rotation.
@@ -119,7 +120,7 @@ inline double find_step(Classes& classes, const BlockSizes& sizes, const ClassMo
         const double excess = expected_bits(classes, sizes, model, step) - wanted;
         if (__builtin_fabs(excess) < 4.0) return step;
         const int coded = classes.blocks - classes.counts[0];
-        const double ratio = excess / (128.0 * (coded > 1 ? coded : 1));
+        const double ratio = model.pace * excess / (128.0 * (coded > 1 ? coded : 1));
         step *= exp2_near_zero(ratio < -1.0 ? -1.0 : ratio > 1.0 ? 1.0 : ratio);
     }
     step = step > least ? step : least;
