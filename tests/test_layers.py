@@ -67,7 +67,8 @@ OPTIONAL = {
         inference.kv.states integrations.conversion integrations.packed
         integrations.packed_products integrations.packed_rows kernels.attention
         kernels.gpu_products kernels.reference kernels.transform_codes quality.activations
-        quality.collecting
+        quality.calibrated quality.calibrated_master quality.collecting quality.layer_statistics quality.layered
+        quality.sample
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
@@ -76,7 +77,7 @@ OPTIONAL = {
     "matplotlib": "",
     "transformers": """
         inference.kv.cache inference.kv.schemes inference.kv.on_codes integrations.conversion
-        integrations.packed integrations.quantizer integrations.transformers quality.activations
+        integrations.packed integrations.quantizer integrations.transformers quality.activations quality.layered
     """,
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
