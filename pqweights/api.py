@@ -59,11 +59,13 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
     recipe, store = choose_recipe(asked.recipe, asked), open_store(located(asked.out))
-    with _run(asked) as run:
-        if asked.calibrate is None:
+    if asked.calibrate is None:
+        with _run(asked) as run:
             return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
-        from pqweights.quality.calibrated_master import calibrated_codes
+    from pqweights.quality.calibrated_master import calibrated_codes, check_options
 
+    check_options(recipe, asked)
+    with _run(asked) as run:
         source = local_folder(located(asked.source), asked.access, progress=run.progress).path
         with calibrated_codes(source, store, recipe, asked, threads=run.threads) as ready:
             return quantize_source(located(asked.source), store, recipe, options=asked, run=run, ready=ready)

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from pqweights.checkpoint.writer import disk_errors
+from pqweights.checkpoint.writer import disk_errors, write_whole
 from pqweights.codecs.column_encoding import encode_columns, expected_bits, scaled_energies
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
@@ -68,7 +68,6 @@ class LayerwiseCalibration:
     weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
     work: a folder for what lies on the disk
     wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
-    at_most: whether together they must not take more
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
@@ -79,7 +78,6 @@ class LayerwiseCalibration:
     weights: Mapping[int, Sequence[CalibratedWeight]]
     work: Path
     wanted_bits: Mapping[str, float]
-    at_most: bool
     states: int
     threads: int = 1
     seed: int = 0
@@ -138,11 +136,17 @@ class LayerwiseCalibration:
                 with model.loaded(layer):
                     for batch, call in zip(self._batches, calls, strict=True):
                         after[batch] = model.run(layer, hidden[batch], call[layer])
-                if not bool(after.isfinite().all()):
-                    raise SourceError(f"calibration: layer {layer} of the model computes values that are not finite")
+                self._check_finite(layer, after)
                 self._save("hidden", layer + 1, {"x": after.numpy()})
             self._done(0, layer + 1, f"layer {layer} forward")
         return calls
+
+    @staticmethod
+    def _check_finite(layer: int, *found: Tensor) -> None:
+        """Raise SourceError for values or gradients that cannot be used."""
+        if not all(bool(values.isfinite().all()) for values in found):
+            name = "the head" if layer == OUTSIDE else f"layer {layer}"
+            raise SourceError(f"calibration: {name} of the model computes values that are not finite, or too large")
 
     def _load(self, kind: str, layer: int) -> Tensor:
         return torch.from_numpy(load_file(self._file(kind, layer))["x"])
@@ -163,6 +167,7 @@ class LayerwiseCalibration:
                         model.run(layer, inputs, call[layer]).backward(gradients[batch])
                         before[batch] = _gradient(inputs)
                         statistics.next_batch()
+                    self._check_finite(layer, before)
                     self._save("gradients", layer, {"x": before.numpy()})
                     self._save_statistics("statistics", layer, statistics)
             self._file("gradients", layer + 1).unlink(missing_ok=True)
@@ -185,10 +190,12 @@ class LayerwiseCalibration:
             for window in range(len(self.ids)):
                 inputs = hidden[window : window + 1].requires_grad_()
                 logits = model.end(self.ids[window : window + 1], inputs)[0]
+                self._check_finite(OUTSIDE, logits.detach())
                 labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
                 torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
                 gradients[window : window + 1] = _gradient(inputs)
                 statistics.next_batch()
+            self._check_finite(OUTSIDE, gradients)
             self._save("gradients", last, {"x": gradients.numpy()})
             self._save_statistics("head", last, statistics, keep_moments=True)
 
@@ -223,11 +230,11 @@ class LayerwiseCalibration:
         parameters = self.model.parameters_of(number)
         result: dict[str, npt.NDArray[Any]] = {}
         for weight in self.weights.get(number, ()):
-            if weight.parameter not in statistics.products:
+            squares = statistics.mean_squares(weight.parameter) if statistics.is_known(weight.parameter) else None
+            if squares is None:
                 continue  # the sample did not reach it, or it is used otherwise than in a linear layer
             moments = statistics.mean_moments(weight.parameter)
-            squares = statistics.mean_squares(weight.parameter)
-            assert squares is not None
+            self._check_finite(number, moments, torch.from_numpy(squares))
             if keep_moments:
                 result |= {f"{weight.name}:gradients": squares, f"{weight.name}:moments": moments.numpy()}
             else:
@@ -275,8 +282,12 @@ class LayerwiseCalibration:
         The first step is corrected by what the layer in the middle takes, which is nearly always enough.
         """
         last = self.model.layers
-        wanted = sum(self.wanted_bits[name] for name in self.reached)
-        aim = wanted * (1 - _TOLERANCE / 2) if self.at_most else wanted
+        aim = sum(self.wanted_bits[name] for name in self.reached)
+        if not aim:
+            raise SourceError(
+                "calibration: the sample reaches no linear layer of the model with a weight as the checkpoint has it; "
+                "quantize it without `calibrate`"
+            )
         for attempt in range(_ATTEMPTS):
             folder = self.work / f"codes-{attempt}"
             with disk_errors(folder):
@@ -290,7 +301,7 @@ class LayerwiseCalibration:
                     write_ready(path, codes)
                 taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
                 self._done(2, layer + 1, f"encoding layer {layer}")
-            if abs(taken / aim - 1) <= _TOLERANCE and (taken <= wanted or not self.at_most):
+            if abs(taken / aim - 1) <= _TOLERANCE:
                 break
             corrected = self._step(aim * self._expected_bits(step) / max(taken, 1.0))
             self._save("step", attempt + 1, {"step": np.array(corrected)})
@@ -353,10 +364,7 @@ class LayerwiseCalibration:
 
 def save_whole(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write a file of tensors that is there only when it is whole. Raises OutputError."""
-    partial = path.with_suffix(".partial")
-    with disk_errors(path):
-        save_file(dict(tensors), partial)
-        partial.replace(path)
+    write_whole(path.parent, path, [save(dict(tensors))])
 
 
 def _gradient(inputs: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,28 +18,43 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
+from pqweights import __version__
+from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.common.threads import slow_step
-from pqweights.errors import EvaluationError, RecipeError
+from pqweights.common.units import size_text
+from pqweights.errors import EvaluationError, OptionError, OutputError, RecipeError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import Refused, quiet
+from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
 from pqweights.planning.options import SELF, QuantizeArguments
-from pqweights.planning.plan import Plan
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.quality.calibrated import CalibratedWeight, LayerwiseCalibration, save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
-from pqweights.quality.preparation import text_windows, window_size
+from pqweights.quality.preparation import window_size
 from pqweights.quality.sample import draw, first_token
+from pqweights.rewrite.identity import is_under_way
+from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.quantizing import plan_quantize, quantize
-from pqweights.rewrite.ready import ReadyWeights
+from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
+from pqweights.rewrite.task import RunOptions
 from pqweights.storage import Store
+from pqweights.storage.local import locked
 
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
 FEWEST_TOKENS = 2048
-# A model whose weights take more bytes in float32 is sampled from packed, from a draft master.
+SEED = 0
+# A weight of fewer rows does not fill a strip, and would grow.
+FEWEST_ROWS = 128
+# A weight whose outputs have this share of their energy as error is nearly gone.
+LOST = 0.3
+# A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
+# already quantized, which transformers may not compute as it is.
 MOST_IN_MEMORY = 4_000_000_000
 DRAFT_RECIPE = "t4"
 
@@ -46,122 +62,202 @@ DRAFT_RECIPE = "t4"
 @contextlib.contextmanager
 def calibrated_codes(
     source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, threads: int
-) -> Iterator[ReadyWeights]:
-    """Calibrate a checkpoint, continuing an interrupted calibration; what it worked on goes at the end of the context.
+) -> Iterator[ReadyWeights | FinishedWeights]:
+    """Calibrate a checkpoint, continuing an interrupted calibration, and yield the codes.
 
     source: the local folder of the original checkpoint
+    out: where the result is made; if it holds a result of the same calibration, that of its codes is yielded
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
     asked: `calibrate` and the options beside it
 
-    Raises SourceError, RecipeError, EvaluationError, OutputError or MissingDependencyError.
+    What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
+    EvaluationError, OutputError or MissingDependencyError.
     """
-    assert asked.calibrate is not None
-    if asked.awq is not None:
-        raise RecipeError("`awq`: the calibration scales channels itself; leave out `awq` or `calibrate`")
+    if not source.is_dir():
+        raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
+    out.check_apart(source)
     checkpoint, _, plan = plan_quantize(source, recipe, asked)
     wanted = {
         tensor.name: 8.0 * tensor.bytes
         for tensor in plan.tensors
-        if tensor.codec == HadamardTrellis.name and len(tensor.shape) == 2
+        if tensor.codec == HadamardTrellis.name and len(tensor.shape) == 2 and tensor.shape[0] >= FEWEST_ROWS
     }
     if not wanted:
         raise RecipeError(
-            f"recipe {recipe.name!r}: `calibrate` is for weights of the codec {HadamardTrellis.name}, and it gives it "
-            "to none here; choose a recipe such as t4"
+            f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {HadamardTrellis.name}, and it gives "
+            "it to none here; choose a recipe such as t4"
         )
+    key = _identity(checkpoint, [tensor.bytes for tensor in plan.tensors], recipe, asked)
+    if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
+        yield _finished(out, key)
+        return
     model = LayeredModel(checkpoint, source)
-    work = _work_folder(out, checkpoint, recipe, asked, plan)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    ids = _sample(source, checkpoint, work, asked)
-    calibration = LayerwiseCalibration(
-        model=model,
-        ids=ids,
-        weights=_weights(model, wanted),
-        work=work,
-        wanted_bits=wanted,
-        at_most=recipe.target is not None,
-        states=recipe.effort or HadamardTrellis.efforts[0],
-        threads=threads,
-        progress=asked.calibration_progress or _ignore,
-    )
-    codes = calibration.encode()
-    torch.set_num_threads(before)
-    about = {
-        "sample": asked.calibrate if asked.calibrate == SELF else "text",
-        "tokens": ids.numel(),
-        "window": ids.shape[1],
-        "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-    }
-    yield ReadyWeights.open(codes, about=about, warnings=_warnings(wanted.keys() - calibration.reached))
-    shutil.rmtree(work, ignore_errors=True)
+    with _worked_on_in(out, key) as work:
+        try:
+            torch.set_num_threads(threads)
+            ids = _sample(source, checkpoint, work, asked, threads)
+            _check_space(work, model, ids)
+            calibration = LayerwiseCalibration(
+                model=model,
+                ids=ids,
+                weights=_weights(model, wanted),
+                work=work,
+                wanted_bits=wanted,
+                states=recipe.effort or HadamardTrellis.efforts[0],
+                threads=threads,
+                seed=SEED,
+                progress=asked.calibration_progress or _ignore,
+            )
+            codes = calibration.encode()
+        finally:
+            torch.set_num_threads(before)
+        about = {
+            "sample": asked.calibrate if asked.calibrate == SELF else "text",
+            "tokens": ids.numel(),
+            "window": ids.shape[1],
+            "seed": SEED,
+            "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+            "identity": key,
+        }
+        ready = ReadyWeights.open(codes, about=about)
+        yield ready.with_warnings(_warnings(wanted.keys() - ready.weights.keys(), ready))
 
 
-def _warnings(left: AbstractSet[str]) -> tuple[str, ...]:
-    """Return a line about the weights that a calibration could not encode."""
-    if not left:
-        return ()
-    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    return (
-        f"tensor {min(left)!r}{more}: not calibrated, because the sample reached no linear layer of the model that has "
-        "it as it is; encoded without calibration",
-    )
+def check_options(recipe: Recipe, asked: QuantizeArguments) -> None:
+    """Raise OptionError or RecipeError for what a calibration cannot be combined with."""
+    for name, why in (
+        ("awq", "the calibration scales channels itself"),
+        ("ray", "a calibration runs on one machine"),
+        ("low_disk", "a calibration reads the whole checkpoint several times"),
+    ):
+        if getattr(asked, name):
+            raise OptionError(f"`{name}`: {why}; leave out `{name}` or `calibrate`")
+    if recipe.target is not None:
+        raise RecipeError(
+            f"`calibrate` with a target ({recipe.target}): bits go where the calibration finds that they matter; give "
+            "the mean width in place of the target, with `bits`"
+        )
 
 
 def _ignore(done: int, total: int, what: str) -> None:
     """Show no progress."""
 
 
+def _finished(out: Store, key: str) -> FinishedWeights:
+    """Return the codes that a finished result has of the same calibration. Raises OutputError for another result."""
+    data = out.read(MANIFEST_FILE)
+    manifest = None if data is None else parse_manifest(data)
+    calibrated = None if manifest is None else manifest.identity.made_by.get("calibrated")
+    if manifest is None or not isinstance(calibrated, dict) or calibrated.get("identity") != key:
+        raise OutputError(
+            f"{out}: holds another result, which this calibration did not make; pass `overwrite` to replace it, or "
+            "choose another folder"
+        )
+    return FinishedWeights(stated=calibrated, tensors={tensor.name: tensor for tensor, _ in manifest.pairs})
+
+
+def _warnings(left: AbstractSet[str], ready: ReadyWeights) -> tuple[str, ...]:
+    """Return lines about the weights that a calibration did not encode, and those of which it left little."""
+    lines = []
+    if left:
+        lines.append(
+            f"tensor {min(left)!r}{_more(left)}: not calibrated, because the sample reached no linear layer of the "
+            "model that has it as it is; encoded without calibration"
+        )
+    lost = {name for name, weight in ready.weights.items() if (weight.weighed_mse or 0) > LOST}
+    if lost:
+        lines.append(
+            f"tensor {min(lost)!r}{_more(lost)}: so few bits leave little of what it does, since the calibration gave "
+            "them to weights that matter more; give more bits"
+        )
+    return tuple(lines)
+
+
+def _more(names: AbstractSet[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
 def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[CalibratedWeight]]:
     """Return which weights are calibrated, by layer."""
     result: dict[int, list[CalibratedWeight]] = {}
     for layer in (OUTSIDE, *range(model.layers)):
+        own = model.parameters_of(layer)
         for tensor in model.tensors_of(layer):
             parameter = model.parameter_of(tensor.name)
-            if tensor.name in wanted and parameter is not None:
+            if tensor.name in wanted and parameter in own:
                 result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, parameter=parameter))
     return result
 
 
-def _work_folder(out: Store, checkpoint: Checkpoint, recipe: Recipe, asked: QuantizeArguments, plan: Plan) -> Path:
-    """Return the folder of this calibration beside the result; what another one left in it is removed."""
-    identity = json.dumps(
-        [
-            checkpoint.fingerprint(),
-            recipe.to_json(),
-            [
-                asked.calibrate if asked.calibrate == SELF else _digest(Path(str(asked.calibrate))),
-                asked.calibration_tokens,
-            ],
-            [tensor.bytes for tensor in plan.tensors],
-        ]
-    )
-    key = hashlib.sha256(identity.encode()).hexdigest()
-    local = out.work.parent if not out.is_elsewhere else Path(tempfile.gettempdir()) / f"pqweights-{key[:16]}"
-    folder = local.parent / f".{local.name}.calibration"
-    stated = folder / "identity"
-    with disk_errors(folder):
-        if not stated.exists() or stated.read_text() != key:
+def _identity(checkpoint: Checkpoint, sizes: list[int], recipe: Recipe, asked: QuantizeArguments) -> str:
+    """Return a digest of everything on which the result of a calibration depends."""
+    files = checkpoint.storage.files()
+    assert isinstance(checkpoint.storage, LocalStorage)
+    small = {
+        name: hashlib.sha256((checkpoint.storage.root / name).read_bytes()).hexdigest()
+        for name in sorted(files)
+        if name.endswith(".json") and "/" not in name
+    }
+    weights = [(name, files[name].byte_count, files[name].modified) for name in checkpoint.weight_files]
+    text = SELF if asked.calibrate == SELF else hashlib.sha256(_text(asked).encode()).hexdigest()
+    stated = [__version__, checkpoint.fingerprint(), small, weights, recipe.to_json(), sizes, text]
+    return hashlib.sha256(json.dumps([*stated, asked.calibration_tokens, WINDOW, SEED]).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _worked_on_in(out: Store, key: str) -> Iterator[Path]:
+    """Yield a locked folder for a calibration, which goes at the end, or after an error that trying again repeats."""
+    if out.is_elsewhere:
+        folder = Path(tempfile.gettempdir()) / f"pqweights-{os.getuid()}-{key[:16]}.calibration"
+    else:
+        local = out.work.parent
+        folder = local.parent / f".{local.name}.calibration"
+    with locked(folder, out):
+        stated = folder / "identity"
+        with disk_errors(folder):
+            if not stated.exists() or stated.read_text() != key:
+                _clear(folder)
+                stated.write_text(key)
+        try:
+            yield folder
+        except (SourceError, RecipeError, EvaluationError):
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            stated.write_text(key)
-    return folder
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _digest(text: Path) -> str:
-    return hashlib.sha256(_text(text).encode()).hexdigest()
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "lock":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _text(path: Path) -> str:
+def _check_space(work: Path, model: LayeredModel, ids: Tensor) -> None:
+    """Raise OutputError if there is no room for the hidden states."""
+    needed = 4 * ids.numel() * model.width * (model.layers + 3)
+    present = sum(path.stat().st_size for path in work.glob("*.safetensors"))
+    free = shutil.disk_usage(work).free
+    if needed - present > free:
+        raise OutputError(
+            f"{work}: a calibration needs {size_text(needed)} for the hidden states of {model.layers} layers, found "
+            f"{size_text(free + present)}; take fewer `calibration_tokens`, or another disk"
+        )
+
+
+def _text(asked: QuantizeArguments) -> str:
     """Read a text, or all texts of a folder. Raises EvaluationError."""
+    path = Path(str(asked.calibrate))
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise EvaluationError(f"{path}: expected *.txt in the folder, found none")
     try:
         return "\n".join(file.read_text(encoding="utf-8") for file in files)
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path}: expected a UTF-8 text, or a folder of *.txt: {error}") from None
 
 
-def _sample(source: Path, checkpoint: Checkpoint, work: Path, asked: QuantizeArguments) -> Tensor:
+def _sample(source: Path, checkpoint: Checkpoint, work: Path, asked: QuantizeArguments, threads: int) -> Tensor:
     """Return the token ids of the sample, [windows, tokens]; they are kept, so that no other is drawn."""
     file = work / "sample.safetensors"
     if not file.exists():
@@ -169,37 +265,41 @@ def _sample(source: Path, checkpoint: Checkpoint, work: Path, asked: QuantizeArg
         size = window_size(folder, None, WINDOW)
         windows = max(1, asked.calibration_tokens // size)
         if asked.calibrate == SELF:
-            ids = _drawn(source, checkpoint, work, windows, size).numpy()
+            ids = _drawn(source, checkpoint, work, windows, size, threads).numpy()
         else:
-            text = _text(Path(str(asked.calibrate)))
-            cut = text_windows(
-                folder,
-                text,
-                size=size,
-                fewest=FEWEST_TOKENS // size,
-                tokenizer=None,
-                max_tokens=windows * size,
-                bos=True,
-            )
-            ids = np.stack(cut.ids)
+            ids = _cut(source, _text(asked), windows, size)
         save_whole(file, {"ids": ids})
     return torch.from_numpy(load_file(file)["ids"])
 
 
-def _drawn(source: Path, checkpoint: Checkpoint, work: Path, windows: int, size: int) -> Tensor:
-    """Draw the sample from the model, or, if it is large, from a draft master of it that stays packed."""
+def _cut(source: Path, text: str, windows: int, size: int) -> Any:
+    """Cut the first windows of a text. Raises EvaluationError for a text that is too short."""
+    encoded = encode(source, text, windows * size, bos=True)
+    check_vocabulary(read_folder(source), *encoded)
+    count = len(encoded.ids) // size
+    if count * size < FEWEST_TOKENS:
+        raise EvaluationError(
+            f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
+            "longer text, or `calibrate` on self"
+        )
+    pieces = encoded.ids[: count * size].reshape(count, size)
+    return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
+
+
+def _drawn(source: Path, checkpoint: Checkpoint, work: Path, windows: int, size: int, threads: int) -> Tensor:
+    """Draw the sample from the model, or from a draft master of it that stays packed."""
     from pqweights.integrations.transformers import load
 
-    large = checkpoint.weight_file_bytes * 2 > MOST_IN_MEMORY
-    options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if large else {"dtype": "float32"}
-    if large and not (work / "draft" / "pqweights.json").exists():
-        from pqweights.planning.recipe import load_recipe
-
-        with slow_step("making a draft from which the sample is drawn"):
-            quantize(source, work / "draft", load_recipe(DRAFT_RECIPE))
-    folder = work / "draft" if large else source
-    with slow_step("drawing the sample"), Refused(f"{source}: transformers cannot run this model"), quiet():
-        model = load(folder, **options).model.eval()
-        ids = draw(model, windows=windows, tokens=size, first=first_token(model), seed=0)
+    weights = sum(element_count(tensor) for tensor in checkpoint.tensors)
+    quantized = any(len(tensor.parts) > 1 for tensor in checkpoint.tensors)
+    with_draft = 4 * weights > MOST_IN_MEMORY or quantized
+    options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if with_draft else {"dtype": "float32"}
+    folder = work / "draft" if with_draft else source
+    with slow_step("drawing the sample"):
+        if with_draft:
+            quantize(source, folder, load_recipe(DRAFT_RECIPE), run=RunOptions(threads=threads))
+        with Refused(f"{source}: transformers cannot run this model"), quiet():
+            model = load(folder, **options).model.eval()
+        ids = draw(model, windows=windows, tokens=size, first=first_token(model), seed=SEED)
     shutil.rmtree(work / "draft", ignore_errors=True)
     return ids

@@ -78,6 +78,8 @@ class LayeredModel:
         with Refused(f"{folder}: transformers cannot run this model"), quiet(), _without_weights():
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.model.tie_weights()
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self._is_tied = head is not None and embedding.weight is head.weight
         self.model.requires_grad_(False)
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             self.model.set_experts_implementation("eager")
@@ -97,6 +99,11 @@ class LayeredModel:
         """The number of decoder layers."""
         return len(self._layers)
 
+    @property
+    def width(self) -> int:
+        """The number of channels of a hidden state."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
     def parameters_of(self, layer: int) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of a layer, or of what is outside, by name; tied ones once."""
         if layer != OUTSIDE:
@@ -108,10 +115,10 @@ class LayeredModel:
     @property
     def tied(self) -> str | None:
         """The tensor of the embedding if the head has the same; None if there are two, or no head."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if head is None or embedding.weight is not head.weight:
+        if not self._is_tied:
             return None
-        names = {name for name, parameter in self.parameters_of(OUTSIDE).items() if parameter is head.weight}
+        weight = self.model.get_input_embeddings().weight
+        names = {name for name, parameter in self.parameters_of(OUTSIDE).items() if parameter is weight}
         return next((tensor for tensor, parameter in self._direct.items() if parameter in names), None)
 
     def tensors_of(self, layer: int) -> Sequence[LogicalTensor]:
@@ -168,7 +175,7 @@ class LayeredModel:
         with Refused(f"{self._folder}: transformers cannot load this model"), quiet():
             convert_and_load_state_dict_in_model(self.model, state, options)
             if layer == OUTSIDE:
-                self.model.tie_weights()
+                self._tie()
         del state
         missing = [name for name, parameter in self.parameters_of(layer).items() if parameter.is_meta]
         if missing:
@@ -182,6 +189,13 @@ class LayeredModel:
                     module._parameters[name] = None if parameter is None else _on_meta(parameter)
             if layer == OUTSIDE:
                 self.model.tie_weights()
+
+    def _tie(self) -> None:
+        """Give embedding and head the same weight, whichever of them the checkpoint has, if they share it."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if self._is_tied and embedding.weight.is_meta:
+            embedding.weight = head.weight
+        self.model.tie_weights()
 
     def _modules(self, layer: int) -> list[torch.nn.Module]:
         if layer != OUTSIDE:
@@ -205,6 +219,8 @@ class LayeredModel:
         if not notes or any(note.hidden.shape != notes[0].hidden.shape for note in notes):
             self._as_tuple = True  # a model that takes the first item of what a layer returns
             notes = self._run_outside(ids, None)
+        if any(note.hidden.shape != notes[0].hidden.shape or note.hidden.shape[:2] != ids.shape for note in notes):
+            raise self._refused("its layers do not map hidden states [windows, tokens, width] to the next")
         return notes[0].hidden, [note.call for note in notes]
 
     def end(self, ids: Tensor, hidden: Tensor) -> Tensor:

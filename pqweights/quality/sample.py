@@ -21,10 +21,12 @@ def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Ten
     with torch.inference_mode():
         for _ in range(tokens - 1):
             output = model(ids[:, -1:], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            cache = getattr(output, "past_key_values", None)
+            if cache is None:
+                raise EvaluationError("the sample: the model keeps no cache of what it read; give a text instead")
             logits = output.logits[:, -1].float()
             if not bool(logits.isfinite().all()):
-                raise EvaluationError("the sample: the model's logits are not finite; give a text instead")
+                raise EvaluationError("the sample: the model's logits are not finite, so its weights are broken")
             ids = torch.cat([ids, torch.multinomial(torch.softmax(logits, -1), 1, generator=random)], dim=1)
     return ids
 

@@ -29,7 +29,7 @@ from pqweights.planning.statistics_file import MOMENTS, AwqScales, open_awq, ope
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
-from pqweights.rewrite.ready import ReadyWeights
+from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
@@ -45,7 +45,7 @@ def quantize(
     *,
     options: QuantizeOptions = QuantizeOptions(),
     run: RunOptions = RunOptions(),
-    ready: ReadyWeights | None = None,
+    ready: ReadyWeights | FinishedWeights | None = None,
 ) -> RewriteReport:
     """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
 
@@ -80,7 +80,7 @@ def plan_quantize(
     source: str | Path,
     recipe: Recipe,
     options: QuantizeOptions = QuantizeOptions(),
-    ready: ReadyWeights | None = None,
+    ready: ReadyWeights | FinishedWeights | None = None,
 ) -> tuple[Checkpoint, Quantize, Plan]:
     """Open a source, and decide from its headers alone what quantizing it would do.
 
@@ -126,7 +126,7 @@ class Quantize:
     awq: AwqScales | None = None
     fit: Fit | None = None
     fold: Fold | None = None
-    ready: ReadyWeights | None = None
+    ready: ReadyWeights | FinishedWeights | None = None
 
     @property
     def account(self) -> Account:
@@ -141,7 +141,7 @@ class Quantize:
     def inputs(self) -> TransformInputs:
         """The files of the scales and of ready codes, and the fold with that of the moments for it."""
         scales = {} if self.awq is None else {"--awq": self.awq.file.file}
-        ready = {} if self.ready is None else {"calibrated": self.ready.files}
+        ready = {} if self.ready is None or self.ready.files is None else {"calibrated": self.ready.files}
         fold = {} if self.fold is None else self.fold.also_reads
         return TransformInputs(checkpoints=scales | ready | fold, fold=self.fold)
 

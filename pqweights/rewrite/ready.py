@@ -11,9 +11,9 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, HadamardTrellisColumns, bits_of
 from pqweights.common.documents import Document, Number, as_json, read_document
 from pqweights.common.strict_json import rounded
-from pqweights.errors import SourceError
+from pqweights.errors import OutputError, SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Sink
 from pqweights.rewrite.records import TensorRecord
@@ -108,7 +108,7 @@ class ReadyWeights:
     warnings: tuple[str, ...]
 
     @staticmethod
-    def open(folder: Path, *, about: Mapping[str, Any] | None = None, warnings: tuple[str, ...] = ()) -> ReadyWeights:
+    def open(folder: Path, *, about: Mapping[str, Any] | None = None) -> ReadyWeights:
         """Open all files of a folder from their headers.
 
         Raises SourceError for files that `write_ready` did not write.
@@ -141,11 +141,15 @@ class ReadyWeights:
             is_master=False,
             checked=checked,
         )
-        return ReadyWeights(files=files, weights=weights, about=about or {}, warnings=warnings)
+        return ReadyWeights(files=files, weights=weights, about=about or {}, warnings=())
+
+    def with_warnings(self, warnings: tuple[str, ...]) -> ReadyWeights:
+        """Return the same with other warnings."""
+        return replace(self, warnings=warnings)
 
     def describe(self) -> dict[str, Any]:
-        """Return what manifests say of them: how many there are, and a digest of all codes and measures."""
-        stated = json.dumps({name: as_json(weight) for name, weight in self.weights.items()}, sort_keys=True)
+        """Return what manifests say of them: how many there are, and a digest of all codes."""
+        stated = json.dumps({name: weight.digests for name, weight in self.weights.items()}, sort_keys=True)
         return {**self.about, "weights": len(self.weights), "sha256": hashlib.sha256(stated.encode()).hexdigest()}
 
     @functools.cached_property
@@ -230,3 +234,34 @@ class ReadyJob:
             energy=measured.energy,
             weighed_mse=measured.weighed_mse,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedWeights:
+    """The codes of a finished result: what a run needs to find that there is nothing to do.
+
+    stated: what its manifest says of the calibration
+    tensors: the plans of its tensors, by name
+    """
+
+    stated: Mapping[str, Any]
+    tensors: Mapping[str, TensorPlan]
+
+    weights: ClassVar[Mapping[str, Any]] = {}
+    warnings: ClassVar[tuple[str, ...]] = ()
+    files: ClassVar[None] = None
+
+    def describe(self) -> dict[str, Any]:
+        """See ReadyWeights."""
+        return dict(self.stated)
+
+    def planned(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
+        """See ReadyWeights; the result has the codes."""
+        return [self.tensors[tensor.name] if self._has(tensor.name) else tensor for tensor in tensors]
+
+    def _has(self, name: str) -> bool:
+        return name in self.tensors and self.tensors[name].codec == ColumnCoding.codec
+
+    def job(self, planned: TensorPlan) -> ReadyJob:
+        """See ReadyWeights. Raises OutputError: the result went while it was looked at."""
+        raise OutputError(f"tensor {planned.name!r}: the finished result was removed; run the same command again")

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import torch
 
 import pqweights
-from pqweights.errors import EvaluationError, PqweightsError, RecipeError, SourceError
+from pqweights.errors import EvaluationError, OutputError, PqweightsError, RecipeError, SourceError
 from pqweights.quality import calibrated_master
 
 TOKENS, WINDOW = 2048, 64
@@ -46,7 +46,7 @@ def source(tmp_path_factory: Any) -> Path:
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                     norm.weight.mul_(torch.exp(torch.randn(128)))
 
-    small = families.causal("Llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    small = families.causal("Llama", hidden_size=128, intermediate_size=256, head_dim=64)
     return families.build(small, tmp_path_factory.mktemp("sharp"), change)
 
 
@@ -126,6 +126,68 @@ def test_an_interrupted_calibration_goes_on_and_ends_with_the_same_bytes(
     assert len(set(steps)) > 5
 
 
+def test_the_same_command_again_finds_the_result(source: Path, master: Path, tmp_path: Path) -> None:
+    before = folder_bytes(master)
+    steps: list[str] = []
+    again = pqweights.quantize(
+        source, master, "t3", calibrate="self", **SHORT, calibration_progress=lambda *step: steps.append(step[2])
+    )
+    assert again.already_done and not steps and folder_bytes(master) == before
+    with pytest.raises(OutputError, match="holds another result, which this calibration did not make"):
+        pqweights.quantize(source, master, "t4", calibrate="self", **SHORT)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError):
+        pqweights.quantize(source, tmp_path / "file", "t3", calibrate="self", **SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and not list(master.parent.glob(".*"))
+
+
+def test_weights_that_do_nothing_or_would_grow_are_left(tmp_path: Path) -> None:
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.o_proj.weight.zero_()  # so no gradient reaches q, k and v of the layer
+
+    small = families.causal("Llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    folder = families.build(small, tmp_path / "source", change)
+    report = pqweights.quantize(folder, tmp_path / "out", "t4", calibrate="self", **SHORT)
+    codecs = {t["name"]: t["codec"] for t in manifest(tmp_path / "out")["tensors"]}
+    assert codecs["model.layers.0.self_attn.q_proj.weight"] == "hadamard-trellis"
+    assert codecs["model.layers.1.self_attn.k_proj.weight"] == "hadamard-trellis"  # of 64 rows
+    assert codecs["model.layers.1.self_attn.q_proj.weight"] == "hadamard-trellis-columns"
+    assert any("not calibrated" in line for line in report.warnings)
+
+
+def test_a_source_that_changed_is_calibrated_anew(source: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "source"
+    shutil.copytree(source, copied)
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what == "layer 1 backward":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(copied, tmp_path / "out", "t3", calibrate="self", **SHORT, calibration_progress=stop)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    pqweights.quantize(copied, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    pqweights.quantize(copied, tmp_path / "fresh", "t3", calibrate="self", **SHORT)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "fresh")
+
+
+def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path: Path, tmp_path_factory: Any) -> None:
+    folder = families.model(tmp_path_factory.getbasetemp(), "llama-tied")
+    tensors = read_all(folder)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    for name, stored in {
+        "head": {"lm_head.weight": embedding},
+        "both": {"lm_head.weight": embedding, "model.embed_tokens.weight": embedding},
+    }.items():
+        shutil.copytree(folder, tmp_path / name)
+        (tmp_path / name / "model.safetensors").unlink()
+        write_checkpoint(tmp_path / name, {**tensors, **stored})
+        pqweights.quantize(tmp_path / name, tmp_path / f"{name}-out", "t4", calibrate="self", **SHORT)
+        pqweights.load_model(tmp_path / f"{name}-out")
+
+
 def test_another_calibration_does_not_go_on_with_what_the_last_one_left(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -174,11 +236,11 @@ def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        (
-            {"recipe": "q4", "calibrate": "self"},
-            RecipeError,
-            "`calibrate` is for weights of the codec hadamard-trellis",
-        ),
+        ({"recipe": "q4", "calibrate": "self"}, RecipeError, "`calibrate` is for matrices with the codec hadamard-t"),
+        ({"recipe": "t4", "calibrate": "self", "target_size": "9MB"}, RecipeError, "with a target .* with `bits`"),
+        ({"recipe": "t4", "calibrate": "self", "ray": "local"}, PqweightsError, "`ray`: a calibration runs on one"),
+        ({"recipe": "t4", "calibrate": "self", "low_disk": True}, PqweightsError, "`low_disk`: a calibration reads"),
+        ({"recipe": "t4", "calibrate": "self", "awq": "FILE"}, PqweightsError, "leave out `awq` or `calibrate`"),
         ({"recipe": "t4", "calibrate": "missing.txt"}, EvaluationError, "missing.txt: expected a UTF-8 text"),
         ({"recipe": "t4", "calibrate": "self", "fold": "equalize"}, PqweightsError, "leave out `calibrate` or `fold`"),
         ({"recipe": "t4", "calibration_tokens": 4096}, PqweightsError, "expected `calibrate` as well"),
@@ -195,7 +257,7 @@ def test_wrong_options_are_refused_in_a_line(
 
 def test_texts_and_models_that_cannot_be_used_are_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("w1 w2")
-    with pytest.raises(EvaluationError, match="expected at least 2048 tokens"):
+    with pytest.raises(EvaluationError, match="expected at least 2048 tokens to calibrate on, found 2"):
         pqweights.quantize(source, tmp_path / "out", "t4", calibrate=tmp_path / "short.txt")
     broken, tensors = tmp_path / "broken", read_all(source)
     shutil.copytree(source, broken)
@@ -204,7 +266,7 @@ def test_texts_and_models_that_cannot_be_used_are_refused(source: Path, tmp_path
     tensors[name] = (dtype, np.full_like(values, 0x7FC0))
     (broken / "model.safetensors").unlink()
     write_checkpoint(broken, tensors)
-    with pytest.raises(EvaluationError, match="logits are not finite"):
+    with pytest.raises(EvaluationError, match="logits are not finite, so its weights are broken"):
         pqweights.quantize(broken, tmp_path / "out", "t4", calibrate="self")
     (tmp_path / "long.txt").write_text(" ".join(f"w{n % 490}" for n in range(3000)))
     with pytest.raises(SourceError, match="layer 1 of the model computes values that are not finite"):
@@ -216,4 +278,4 @@ def test_the_command_says_what_came_of_it(source: Path, tmp_path: Path) -> None:
     result = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", *tokens)
     assert "not calibrated" in result.stderr
     says = refused("quantize", source, tmp_path / "other", "-r", "q4", "--calibrate", "self", *tokens)
-    assert "--calibrate is for weights of the codec" in says
+    assert "--calibrate is for matrices with the codec" in says
