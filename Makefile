@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -120,7 +120,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/scale.md docs/trellis.md README.md
+PAGES ?= docs/benchmarks.md docs/calibration.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/scale.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -205,8 +205,12 @@ bench-running: $(READY) ## products and tokens of packed masters beside BF16 and
 bench-gpu: $(READY) ## products of packed weights on an NVIDIA GPU beside torch's BF16 (TORCH_INDEX: a CUDA build)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without AWQ, the ablation, peers
+bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without data, the ablation, peers
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-calibration: $(READY) ## time, memory and disk of quantize --calibrate on a synthetic model
+	$(call BENCHMARK,calibration) $(WORK) $(ARGS)
 	$(REPORT)
 
 ablation: $(READY) ## MODEL=... TEXT=FILE: what rotation, levels, norms and AWQ gain over absmax on a model, and INT4

@@ -1,11 +1,12 @@
-"""What a language model is worth after quantization: masters with and without AWQ, the ablation, and the peers.
+"""What a language model is worth after quantization: masters with and without data, the ablation, and the peers.
 
     python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--bits 5 4 3]
-        [--only masters trellis variants polar ablation peers]
+        [--only masters trellis variants calibrated polar ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
-top-1 agreement. Activation-aware scales are searched on the tokens that follow, anew for each bit width.
+top-1 agreement. Activation-aware scales are searched on the tokens that follow, anew for each bit width; masters are
+calibrated on the same tokens, or on a sample of the model itself.
 
 Peers (benchmarks/peers.py) quantize every weight that a master quantizes, embeddings and lm_head included, in their own
 layout; what they decode to is evaluated in float32 on the same windows. Bits per weight count everything that they
@@ -30,6 +31,7 @@ from ablation import MOST_CALIBRATION_TOKENS, Ablation
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 from safetensors.numpy import save_file
 
+import pqweights
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
@@ -38,7 +40,7 @@ from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.planning import fit
-from pqweights.planning.options import QuantizeOptions
+from pqweights.planning.options import SELF, QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
 from pqweights.quality.calibrate import WINDOW, calibrate, fewest_tokens
@@ -79,7 +81,13 @@ VARIED_RATES = (4.125, 3.125, 2.125)
 ONE_STEP, BY_NORM = "one step", "steps by norm"
 LEAST_SQUARES, ENLARGED = "least squares", "enlarged"
 FUSED, APART = "fused weights alike", "taken apart"
-MASTERS, TRELLIS, VARIANTS, POLAR, ABLATION, OTHERS = "masters", "trellis", "variants", "polar", "ablation", "peers"
+# Calibrated masters, each beside the trellis master of its rate: what they are calibrated on, and the states.
+CALIBRATED_RATES = (2.125, 3.125, 4.125)
+ON_TEXT = "text"
+STATES = 8
+CALIBRATIONS = ((SELF, STATES), (ON_TEXT, STATES), (SELF, 64))
+MASTERS, TRELLIS, VARIANTS, CALIBRATED, POLAR = "masters", "trellis", "variants", "calibrated", "polar"
+ABLATION, OTHERS = "ablation", "peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +135,17 @@ class Bench:
             "stride": self.windows.stride,
             "scored": sum(self.windows.scored(start) for start in starts),
             "calibration_tokens": len(self.rest),
+            "parameters": parameters(self.model),
         }
+
+
+def parameters(model: Path) -> dict[str, int]:
+    """How many weights a model has: in all, those that masters quantize, and without embeddings and the head."""
+    plan = Quantize(recipe=load_recipe("t4")).plan(open_local(model))
+    quantized = [tensor for tensor in plan if tensor.action == QUANTIZE]
+    linear = [tensor for tensor in quantized if tensor.role not in ("embedding", "lm_head")]
+    parts = {"all": plan, "quantized": quantized, "linear": linear}
+    return {part: sum(tensor.weights for tensor in tensors) for part, tensors in parts.items()}
 
 
 def remembering(model: Model) -> Model:
@@ -230,13 +248,31 @@ def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
         yield master(bench, recipe, f"{codec.removeprefix('hadamard-')} {POLAR_RATE:g}", None)
 
 
+def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The rows of calibrated masters."""
+    text, out = bench.work / "calibration.txt", bench.work / "calibrated"
+    text.write_text(bench.calibration, encoding="utf-8")
+    for bits in CALIBRATED_RATES:
+        for sample, states in CALIBRATIONS:
+            recipe = replace(load_recipe("t4"), effort=states).with_bits(bits)
+            on = text if sample == ON_TEXT else sample
+            pqweights.quantize(bench.model, out, recipe, calibrate=on, threads=usable_cores(), overwrite=True)
+            what = f"calibrated {bits:g}, {sample}, {states} states"
+            yield {"sample": sample, "states": states} | of_master(bench, out, what, bits)
+
+
 def master(bench: Bench, recipe: Recipe, what: str, awq: Path | None) -> dict[str, Any]:
-    """The row of a master."""
+    """The row of a master without calibration."""
     out = bench.work / "master"
     quantize(bench.model, out, recipe, options=QuantizeOptions(awq=awq), run=RunOptions(overwrite=True))
+    return of_master(bench, out, what, recipe.bits)
+
+
+def of_master(bench: Bench, out: Path, what: str, bits: float) -> dict[str, Any]:
+    """The row of a folder."""
     return {
         "what": what,
-        "bits": recipe.bits,
+        "bits": bits,
         "bits_per_weight": inspect(out).totals.bits_per_weight,
         "relative_mse": relative_mse(bench.model, out).master.relative_mse,
         **bench.measures(out),
@@ -312,6 +348,7 @@ PARTS = {
     MASTERS: masters,
     TRELLIS: trellis_masters,
     VARIANTS: variants,
+    CALIBRATED: calibrated_masters,
     POLAR: polar_masters,
     ABLATION: ablation,
     OTHERS: others,
@@ -344,13 +381,14 @@ def rows_of(bench: Bench, parts: list[str]) -> Iterator[dict[str, Any]]:
             yield {"model": name, "part": part} | row
 
 
-def carried_over(options: Any, models: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows of an earlier document for the parts and the models that this run does not measure."""
+def carried_over(options: Any, models: Iterable[str]) -> Document:
+    """What stays of an earlier document: rows of parts and models that this run does not measure, and its settings."""
     path = None if options.out is None else options.out / "quality.json"
     if path is None or not path.is_file():
-        return []
-    earlier: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    return [row for row in earlier if row["part"] not in options.only or row["model"] not in models]
+        return {"settings": {}, "rows": [], "absent": {}}
+    earlier: Document = json.loads(path.read_text())
+    rows = [row for row in earlier["rows"] if row["part"] not in options.only or row["model"] not in models]
+    return {**earlier, "rows": rows}
 
 
 def number(value: float | None, form: str) -> Cell:
@@ -380,25 +418,57 @@ def cells(row: Document) -> list[Cell]:
     ]
 
 
+CALIBRATED_HEADER = (
+    "bits",
+    "calibrated on",
+    "states",
+    "bits/weight",
+    "KL mean",
+    "KL 99%",
+    "perplexity change",
+    "top-1",
+)
+
+
+def calibrated_lines(document: Document, model: str, calibrated: list[Document]) -> list[list[Cell]]:
+    """The lines of calibrated masters, each rate after the trellis masters of that rate."""
+    by_name = {row["what"]: row for row in document["rows"] if (row["model"], row["part"]) == (model, TRELLIS)}
+    lines: list[list[Cell]] = []
+    for bits in CALIBRATED_RATES:
+        names = {STATES: f"trellis {bits:g}", 64: f"trellis {bits:g}, 64 states"}
+        rows: list[tuple[str, int, Document]] = [
+            ("-", states, by_name[name]) for states, name in names.items() if name in by_name
+        ]
+        rows += [(row["sample"], row["states"], row) for row in calibrated if row["bits"] == bits]
+        for sample, states, row in rows:
+            error = with_error(row["kl"], row["kl_error"], ".5f")
+            change = with_error(row["change"], row["change_error"], "+.3f")
+            numbers = number(row["bits_per_weight"], ".4f"), error, number(row["kl_99"], ".4f"), change
+            lines.append([f"{bits:g}", sample, states, *numbers, number(row["top1"], ".2%")])
+    return lines
+
+
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown: for each model its masters, its ablation and the peers."""
     result: dict[str, str] = {}
     for model, about in document["settings"].items():
         note = (
             f"{model}: {about['windows']} windows of {about['window']} tokens, stride {about['stride']}, the first "
-            f"{about['window'] - about['stride']} of each masked: {about['scored']} tokens scored; AWQ on "
-            f"{about['calibration_tokens']} other tokens"
+            f"{about['window'] - about['stride']} of each masked: {about['scored']} tokens scored; "
         )
         for part in PARTS.keys() - {VARIANTS}:
             rows = [row for row in document["rows"] if (row["model"], row["part"]) == (model, part)]
             if not rows:
                 continue
-            if part == ABLATION:
+            if part == CALIBRATED:
+                shown = table(CALIBRATED_HEADER, calibrated_lines(document, model, rows))
+            elif part == ABLATION:
                 lines = [[row["bits"], *cells(row), number(row["share"], ".1%")] for row in rows]
                 shown = table(["bits", *HEADER, "share of the gain"], lines)
             else:
                 shown = table(HEADER, [cells(row) for row in rows])
-            result[f"quality-{part}-{model}"] = f"{note}\n\n{shown}"
+            data = "text: 12288" if part == CALIBRATED else f"AWQ on {about['calibration_tokens']}"
+            result[f"quality-{part}-{model}"] = f"{note}{data} other tokens\n\n{shown}"
     result["quality-short"] = short(document)
     trellis = [*(f"trellis {rate:g}" for rate in VARIED_RATES), "trellis 3.125 AWQ"]
     result["quality-steps"] = variants_table(document, [(what, (ONE_STEP, BY_NORM)) for what in trellis])
@@ -482,8 +552,12 @@ def main() -> None:
                 print(f"{about}: {row['perplexity']:.3f}", flush=True)
             absent |= bench.absent
     kept = carried_over(options, settings)
-    rows = kept + [row for row in rows if row["part"] in options.only or not kept]
-    document = {"machine": machine(start), "settings": settings, "rows": rows, "absent": absent}
+    document = {
+        "machine": machine(start),
+        "settings": kept["settings"] | settings,
+        "rows": kept["rows"] + [row for row in rows if row["part"] in options.only or not kept["rows"]],
+        "absent": kept["absent"] | absent,
+    }
     publish("quality", document, sections(document), options)
 
 

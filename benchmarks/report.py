@@ -20,6 +20,7 @@ from typing import Any
 
 import attention
 import calibrated
+import calibration
 import columns
 import commands
 import exports
@@ -43,6 +44,8 @@ import scaling
 import throughput
 from harness import Document, machine_line
 
+from pqweights.planning.options import SELF
+
 Panels = np.ndarray  # [panels] of matplotlib axes
 
 SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
@@ -64,6 +67,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "kv_speed_4096": kv_speed.sections,
     "quality": quality.sections,
     "calibrated": calibrated.sections,
+    "calibration": calibration.sections,
     "formats": formats.sections,
     "hub": hub.sections,
     "fit": fit.sections,
@@ -206,15 +210,60 @@ def draw_fit(document: Document, panels: Panels) -> None:
         panel.legend(fontsize="small")
 
 
-# file name -> the benchmark that it shows, the number of panels, the function that draws them
-PLOTS: dict[str, tuple[str, int, Callable[[Document, Panels], None]]] = {
-    "throughput": ("throughput", 2, draw_throughput),
-    "wall-time": ("commands", 1, draw_wall_time),
-    "memory": ("commands", 1, draw_memory),
-    "peers": ("peers", 3, draw_peers),
-    "scaling": ("scaling", 2, draw_scaling),
-    "quality": ("quality", 2, draw_quality),
-    "fit": ("fit", 3, draw_fit),
+def draw_calibration(
+    of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document, panels: Panels
+) -> None:
+    """KL divergence against the size of the whole model: our masters, types of llama.cpp, and calibrated tools."""
+    styles = (f"C{color}{marker}" for color, marker in itertools.product(range(4, 8), "v<>pPX*"))
+    tools = dict.fromkeys(
+        row["what"] for row in of_tools["rows"] if row["calibrated"] and row["kind"] == calibrated.PEERS
+    )
+    style_of = dict(zip(tools, styles, strict=False))
+    legend: dict[str, Any] = {}
+    for panel, (model, about) in zip(panels, of_quality["settings"].items(), strict=False):
+        counts = about["parameters"]
+        trellis = [row for row in rows_with(of_quality["rows"], model, part=quality.TRELLIS) if quality.is_plain(row)]
+        own = rows_with(of_quality["rows"], model, part=quality.CALIBRATED, sample=SELF, states=quality.STATES)
+        lines = {
+            "pqweights, trellis": ("C1o-", [sized(row, counts, "quantized") for row in trellis]),
+            "pqweights, calibrated": ("C3o-", [sized(row, counts, "quantized") for row in own]),
+        }
+        for who, style in ((gguf_types.THEIRS, "C0s--"), (gguf_types.THEIRS_WITH_DATA, "C0^--")):
+            rows = [row for row in rows_with(of_types["models"], model, what=who) if row["kl"] is not None]
+            lines[who] = style, [(8 * row["bytes"] / counts["all"], row["kl"]) for row in rows]
+        rows = rows_with(of_formats["rows"], model, who=formats.IK)
+        lines[formats.IK] = "C2D--", [sized(row, counts, "linear") for row in rows]
+        for row in rows_with(of_tools["rows"], model, kind=calibrated.PEERS, calibrated=True):
+            part = "quantized" if row["format"] == calibrated.MLX else "linear"
+            lines.setdefault(row["what"], (style_of[row["what"]], []))[1].append(sized(row, counts, part))
+        for label, (style, points) in lines.items():
+            (legend[label],) = panel.plot(*zip(*sorted(points), strict=True), style, markersize=5)
+        panel.set(title=model, xlabel="bits per parameter of the model", ylabel="KL(original || model), nats per token")
+        panel.set(yscale="log", xlim=(1.5, 9))
+    panels[-1].legend(legend.values(), legend.keys(), fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def rows_with(rows: list[Document], model: str, **fields: Any) -> list[Document]:
+    """The rows of a model that have these fields."""
+    return [row for row in rows if row["model"] == model and all(row.get(key) == fields[key] for key in fields)]
+
+
+def sized(row: Document, counts: dict[str, int], part: str) -> tuple[float, float]:
+    """Bits per parameter of the whole model, of which everything outside the part takes 16, and KL divergence."""
+    bits = row.get("bits_per_weight") or row["bits"]
+    return (bits * counts[part] + 16 * (counts["all"] - counts[part])) / counts["all"], row["kl"]
+
+
+# file name -> the benchmarks that it shows, the number of panels, the function that draws them
+PLOTS: dict[str, tuple[tuple[str, ...], int, Callable[..., None]]] = {
+    "throughput": (("throughput",), 2, draw_throughput),
+    "wall-time": (("commands",), 1, draw_wall_time),
+    "memory": (("commands",), 1, draw_memory),
+    "peers": (("peers",), 3, draw_peers),
+    "scaling": (("scaling",), 2, draw_scaling),
+    "quality": (("quality",), 2, draw_quality),
+    "calibration": (("quality", "formats", "gguf_types", "calibrated"), 2, draw_calibration),
+    "fit": (("fit",), 3, draw_fit),
 }
 
 
@@ -227,10 +276,10 @@ def draw(documents: dict[str, Document], out: Path) -> None:
     matplotlib.rcParams.update(settings)
     from matplotlib import pyplot
 
-    for name, (benchmark, panels, paint) in PLOTS.items():
-        if benchmark in documents:
+    for name, (shown, panels, paint) in PLOTS.items():
+        if all(benchmark in documents for benchmark in shown):
             figure, axes = pyplot.subplots(1, panels, figsize=(6 * panels, 4.5), squeeze=False, layout="constrained")
-            paint(documents[benchmark], axes[0])
+            paint(*(documents[benchmark] for benchmark in shown), axes[0])
             metadata: dict[str, Any] = {"Date": None}
             figure.savefig(out / f"{name}.svg", metadata=metadata)
             pyplot.close(figure)
