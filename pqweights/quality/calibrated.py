@@ -384,7 +384,7 @@ def _described(name: str, weight: Tensor, moments: Tensor, gradients: Doubles) -
     """
     values = weight.detach()
     energies, spread = scaled_energies(values.numpy(), moments=moments.numpy(), gradients=gradients)
-    outputs = ((values @ moments) * values).sum(1).double().numpy()
+    outputs = np.concatenate([((rows @ moments) * rows).sum(1).double().numpy() for rows in values.split(BATCH_TOKENS)])
     return {
         f"{name}:gradients": gradients,
         f"{name}:energy": np.array(float(gradients @ outputs)),

@@ -49,6 +49,8 @@ from pqweights.storage.local import locked
 WINDOW = 256
 FEWEST_TOKENS = 2048
 SEED = 0
+# Of the trellis, unless the effort says otherwise: beside the rest of a calibration 64 cost nothing.
+STATES = 64
 # A weight of fewer rows does not fill a strip, and would grow.
 FEWEST_ROWS = 128
 # A weight whose outputs have this share of their energy as error is nearly gone.
@@ -87,7 +89,8 @@ def calibrated_codes(
             f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {HadamardTrellis.name}, and it gives "
             "it to none here; choose a recipe such as t4"
         )
-    key = _identity(checkpoint, [tensor.bytes for tensor in plan.tensors], recipe, asked)
+    states = recipe.effort or STATES
+    key = _identity(checkpoint, [tensor.bytes for tensor in plan.tensors], recipe, asked, states)
     if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
         yield _finished(out, key)
         return
@@ -104,7 +107,7 @@ def calibrated_codes(
                 weights=_weights(model, wanted),
                 work=work,
                 wanted_bits=wanted,
-                states=recipe.effort or HadamardTrellis.efforts[0],
+                states=states,
                 threads=threads,
                 seed=SEED,
                 progress=asked.calibration_progress or _ignore,
@@ -117,6 +120,7 @@ def calibrated_codes(
             "tokens": ids.numel(),
             "window": ids.shape[1],
             "seed": SEED,
+            "states": states,
             "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
             "identity": key,
         }
@@ -190,7 +194,7 @@ def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[Ca
     return result
 
 
-def _identity(checkpoint: Checkpoint, sizes: list[int], recipe: Recipe, asked: QuantizeArguments) -> str:
+def _identity(checkpoint: Checkpoint, sizes: list[int], recipe: Recipe, asked: QuantizeArguments, states: int) -> str:
     """Return a digest of everything on which the result of a calibration depends."""
     files = checkpoint.storage.files()
     assert isinstance(checkpoint.storage, LocalStorage)
@@ -201,7 +205,7 @@ def _identity(checkpoint: Checkpoint, sizes: list[int], recipe: Recipe, asked: Q
     }
     weights = [(name, files[name].byte_count, files[name].modified) for name in checkpoint.weight_files]
     text = SELF if asked.calibrate == SELF else hashlib.sha256(_text(asked).encode()).hexdigest()
-    stated = [__version__, checkpoint.fingerprint(), small, weights, recipe.to_json(), sizes, text]
+    stated = [__version__, checkpoint.fingerprint(), small, weights, recipe.to_json(), sizes, states, text]
     return hashlib.sha256(json.dumps([*stated, asked.calibration_tokens, WINDOW, SEED]).encode()).hexdigest()
 
 
