@@ -1,8 +1,9 @@
-"""Sources that are already quantized: FP8 and MXFP4 are decoded, all other formats are refused by name.
+"""Sources that are already quantized: FP8 and MXFP4 are decoded here, and what is not decoded is refused by name.
 
 Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
-(`X_scale`); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their numbers are those of the OCP 8-bit floating point
-specification 1.0 and the OCP microscaling formats specification 1.0.
+(`X_scale`); MXFP8 of compressed-tensors (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their
+numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats specification 1.0.
+packed_sources.py finds what other tools packed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.packed import DecodedTensor, read_scales
+from pqweights.checkpoint.packed_sources import packed_tensors, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, MASTER_CODECS
@@ -28,7 +31,6 @@ from pqweights.common.dtypes import (
     float8_table,
     from_float32,
     item_bytes,
-    to_float32,
 )
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import kept, scratch
@@ -40,7 +42,9 @@ FOREIGN_MARKS = {
     "_weight_qdata": "torchao",
     "weight_scale_2": "NVFP4 (ModelOpt)",
     "weight_global_scale": "NVFP4 (compressed-tensors)",
-    "weight_packed": "integer compressed-tensors",
+    "weight_g_idx": "compressed-tensors with an order of columns",
+    "pre_quant_scale": "ModelOpt with scaled inputs",
+    "weight_packed": "compressed-tensors",
     "g_idx": "GPTQ",
     "qweight": "GPTQ or AWQ",
     "weight.absmax": "bitsandbytes",
@@ -51,7 +55,8 @@ FOREIGN_MARKS = {
 # What the scales of activations, and of keys and values in a cache, are called in a module: by transformers,
 # compressed-tensors, ModelOpt, FBGEMM and vLLM. In some files the name of a weight and an underscore are before it.
 ACTIVATION_SCALES = (
-    *("activation_scale", "input_scale", "input_scale_ub", "input_zero_point", "output_scale", "prob_output_scale"),
+    *("activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "input_zero_point"),
+    *("output_scale", "prob_output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
@@ -72,9 +77,13 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     settings = quantization_settings(config)
     if config is None:
         _refuse_part_of_master(stored)
-    _refuse_foreign(settings, stored)
-    tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
+    _refuse_method(settings)
+    tensors: list[LogicalTensor] = [*packed_tensors(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
+    others = {name: tensor for name, tensor in stored.items() if name not in taken}
+    _refuse_foreign(others)
+    tensors += _decoded(storage, others, settings)
+    taken.update(part.name for tensor in tensors for part in tensor.parts)
     left_out = {}
     if settings or any(len(tensor.parts) > 1 for tensor in tensors):  # no model has a place for these scales
         of_weights = {f"{tensor.name}_{suffix}" for tensor in tensors for suffix in ACTIVATION_SCALES}
@@ -151,13 +160,15 @@ def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
                 )
 
 
-def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
-    """Raise SourceError if the configuration or a tensor shows a quantization that is not decoded here."""
-    method = str(settings.get("quant_method", "")).lower()
-    if settings:
-        described = _unsupported_method(method, settings)
-        if described:
-            raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
+def _refuse_method(settings: dict[str, Any]) -> None:
+    """Raise SourceError if the configuration states a quantization that is not decoded."""
+    described = _unsupported_method(str(settings.get("quant_method", "")).lower(), settings) if settings else None
+    if described:
+        raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
+
+
+def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
+    """Raise SourceError if a tensor shows a quantization that is not decoded, or that no configuration describes."""
     marks = tuple(FOREIGN_MARKS)
     marked = [name for name in stored if name.endswith(marks)]
     for mark, format_name in FOREIGN_MARKS.items():
@@ -180,19 +191,8 @@ def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
     """Return the name of a quantization that is not decoded here; None for FP8 and MXFP4."""
     if method in ("fp8", "fbgemm_fp8", "mxfp4"):
         return None
-    if method == "modelopt":
-        nested = settings.get("quantization")
-        algorithm = settings.get("quant_algo") or (nested.get("quant_algo") if isinstance(nested, dict) else None)
-        return None if algorithm == "FP8" else f"ModelOpt {algorithm}"
-    if method == "compressed-tensors":
-        groups = settings.get("config_groups")
-        members = groups.values() if isinstance(groups, dict) else ()
-        weights = [group.get("weights") if isinstance(group, dict) else None for group in members]
-        if weights and all(
-            isinstance(w, dict) and w.get("type") == "float" and w.get("num_bits") == 8 for w in weights
-        ):
-            return None
-        return f"compressed-tensors ({settings.get('format', 'unknown format')})"
+    if method in ("modelopt", "compressed-tensors"):
+        return why_not(settings)
     names = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
     return names.get(method, f"quantized by {method!r}" if method else "quantized by an unnamed method")
 
@@ -207,7 +207,7 @@ def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:
 
 def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int, int]) -> tuple[int, ...]:
     """Return how many elements of each dimension share a scale, from the two shapes and the configured block."""
-    if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0"):
+    if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0", "U8"):
         raise SourceError(f"{scales.file}: scales {scales.name!r}: expected a floating dtype, found {scales.dtype}")
     shape = tensor.shape
     if all(n == 1 for n in scales.shape):
@@ -217,7 +217,7 @@ def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int,
     if len(counts) == len(shape) - 1:
         counts = (*counts, 1)
     block = []
-    configured = (1,) * (len(shape) - 2) + default
+    configured = (1,) * (len(shape) - 2) + ((1, 32) if scales.dtype == "U8" else default)  # OCP's MXFP8
     if len(counts) == len(shape):
         for size, count, step in zip(shape, counts, configured, strict=True):
             if count == 1:
@@ -264,23 +264,7 @@ def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None, settings: dict[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallFloatTensor:
-    """What the tensors below have in common; see LogicalTensor. Models with such weights compute in BF16.
-
-    storage: where the stored tensors lie
-    parts: the values, then their scales
-    """
-
-    storage: Storage
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    parts: tuple[StoredTensor, ...]
-    plain_dtype: str = "BF16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8Tensor(SmallFloatTensor):
+class Float8Tensor(DecodedTensor):
     """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
     parts: without scales, they are 1
@@ -324,21 +308,16 @@ class Float8Tensor(SmallFloatTensor):
     def _expanded_scales(self, index: int) -> npt.NDArray[np.float32]:
         """Return one row of scales, each repeated for the elements that share it: [columns] f32."""
         if not self.shape:
-            return self._read_scales(0, 1)
+            return read_scales(self.storage, self.parts[1], 0, 1)
         columns, block = self.shape[-1], self.scale_block[-1]
         scale_columns = -(-columns // block)
-        return np.repeat(self._read_scales(index * scale_columns, scale_columns), block)[:columns]
-
-    def _read_scales(self, start: int, count: int) -> npt.NDArray[np.float32]:
-        scales = self.parts[1]
-        size = item_bytes(scales.dtype)
-        raw = np.empty(count * size, dtype=np.uint8)
-        self.storage.read_into(scales.file, scales.offset + start * size, raw)
-        return float8_table("F8_E8M0")[raw] if scales.dtype == "F8_E8M0" else to_float32(raw, scales.dtype)
+        return np.repeat(read_scales(self.storage, self.parts[1], index * scale_columns, scale_columns), block)[
+            :columns
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4Tensor(SmallFloatTensor):
+class Mxfp4Tensor(DecodedTensor):
     """The experts of gpt-oss in MXFP4.
 
     shape: [E, 32 * G, N], as in the model: the contraction runs over the stored last dimensions

@@ -228,17 +228,6 @@ class Stays:
     dtype: str | None = None
 
 
-def unpack_stream(packed: Bytes, bits: int) -> Bytes:
-    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
-    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
-    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
-
-
-def unpack_nibbles(packed: Bytes) -> Bytes:
-    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
-    return unpack_stream(packed, 4)
-
-
 def unpack_tiles(words: npt.NDArray[np.int32]) -> Bytes:
     """Unpack words [rows / 8, columns / 128, 32, 4] of PyTorch's tinygemm to codes [rows, columns].
 

@@ -284,6 +284,17 @@ def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     return packed
 
 
+def unpack_bits(packed: npt.NDArray[np.uint8], bits: int, count: int | None = None) -> npt.NDArray[np.uint8]:
+    """Unpack bytes [..., bytes] to their first codes, or all: [..., count], in the order of pack_bits."""
+    count = packed.shape[-1] * 8 // bits if count is None else count
+    if 8 % bits == 0:  # which is faster
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = packed[..., None] >> shifts & np.uint8((1 << bits) - 1)
+        return codes.reshape(*packed.shape[:-1], -1)[..., :count]
+    digits = np.unpackbits(packed, axis=-1, count=count * bits, bitorder="little")
+    return np.packbits(digits.reshape(*packed.shape[:-1], count, bits), axis=-1, bitorder="little")[..., 0]
+
+
 def pack_tiles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """4-bit codes [8 * m, 128 * n] in tiles of 8 x 128, as PyTorch's tinygemm kernel reads them.
 

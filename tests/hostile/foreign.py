@@ -39,27 +39,8 @@ CASES = [
     named_by_method("gptq-config", "gptq", "GPTQ", bits=4),
     named_by_method("awq-config", "awq", "AWQ", bits=4),
     named_by_method("bitsandbytes-config", "bitsandbytes", "bitsandbytes", load_in_4bit=True),
-    compressed(
-        "compressed-tensors-int4-config",
-        "pack-quantized",
-        "compressed-tensors",
-        "pack-quantized",
-        weights=GROUPS_OF_128,
-    ),
-    compressed(
-        "compressed-tensors-int8-config",
-        "int-quantized",
-        "compressed-tensors",
-        "int-quantized",
-        weights={"num_bits": 8, "type": "int"},
-    ),
-    compressed(
-        "compressed-tensors-nvfp4-config",
-        "nvfp4-pack-quantized",
-        "nvfp4",
-        weights={"num_bits": 4, "type": "float", "group_size": 16},
-    ),
-    named_by_method("modelopt-nvfp4-config", "modelopt", "NVFP4", quant_algo="NVFP4"),
+    compressed("compressed-tensors-sparse", "marlin-24", "compressed-tensors (marlin-24)", weights=GROUPS_OF_128),
+    named_by_method("modelopt-mixed-config", "modelopt", "MIXED_PRECISION", quant_algo="MIXED_PRECISION"),
     named_by_config("mlx-config", {"quantization": MLX}, "MLX"),
     named_by_config("mlx-config-of-two-keys", {"quantization": MLX, "quantization_config": MLX}, "MLX"),
     named_by_method("torchao-config", "torchao", "torchao", quant_type={}),
@@ -112,6 +93,49 @@ CASES = [
     ),
 ]
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
+INT4 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": GROUPS_OF_128}}}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def packed(name: str, settings: dict[str, Any], text: str, *fragments: str) -> Case:
+    """A packed weight that is broken. text: see tensors_of"""
+    files: dict[str, Content] = {FILE: stored(tensors_of(Q, text)), CONFIG: {"quantization_config": settings}}
+    return Case(f"packed-{name}", {QUANTIZE: fragments}, files)
+
+
+CODES, SHAPE = ".weight_packed I32 128 16", ".weight_shape I64 2"
+CASES += [
+    packed("without-scales", INT4, f"{CODES}, {SHAPE}", f"{Q}.weight_packed", f"{Q}.weight_scale", "found none"),
+    packed("without-shape", INT4, f"{CODES}, .weight_scale BF16 128 1", f"{Q}.weight_shape", "found none"),
+    packed("scales-of-integers", INT4, f"{CODES}, {SHAPE}, .weight_scale I8 128 1", f"{Q}.weight_scale", "I8"),
+    packed("scales-of-other-rows", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 64 1", f"{Q}.weight_scale", "[64, 1]"),
+    packed(
+        "scales-of-other-groups", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 128 3", f"{Q}.weight_packed", "[128, 3]"
+    ),
+    packed("codes-of-a-vector", INT4, f".weight_packed I32 16, {SHAPE}", f"{Q}.weight_packed", "[16]"),
+    packed(
+        "zeros-of-a-wrong-shape",
+        INT4,
+        f"{CODES}, {SHAPE}, .weight_scale BF16 128 1, .weight_zero_point I32 128 1",
+        f"{Q}.weight_zero_point",
+        "[16, 1]",
+    ),
+    packed(
+        "with-an-order-of-columns",
+        INT4,
+        f"{CODES}, {SHAPE}, .weight_scale BF16 128 1, .weight_g_idx I32 128",
+        f"{Q}.weight_g_idx",
+    ),
+    packed("floats-without-unit", NVFP4, ".weight U8 128 64, .weight_scale F8_E4M3 128 8", f"{Q}.weight_scale_2"),
+    packed(
+        "floats-of-a-wrong-group",
+        NVFP4,
+        ".weight U8 128 64, .weight_scale F8_E4M3 128 4",
+        f"{Q}.weight_scale",
+        "[128, 8]",
+    ),
+    packed("floats-of-a-vector", NVFP4, ".weight U8 64, .weight_scale F8_E4M3 8", f"{Q}.weight", "[64]"),
+]
 
 
 def fp8(name: str, text: str, *fragments: str, block: Any = (128, 128)) -> Case:
