@@ -1,11 +1,12 @@
 """Weights that other tools packed, decoded: integers and 4-bit floats with a scale for each group of a row.
 
-Formats: compressed-tensors (https://github.com/vllm-project/compressed-tensors, compressors/), and NVFP4 of NVIDIA's
-Model-Optimizer. packed_sources.py finds them in a source.
+Formats: compressed-tensors (https://github.com/vllm-project/compressed-tensors, compressors/), NVFP4 of NVIDIA's
+Model-Optimizer, AutoGPTQ and GPTQModel, and AutoAWQ's GEMM. packed_sources.py finds them in a source.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,15 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
-from pqweights.kernels.groups import unpack_bits
+from pqweights.errors import SourceError
+from pqweights.kernels.groups import AWQ_ORDER, unpack_bits
+from pqweights.kernels.workers import kept
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 # So many numbers fill whole words, however wide they are.
 WORD = 32
+RUN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,19 @@ def read_scales(storage: Storage, stored: StoredTensor, start: int, count: int) 
     raw = np.empty(count * size, dtype=np.uint8)
     storage.read_into(stored.file, stored.offset + start * size, raw)
     return float8_table("F8_E8M0")[raw] if stored.dtype in ("U8", "F8_E8M0") else to_float32(raw, stored.dtype)
+
+
+def read_columns(
+    storage: Storage, stored: StoredTensor, columns: slice, *, rows: int, row_bytes: int, first_row: int = 0
+) -> Bytes:
+    """Read a column of bytes or several of a stored matrix, in runs of whole rows: u8 [rows, columns]."""
+    result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)
+    step = max(1, RUN_BYTES // row_bytes)
+    for row in range(0, rows, step):
+        run = np.empty((min(step, rows - row), row_bytes), dtype=np.uint8)
+        storage.read_into(stored.file, stored.offset + (first_row + row) * row_bytes, run.reshape(-1))
+        result[row : row + len(run)] = run[:, columns]
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +165,86 @@ class PackedTensor(DecodedTensor):
     @property
     def _group_count(self) -> int:
         return -(-self.shape[-1] // self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedTensor(PackedTensor):
+    """The weight [N, K] of AutoGPTQ or AutoAWQ, whose stored matrices have N columns: `scales` are [groups, N].
+
+    parts: of GPTQ, codes [K / 32 * bits, N] whose words share a column, zeros [groups, N / 32 * bits]; of AWQ, codes
+        [K, N / 8] and zeros [groups, N / 8], whose words share a row
+    group_of: the group of each of K, [K] I32, which no order of columns needs
+    is_awq: whether words are those of AutoAWQ
+    first_zero: the zero that is stored as 0; beyond the largest code, zeros begin at 0 again, as in AutoGPTQ
+    """
+
+    # Each thread keeps the packed codes of so many columns, so that they are not gathered again for every read.
+    KEPT_BYTES = 1 << 25
+
+    group_of: StoredTensor | None
+    is_awq: bool
+    first_zero: int
+
+    def _rows_from(self, row: int) -> int:
+        return self._band_rows - row % self._band_rows
+
+    @property
+    def _band_rows(self) -> int:
+        return max(1, self.KEPT_BYTES * 8 // (self.shape[1] * self.bits * WORD)) * WORD
+
+    def _groups(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        if self.group_of is None:
+            return super()._groups(first, last)
+        stored, groups = self.group_of, self.scales.shape[0]
+        raw = np.empty((last - first) * 4, dtype=np.uint8)
+        self.storage.read_into(stored.file, stored.offset + first * 4, raw)
+        group_of = raw.view("<i4").astype(np.int64)
+        if group_of.min() < 0 or group_of.max() >= groups:
+            raise SourceError(
+                f"{stored.file}: tensor {stored.name!r}: expected groups from 0 to {groups - 1}, found "
+                f"{group_of.min()} to {group_of.max()}; the file is damaged"
+            )
+        return group_of
+
+    def _band(self, stored: StoredTensor, row: int, bits: int) -> Bytes:
+        """Return `bits` for each of the columns of a stored matrix that are a band of rows here: u8 [lines, bytes]."""
+        band, size = self._band_rows, self.shape[0]
+        first = row // band * band
+        columns = slice(first * bits // 8, min(first + band, size) * bits // 8)
+        rows, row_bytes = stored.shape[0], stored.byte_count // stored.shape[0]
+        make = functools.partial(read_columns, self.storage, stored, columns, rows=rows, row_bytes=row_bytes)
+        return kept(stored.name.rpartition(".")[2], (self.storage, stored, first), make)
+
+    def _codes(self, row: int, rows: int, first: int, last: int) -> Bytes:
+        stored, within = self.parts[0], row % self._band_rows
+        if self.is_awq:
+            band = self._band(stored, row, self.bits)[first:last]
+            return _awq_codes(band, within, rows).T
+        low, high = first // WORD, -(-last // WORD)
+        band = self._band(stored, row, 32)[low * self.bits : high * self.bits, within * 4 : (within + rows) * 4]
+        packed = np.ascontiguousarray(np.ascontiguousarray(band).view("<u4").T).view(np.uint8)
+        return unpack_bits(packed, self.bits)[:, first - low * WORD : last - low * WORD]
+
+    def _factors(self, row: int, rows: int, low: int, high: int) -> Floats:
+        size, within = item_bytes(self.scales.dtype), row % self._band_rows
+        band = self._band(self.scales, row, 8 * size)[low:high, within * size : (within + rows) * size]
+        return to_float32(np.ascontiguousarray(band).reshape(-1), self.scales.dtype).reshape(high - low, rows).T
+
+    def _zeros(self, zeros: StoredTensor, row: int, rows: int, low: int, high: int) -> Floats:
+        band, within = self._band(zeros, row, self.bits)[low:high], row % self._band_rows
+        if self.is_awq:
+            return _awq_codes(band, within, rows).T.astype(np.float32)
+        begin = within // WORD * WORD * self.bits // 8
+        end = -(-(within + rows) // WORD) * WORD * self.bits // 8
+        codes = unpack_bits(np.ascontiguousarray(band[:, begin:end]), self.bits)[:, within % WORD :][:, :rows]
+        return ((codes.T.astype(np.int32) + self.first_zero) & ((1 << self.bits) - 1)).astype(np.float32)
+
+
+def _awq_codes(lines: Bytes, first: int, count: int) -> Bytes:
+    """Return `count` codes of each line of AutoAWQ's words from the code `first` on."""
+    low, high = first // 8, -(-(first + count) // 8)
+    words = np.ascontiguousarray(lines[:, low * 4 : high * 4]).view("<u4")
+    codes = np.empty((len(lines), high - low, 8), dtype=np.uint8)
+    for place, column in enumerate(AWQ_ORDER):
+        codes[..., column] = words >> np.uint32(4 * place) & np.uint32(15)
+    return codes.reshape(len(lines), -1)[:, first - 8 * low :][:, :count]

@@ -2,7 +2,8 @@
 
 `X` is a weight. compressed-tensors: `X_packed` in I32 with `X_scale`, `X_shape` and perhaps `X_zero_point` (integers),
 in U8 with `X_scale` (MXFP4), and also with `X_global_scale` (NVFP4); `X` in I8 with `X_scale`. ModelOpt's NVFP4: `X` in
-U8 with `X_scale` and `X_scale_2`.
+U8 with `X_scale` and `X_scale_2`. AutoGPTQ and AutoAWQ, of the weight of a module `M`: `M.qweight`, `M.qzeros` and
+`M.scales`, and of the former `M.g_idx`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.packed import PackedTensor
+from pqweights.checkpoint.packed import PackedTensor, TransposedTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
@@ -27,6 +28,8 @@ LAYOUTS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"),
 )
+# By GPTQ's checkpoint_format: the zero that is stored as 0.
+GPTQ_FIRST_ZEROS = {"gptq": 1, "gptq_v2": 0}
 INTEGER_BITS = tuple(bits for dtype, (bits, _) in PACKED_DTYPES.items() if dtype.startswith("INT"))
 
 
@@ -38,11 +41,18 @@ class Scheme(NamedTuple):
 
 
 def why_not(settings: dict[str, Any]) -> str | None:
-    """Return what a source of compressed-tensors or ModelOpt has that is not decoded; None if all is."""
+    """Return what a source in one of these formats has that is not decoded; None if all is."""
     if _method(settings) == "modelopt":
         nested = settings.get("quantization")
         algorithm = settings.get("quant_algo") or (nested.get("quant_algo") if isinstance(nested, dict) else None)
         return None if algorithm in MODELOPT_ALGORITHMS else f"ModelOpt {algorithm}"
+    if _method(settings) == "gptq":
+        layout, bits = settings.get("checkpoint_format", "gptq"), settings.get("bits")
+        is_known = layout in GPTQ_FIRST_ZEROS and bits in INTEGER_BITS
+        return None if is_known else f"GPTQ (checkpoint_format {layout!r}, bits {bits!r})"
+    if _method(settings) == "awq":
+        layout, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit"))
+        return None if layout == "gemm" and bits == 4 else f"AWQ (version {layout!r}, bits {bits!r})"
     layouts = [settings.get("format"), *(group.get("format") for group in _groups(settings))]
     for layout in layouts:
         if layout is not None and layout not in LAYOUTS:
@@ -78,6 +88,8 @@ def packed_tensors(
             yield source.bytes(name, codes)
         elif method == "modelopt" and codes.dtype == "U8" and f"{name}_scale" in stored:
             yield source.floats(name, codes, unit="_scale_2")
+        elif method in ("gptq", "awq") and name.endswith(".qweight"):
+            yield source.transposed(name.removesuffix(".qweight"), codes, settings)
 
 
 def _method(settings: dict[str, Any]) -> str:
@@ -165,6 +177,44 @@ class _Source:
         if of_all is not None and math.prod(of_all.shape) != 1:
             raise _unlike(of_all, "scale", "F32 [1]")
         return self._tensor(weight, shape, dtype, (codes, scales, of_all), size)
+
+    def transposed(self, module: str, codes: StoredTensor, settings: dict[str, Any]) -> TransposedTensor:
+        """Return the weight of a module in the format of AutoGPTQ or AutoAWQ."""
+        is_awq = _method(settings) == "awq"
+        if codes.dtype != "I32" or len(codes.shape) != 2 or 0 in codes.shape:
+            raise _unlike(codes, "codes", "I32 of two dimensions")
+        scales = self._part(codes, f"{module}.scales", SCALE_DTYPES)
+        order = None if is_awq else self._stored.get(f"{module}.g_idx")
+        lines, bits = codes.shape[0], 4 if is_awq else settings["bits"]
+        if order is not None and len(order.shape) == 1 and order.shape[0] > 0:
+            bits = lines * 32 // order.shape[0]  # some modules may have other widths than most
+        columns, rows = (lines, codes.shape[1] * 8) if is_awq else (lines * 32 // bits if bits else 0, codes.shape[1])
+        if bits not in INTEGER_BITS or rows * bits % 32 or (not is_awq and columns * bits != lines * 32):
+            raise _unlike(codes, "codes", "whole words of 2, 3, 4 or 8 bits in both directions")
+        groups = scales.shape[0] if len(scales.shape) == 2 else 0
+        size = settings.get("group_size", settings.get("q_group_size", 128))
+        size = size if isinstance(size, int) and size > 0 else columns
+        if groups == 0 or scales.shape[1] != rows or (order is None and groups != -(-columns // size)):
+            raise _unlike(scales, "scales", f"{[-(-columns // size), rows]}")
+        zeros = self._part(codes, f"{module}.qzeros", ("I32",), (groups, rows * bits // 32))
+        if order is not None:
+            order = self._part(codes, order.name, ("I32",), (columns,))
+        return TransposedTensor(
+            storage=self._storage,
+            name=f"{module}.weight",
+            shape=(rows, columns),
+            dtype="AWQ4" if is_awq else f"GPTQ{bits}",
+            parts=(codes, scales, zeros, *(() if order is None else (order,))),
+            plain_dtype="F16" if scales.dtype == "F16" else "BF16",
+            bits=bits,
+            is_float=False,
+            group_size=size,
+            scales=scales,
+            zeros=zeros,
+            group_of=order,
+            is_awq=is_awq,
+            first_zero=0 if is_awq else GPTQ_FIRST_ZEROS[settings.get("checkpoint_format", "gptq")],
+        )
 
     def _tensor(
         self, weight: str, shape: Shape, dtype: str, parts: tuple[StoredTensor | None, ...], group_size: int

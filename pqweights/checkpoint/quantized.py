@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.packed import DecodedTensor, read_scales
+from pqweights.checkpoint.packed import DecodedTensor, read_columns, read_scales
 from pqweights.checkpoint.packed_sources import packed_tensors, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
@@ -37,18 +37,23 @@ from pqweights.kernels.workers import kept, scratch
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
 
-# The names of tensors that mark a format that is not decoded here, even if no configuration says so.
+NOT_DESCRIBED = "the quantization_config of config.json does not say how it is packed; give the folder as published"
+
+# The names of tensors that mark a format that is not decoded, whatever the configuration says.
 FOREIGN_MARKS = {
     "_weight_qdata": "torchao",
-    "weight_scale_2": "NVFP4 (ModelOpt)",
-    "weight_global_scale": "NVFP4 (compressed-tensors)",
     "weight_g_idx": "compressed-tensors with an order of columns",
     "pre_quant_scale": "ModelOpt with scaled inputs",
+    "weight.absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
+}
+# And those that mark one that is decoded if the configuration says so.
+DECODED_MARKS = {
+    "weight_scale_2": "NVFP4 (ModelOpt)",
+    "weight_global_scale": "NVFP4 (compressed-tensors)",
     "weight_packed": "compressed-tensors",
     "g_idx": "GPTQ",
     "qweight": "GPTQ or AWQ",
-    "weight.absmax": "bitsandbytes",
-    "SCB": "bitsandbytes",
 }
 
 
@@ -169,12 +174,13 @@ def _refuse_method(settings: dict[str, Any]) -> None:
 
 def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
     """Raise SourceError if a tensor shows a quantization that is not decoded, or that no configuration describes."""
-    marks = tuple(FOREIGN_MARKS)
-    marked = [name for name in stored if name.endswith(marks)]
-    for mark, format_name in FOREIGN_MARKS.items():
+    marks = FOREIGN_MARKS | DECODED_MARKS
+    marked = [name for name in stored if name.endswith(tuple(marks))]
+    for mark, format_name in marks.items():
         for name in marked:
             if name == mark or name.endswith("." + mark):
-                raise SourceError(f"{stored[name].file}: tensor {name!r} marks {format_name}: {GIVE_ORIGINAL}")
+                fix = NOT_DESCRIBED if mark in DECODED_MARKS else GIVE_ORIGINAL
+                raise SourceError(f"{stored[name].file}: tensor {name!r} marks {format_name}: {fix}")
     for name, tensor in stored.items():
         if tensor.dtype == "U32" and name.endswith("weight"):
             scales = name.removesuffix("weight") + "scales"
@@ -183,7 +189,7 @@ def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
         if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
             raise SourceError(
                 f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: "
-                f"{GIVE_ORIGINAL}"
+                f"{NOT_DESCRIBED}"
             )
 
 
@@ -191,9 +197,9 @@ def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
     """Return the name of a quantization that is not decoded here; None for FP8 and MXFP4."""
     if method in ("fp8", "fbgemm_fp8", "mxfp4"):
         return None
-    if method in ("modelopt", "compressed-tensors"):
+    if method in ("modelopt", "compressed-tensors", "gptq", "awq"):
         return why_not(settings)
-    names = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
+    names = {"bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
     return names.get(method, f"quantized by {method!r}" if method else "quantized by an unnamed method")
 
 
@@ -367,13 +373,6 @@ class Mxfp4Tensor(DecodedTensor):
         return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
 
     def _read_columns(self, stored: StoredTensor, expert: int, columns: slice) -> npt.NDArray[np.uint8]:
-        """Read columns of one expert's byte matrix, in runs of whole rows: [rows, columns]."""
+        """Read columns of one expert's byte matrix: [rows, columns]."""
         rows, row_bytes = stored.shape[1], math.prod(stored.shape[2:])
-        start = stored.offset + expert * rows * row_bytes
-        result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)
-        step = max(1, self.BAND_ELEMENTS // row_bytes)
-        for row in range(0, rows, step):
-            run = np.empty((min(step, rows - row), row_bytes), dtype=np.uint8)
-            self.storage.read_into(stored.file, start + row * row_bytes, run.reshape(-1))
-            result[row : row + len(run)] = run[:, columns]
-        return result
+        return read_columns(self.storage, stored, columns, rows=rows, row_bytes=row_bytes, first_row=expert * rows)

@@ -27,6 +27,8 @@ PACKED_DTYPES = {
     "MXFP4": (4, "MXFP4"),
     "NVFP4": (4, "NVFP4"),
     **{f"INT{bits}": (bits, "compressed-tensors") for bits in (2, 3, 4, 8)},
+    **{f"GPTQ{bits}": (bits, "GPTQ") for bits in (2, 3, 4, 8)},
+    "AWQ4": (4, "AWQ"),
 }
 
 # Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).

@@ -28,6 +28,8 @@ MOST_WEIGHTS = 256
 MOST_BITS_ENLARGED = 3
 # Nothing is enlarged more, here or in blocks of GGUF.
 LARGEST_GAIN = 1.5
+# The columns that follow each other in a word of AutoAWQ, from the lowest bits on.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 LARGEST_BF16 = 3.3895313892515355e38
 
 

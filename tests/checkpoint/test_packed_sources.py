@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from calls import export, quantize
 from commands import done
 from safetensors.torch import save_file
 
-from pqweights.checkpoint.packed import PackedTensor
+from pqweights.checkpoint.packed import PackedTensor, TransposedTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import PACKED_DTYPES
+from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.verify import verify
 
@@ -172,6 +174,109 @@ def test_nvfp4_of_modelopt_is_the_float_times_both_scales(tmp_path: Path) -> Non
     assert_any_range_is_read(tensor)
 
 
+# --- GPTQ and AWQ ---
+
+MODULE = UP.removesuffix(".weight")
+
+
+def words_of(codes: np.ndarray[Any, Any], bits: int) -> Any:
+    """Words along the last axis, bit by bit: code i has bits i * bits and on, the lowest first."""
+    lines, count = codes.shape
+    words = np.zeros((lines, count * bits // 32), dtype=np.uint32)
+    for place in range(count * bits):
+        code, digit = divmod(place, bits)
+        words[:, place // 32] |= (codes[:, code].astype(np.uint32) >> digit & 1) << np.uint32(place % 32)
+    return words.view(np.int32)
+
+
+def gptq(
+    bits: int, version: str, *, group: int = 32, order: bool = False, shape: tuple[int, int] = (64, 96)
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The tensors and the configuration of a GPTQ source, and its weight in float32 [N, K]."""
+    (rows, columns), generator = shape, np.random.default_rng(bits)
+    groups = columns // group
+    codes = generator.integers(0, 1 << bits, (columns, rows))
+    zeros = generator.integers(0, 1 << bits, (groups, rows))
+    scales = generator.random((groups, rows)).astype(np.float16)
+    group_of = np.arange(columns) // group
+    if order:
+        generator.shuffle(group_of)
+    stored_zeros = (zeros - (version == "gptq")) % (1 << bits)
+    tensors = {
+        "qweight": words_of(codes.T, bits).T,
+        "qzeros": words_of(stored_zeros, bits),
+        "scales": scales,
+        "g_idx": group_of.astype(np.int32),
+    }
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": version}
+    weight = (codes - zeros[group_of]).astype(np.float32) * scales.astype(np.float32)[group_of]
+    return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in tensors.items()}, settings, weight.T
+
+
+def awq(shape: tuple[int, int] = (64, 96), group: int = 32) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The tensors and the configuration of an AWQ source, and its weight in float32 [N, K]."""
+    (rows, columns), generator = shape, np.random.default_rng(7)
+    groups = columns // group
+    codes, zeros = (generator.integers(0, 16, (lines, rows)) for lines in (columns, groups))
+    scales = generator.random((groups, rows)).astype(np.float16)
+
+    def words(numbers: Any) -> Any:
+        return words_of(numbers.reshape(len(numbers), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape), 4)
+
+    tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    weight = (codes - zeros.repeat(group, 0)).astype(np.float32) * scales.astype(np.float32).repeat(group, 0)
+    return {name: torch.from_numpy(a) for name, a in tensors.items()}, settings, weight.T
+
+
+def transposed_source(folder: Path, tensors: dict[str, Any], settings: dict[str, Any]) -> Path:
+    named = {f"{MODULE}.{name}": tensor for name, tensor in tensors.items()}
+    return save(folder, {GATE: torch.randn(8, 96).to(torch.float16), **named}, settings)
+
+
+def assert_transposed(folder: Path, made: tuple[dict[str, Any], dict[str, Any], Any], dtype: str) -> None:
+    tensors, settings, expected = made
+    tensor = tensor_of(transposed_source(folder, tensors, settings))
+    assert (tensor.shape, tensor.dtype, tensor.plain_dtype) == (expected.shape, dtype, "F16")
+    assert np.array_equal(values(tensor, "F32").numpy().reshape(expected.shape), expected)
+    assert np.array_equal(values(tensor, "F16").numpy().reshape(expected.shape), expected.astype(np.float16))
+    assert_any_range_is_read(tensor)
+
+
+@pytest.mark.parametrize("is_banded", [False, True])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_is_code_minus_zero_times_scale(
+    bits: int, version: str, is_banded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_banded:  # of 32 columns of the stored matrix
+        monkeypatch.setattr(TransposedTensor, "KEPT_BYTES", 96 * bits * 4)
+        monkeypatch.setattr(PackedTensor, "BAND_ELEMENTS", 500)
+    assert_transposed(tmp_path / "src", gptq(bits, version, order=is_banded), f"GPTQ{bits}")
+
+
+def test_gptq_without_an_order_has_groups_of_the_configured_size(tmp_path: Path) -> None:
+    tensors, settings, expected = gptq(4, "gptq")
+    del tensors["g_idx"]
+    assert_transposed(tmp_path / "src", (tensors, settings, expected), "GPTQ4")
+
+
+@pytest.mark.parametrize("is_banded", [False, True])
+def test_awq_is_code_minus_zero_times_scale(is_banded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_banded:
+        monkeypatch.setattr(TransposedTensor, "KEPT_BYTES", 96 * 16)
+        monkeypatch.setattr(PackedTensor, "BAND_ELEMENTS", 500)
+    assert_transposed(tmp_path / "src", awq(), "AWQ4")
+
+
+def test_gptq_groups_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    tensors, settings, _ = gptq(4, "gptq")
+    tensors["g_idx"][5] = 3
+    tensor = tensor_of(transposed_source(tmp_path / "src", tensors, settings))
+    with pytest.raises(SourceError, match=re.escape(f"'{MODULE}.g_idx': expected groups from 0 to 2, found 0 to 3")):
+        values(tensor, "F32")
+
+
 # --- all of them ---
 
 
@@ -192,3 +297,8 @@ def assert_masters_hold(source: Path, folder: Path, name: str = UP) -> None:
 def test_masters_of_compressed_tensors(group: dict[str, Any], tmp_path: Path) -> None:
     packed, _ = compress((256, 256), group)
     assert_masters_hold(source_of(tmp_path / "src", packed, settings_of(group)), tmp_path)
+
+
+@pytest.mark.parametrize("made", [gptq(4, "gptq", order=True, shape=(256, 256)), awq((256, 256))], ids=["gptq", "awq"])
+def test_masters_of_gptq_and_awq(made: tuple[dict[str, Any], dict[str, Any], Any], tmp_path: Path) -> None:
+    assert_masters_hold(transposed_source(tmp_path / "src", made[0], made[1]), tmp_path)

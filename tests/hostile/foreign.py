@@ -36,8 +36,9 @@ Q = "model.layers.0.self_attn.q_proj"
 GROUPS_OF_128 = {"num_bits": 4, "type": "int", "group_size": 128}
 MLX = {"group_size": 64, "bits": 4}
 CASES = [
-    named_by_method("gptq-config", "gptq", "GPTQ", bits=4),
-    named_by_method("awq-config", "awq", "AWQ", bits=4),
+    named_by_method("gptq-marlin-config", "gptq", "GPTQ", "marlin", bits=4, checkpoint_format="marlin"),
+    named_by_method("gptq-bits-config", "gptq", "GPTQ", "bits 5", bits=5),
+    named_by_method("awq-gemv-config", "awq", "AWQ", "gemv", bits=4, version="gemv"),
     named_by_method("bitsandbytes-config", "bitsandbytes", "bitsandbytes", load_in_4bit=True),
     compressed("compressed-tensors-sparse", "marlin-24", "compressed-tensors (marlin-24)", weights=GROUPS_OF_128),
     named_by_method("modelopt-mixed-config", "modelopt", "MIXED_PRECISION", quant_algo="MIXED_PRECISION"),
@@ -103,6 +104,10 @@ def packed(name: str, settings: dict[str, Any], text: str, *fragments: str) -> C
     return Case(f"packed-{name}", {QUANTIZE: fragments}, files)
 
 
+GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+GPTQ_CODES = ".qweight I32 16 128, .scales F16 1 128"
+AWQ4 = {"quant_method": "awq", "bits": 4, "group_size": 128}
+AWQ_CODES = ".qweight I32 128 16, .qzeros I32 1 16"
 CODES, SHAPE = ".weight_packed I32 128 16", ".weight_shape I64 2"
 CASES += [
     packed("without-scales", INT4, f"{CODES}, {SHAPE}", f"{Q}.weight_packed", f"{Q}.weight_scale", "found none"),
@@ -126,6 +131,13 @@ CASES += [
         f"{CODES}, {SHAPE}, .weight_scale BF16 128 1, .weight_g_idx I32 128",
         f"{Q}.weight_g_idx",
     ),
+    packed("gptq-without-zeros", GPTQ4, GPTQ_CODES, f"{Q}.qzeros", "found none"),
+    packed("gptq-zeros-of-a-wrong-shape", GPTQ4, f"{GPTQ_CODES}, .qzeros I32 1 8", f"{Q}.qzeros", "[1, 16]"),
+    packed("gptq-order-of-a-wrong-length", GPTQ4, f"{GPTQ_CODES}, .qzeros I32 1 16, .g_idx I32 100", f"{Q}.qweight"),
+    packed("gptq-order-of-floats", GPTQ4, f"{GPTQ_CODES}, .qzeros I32 1 16, .g_idx F32 128", f"{Q}.g_idx", "F32"),
+    packed("gptq-codes-of-bytes", GPTQ4, ".qweight U8 16 128, .scales F16 1 128", f"{Q}.qweight", "U8"),
+    packed("awq-without-scales", AWQ4, AWQ_CODES, f"{Q}.scales", "found none"),
+    packed("awq-scales-of-other-groups", AWQ4, f"{AWQ_CODES}, .scales F16 2 128", f"{Q}.scales", "[1, 128]"),
     packed("floats-without-unit", NVFP4, ".weight U8 128 64, .weight_scale F8_E4M3 128 8", f"{Q}.weight_scale_2"),
     packed(
         "floats-of-a-wrong-group",
