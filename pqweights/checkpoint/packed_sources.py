@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,11 +33,8 @@ GPTQ_FIRST_ZEROS = {"gptq": 1, "gptq_v2": 0}
 INTEGER_BITS = tuple(bits for dtype, (bits, _) in PACKED_DTYPES.items() if dtype.startswith("INT"))
 
 
-class Scheme(NamedTuple):
-    """What a configuration says of some weights: the width of a code, and the size of a group; None for a whole row."""
-
-    bits: int
-    group_size: int | None
+# What a configuration says of some weights: the width of a code, and the size of a group; None for a whole row.
+Scheme = tuple[int, int | None]
 
 
 def why_not(settings: dict[str, Any]) -> str | None:
@@ -47,12 +44,12 @@ def why_not(settings: dict[str, Any]) -> str | None:
         algorithm = settings.get("quant_algo") or (nested.get("quant_algo") if isinstance(nested, dict) else None)
         return None if algorithm in MODELOPT_ALGORITHMS else f"ModelOpt {algorithm}"
     if _method(settings) == "gptq":
-        layout, bits = settings.get("checkpoint_format", "gptq"), settings.get("bits")
-        is_known = layout in GPTQ_FIRST_ZEROS and bits in INTEGER_BITS
-        return None if is_known else f"GPTQ (checkpoint_format {layout!r}, bits {bits!r})"
+        version, bits = str(settings.get("checkpoint_format", "gptq")), settings.get("bits")
+        is_known = version in GPTQ_FIRST_ZEROS and bits in INTEGER_BITS
+        return None if is_known else f"GPTQ (checkpoint_format {version!r}, bits {bits!r})"
     if _method(settings) == "awq":
-        layout, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit"))
-        return None if layout == "gemm" and bits == 4 else f"AWQ (version {layout!r}, bits {bits!r})"
+        version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit"))
+        return None if version == "gemm" and bits == 4 else f"AWQ (version {version!r}, bits {bits!r})"
     layouts = [settings.get("format"), *(group.get("format") for group in _groups(settings))]
     for layout in layouts:
         if layout is not None and layout not in LAYOUTS:
@@ -108,7 +105,7 @@ def _schemes(settings: dict[str, Any]) -> list[Scheme]:
     for weights in (group["weights"] for group in _groups(settings)):
         size = weights.get("group_size")
         if weights.get("type", "int") == "int":
-            found.append(Scheme(weights["num_bits"], size if isinstance(size, int) and size > 0 else None))
+            found.append((weights["num_bits"], size if isinstance(size, int) and size > 0 else None))
     return list(dict.fromkeys(found))
 
 
@@ -142,10 +139,9 @@ class _Source:
         ((bits, columns), group), *_ = fitting.items()
         self._check_scales(scales, rows, groups)
         zeros = self._stored.get(f"{weight}_zero_point")
-        if zeros is not None and zeros.dtype == "I8":
-            zeros = self._part(codes, zeros.name, ("I8",), (rows, groups))
-        elif zeros is not None:
-            zeros = self._part(codes, zeros.name, ("I32",), (-(-rows * bits // 32), groups))
+        if zeros is not None:
+            dtype, lines = ("I8", rows) if zeros.dtype == "I8" else ("I32", -(-rows * bits // 32))
+            zeros = self._part(codes, zeros.name, (dtype,), (lines, groups))
         return self._tensor(weight, (rows, columns), f"INT{bits}", (codes, scales, zeros, shape), group)
 
     def bytes(self, weight: str, codes: StoredTensor) -> PackedTensor:
