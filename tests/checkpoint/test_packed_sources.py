@@ -128,7 +128,9 @@ def test_compressed_tensors_are_decoded_as_by_the_library(
     group: dict[str, Any], shape: tuple[int, int], tmp_path: Path
 ) -> None:
     packed, expected = compress(shape, group)
-    tensor = tensor_of(source_of(tmp_path / "src", packed, settings_of(group)))
+    source = source_of(tmp_path / "src", packed, settings_of(group))
+    tensor = tensor_of(source)
+    assert tensor_of(source, GATE).dtype == "BF16"
     bits, kind = group["weights"]["num_bits"], group["format"].partition("-")[0]
     dtype = {"mxfp4": "MXFP4", "nvfp4": "NVFP4", "mxfp8": "F8_E4M3"}.get(kind, f"INT{bits}")
     assert (tensor.shape, tensor.dtype, tensor.plain_dtype) == (shape, dtype, "BF16")
