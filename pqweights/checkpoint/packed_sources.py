@@ -125,9 +125,8 @@ class _Source:
         shape = self._part(codes, f"{weight}_shape", ("I64", "I32"), (2,))
         fitting = {}
         for bits, size in schemes:
-            columns = groups * size if size is not None else self._columns(shape)
-            if size is not None and -(-columns * bits // 32) != words:
-                columns = self._columns(shape)
+            # Groups are whole ones, unless there is one alone: then the shape is read, which takes a request.
+            columns = groups * size if size is not None and groups > 1 else self._columns(shape)
             group = columns if size is None else size
             if columns > 0 and -(-columns * bits // 32) == words and -(-columns // group) == groups:
                 fitting[bits, columns] = group

@@ -2,8 +2,7 @@
 
 Everything above this package sees only `LogicalTensor`. Here are those that are stored as they are, and the encoded
 weights of a master; quantized.py and packed.py read those of other tools, views.py tensors that are put together from
-others. At the
-end: which files are needed when tensors are read in order.
+others. At the end: which files are needed when tensors are read in order.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ INTEGERS = [
     *((scheme("pack-quantized", bits, group=32, symmetric=False), (37, 96)) for bits in (2, 3, 4, 8)),
     *((scheme("pack-quantized", bits), (5, 100)) for bits in (3, 4)),
     (scheme("pack-quantized", 4, symmetric=False), (70, 100)),
+    (scheme("pack-quantized", 4), (5, 126)),  # whose words have room for more
     (scheme("int-quantized", 8), (40, 96)),
     (scheme("int-quantized", 8, group=32, symmetric=False), (40, 96)),
 ]

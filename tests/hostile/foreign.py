@@ -94,7 +94,10 @@ CASES = [
     ),
 ]
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
-INT4 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": GROUPS_OF_128}}}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": GROUPS_OF_128 | {"group_size": 64}}},
+}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
@@ -111,9 +114,9 @@ AWQ_CODES = ".qweight I32 128 16, .qzeros I32 1 16"
 CODES, SHAPE = ".weight_packed I32 128 16", ".weight_shape I64 2"
 CASES += [
     packed("without-scales", INT4, f"{CODES}, {SHAPE}", f"{Q}.weight_packed", f"{Q}.weight_scale", "found none"),
-    packed("without-shape", INT4, f"{CODES}, .weight_scale BF16 128 1", f"{Q}.weight_shape", "found none"),
-    packed("scales-of-integers", INT4, f"{CODES}, {SHAPE}, .weight_scale I8 128 1", f"{Q}.weight_scale", "I8"),
-    packed("scales-of-other-rows", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 64 1", f"{Q}.weight_scale", "[64, 1]"),
+    packed("without-shape", INT4, f"{CODES}, .weight_scale BF16 128 2", f"{Q}.weight_shape", "found none"),
+    packed("scales-of-integers", INT4, f"{CODES}, {SHAPE}, .weight_scale I8 128 2", f"{Q}.weight_scale", "I8"),
+    packed("scales-of-other-rows", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 64 2", f"{Q}.weight_scale", "[64, 2]"),
     packed(
         "scales-of-other-groups", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 128 3", f"{Q}.weight_packed", "[128, 3]"
     ),
@@ -121,14 +124,14 @@ CASES += [
     packed(
         "zeros-of-a-wrong-shape",
         INT4,
-        f"{CODES}, {SHAPE}, .weight_scale BF16 128 1, .weight_zero_point I32 128 1",
+        f"{CODES}, {SHAPE}, .weight_scale BF16 128 2, .weight_zero_point I32 128 1",
         f"{Q}.weight_zero_point",
-        "[16, 1]",
+        "[16, 2]",
     ),
     packed(
         "with-an-order-of-columns",
         INT4,
-        f"{CODES}, {SHAPE}, .weight_scale BF16 128 1, .weight_g_idx I32 128",
+        f"{CODES}, {SHAPE}, .weight_scale BF16 128 2, .weight_g_idx I32 128",
         f"{Q}.weight_g_idx",
     ),
     packed("gptq-without-zeros", GPTQ4, GPTQ_CODES, f"{Q}.qzeros", "found none"),
