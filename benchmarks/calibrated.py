@@ -35,10 +35,10 @@ from safetensors.numpy import save_file
 
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
-from pqweights.exports.formats import unpack_stream
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.kernels.groups import unpack_bits
 from pqweights.quality.evaluation import choose_windows
 from pqweights.quality.options import TextOptions
 from pqweights.quality.protocol import Windows, compare
@@ -317,10 +317,10 @@ def compressed_asymmetric(stored: Stored, name: str) -> Floats:
         return stored.floats(name)
     scales = stored.floats(f"{name}_scale")  # [rows, groups]
     rows, columns = stored.bytes(f"{name}_shape").view("<i8")
-    codes = unpack_stream(stored.rows(f"{name}_packed"), 4)[:, :columns].astype(np.float32)
+    codes = unpack_bits(stored.rows(f"{name}_packed"), 4)[:, :columns].astype(np.float32)
     words = stored.bytes(f"{name}_zero_point").view("<u4").reshape(-1, scales.shape[1])
     zeros = np.ascontiguousarray(words.T).view(np.uint8)
-    zeros = unpack_stream(zeros, 4).T[:rows].astype(np.float32)
+    zeros = unpack_bits(zeros, 4).T[:rows].astype(np.float32)
     centred = codes.reshape(*scales.shape, -1) - zeros[..., None]
     weight: Floats = (centred * scales[..., None]).reshape(rows, columns)
     return weight
@@ -333,8 +333,8 @@ def gptq_weight(stored: Stored, name: str) -> Floats:
         return stored.floats(name)
     scales = stored.floats(f"{module}.scales").T  # [rows, groups]
     words = stored.bytes(f"{module}.qweight").view("<u4").reshape(stored.tensors[f"{module}.qweight"].shape)
-    codes = unpack_stream(np.ascontiguousarray(words.T).view(np.uint8), 4).astype(np.float32)
-    zeros = unpack_stream(stored.rows(f"{module}.qzeros"), 4).T.astype(np.float32)
+    codes = unpack_bits(np.ascontiguousarray(words.T).view(np.uint8), 4).astype(np.float32)
+    zeros = unpack_bits(stored.rows(f"{module}.qzeros"), 4).T.astype(np.float32)
     centred = codes.reshape(*scales.shape, -1) - (zeros[..., None] + 1)
     weight: Floats = (centred * scales[..., None]).reshape(len(scales), -1)
     return weight

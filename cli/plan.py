@@ -14,6 +14,7 @@ from pqweights.planning.options import MemoryOptions, PlanArguments, QuantizeArg
 from . import memory, options, output, report, tables
 from .printable import printable
 from .report import (
+    already_quantized_lines,
     export_lines,
     is_summarized,
     left_out_lines,
@@ -103,6 +104,7 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         f"needs: {_room(needs)}, at most {size_text(needs.peak_memory_bytes)} of memory",
         *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
+        *already_quantized_lines(plan.tensors),
         *left_out_lines(plan),
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),

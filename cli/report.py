@@ -136,6 +136,20 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
 
+def already_quantized_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return a line for each format in which the source has weights already, of those that are quantized again."""
+    from pqweights.common.dtypes import PACKED_DTYPES
+
+    formats: dict[tuple[int, str], int] = defaultdict(int)
+    for tensor in tensors:
+        if tensor.action == "quantize" and tensor.dtype in PACKED_DTYPES:
+            formats[PACKED_DTYPES[tensor.dtype]] += 1
+    return [
+        f"{counted(count, 'weight')} already quantized to {bits} bits by {name}: a second rounding adds to its loss"
+        for (bits, name), count in formats.items()
+    ]
+
+
 def left_out_lines(plan: Plan) -> list[str]:
     """Return a line for each reason why files are not carried over, and one for each reason why tensors are not.
 

@@ -29,12 +29,12 @@ from pqweights.codecs.protocol import Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.common.advice import instead
 from pqweights.common.documents import Document, Number, Size, as_document
-from pqweights.common.dtypes import FLOAT_DTYPES
+from pqweights.common.dtypes import FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError
 
 QUANT_METHOD = "pqweights"
-LOGICAL_DTYPES = (*FLOAT_DTYPES, "MXFP4")
+LOGICAL_DTYPES = (*FLOAT_DTYPES, *PACKED_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)

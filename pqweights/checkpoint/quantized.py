@@ -1,8 +1,9 @@
-"""Sources that are already quantized: FP8 and MXFP4 are decoded, all other formats are refused by name.
+"""Sources that are already quantized: FP8 and MXFP4 are decoded here, and what is not decoded is refused by name.
 
 Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
-(`X_scale`); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their numbers are those of the OCP 8-bit floating point
-specification 1.0 and the OCP microscaling formats specification 1.0.
+(`X_scale`); MXFP8 of compressed-tensors (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their
+numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats specification 1.0.
+packed_sources.py finds what other tools packed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.packed import DecodedTensor, read_columns, read_scales
+from pqweights.checkpoint.packed_sources import packed_tensors, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import CODECS, MASTER_CODECS
@@ -28,30 +31,37 @@ from pqweights.common.dtypes import (
     float8_table,
     from_float32,
     item_bytes,
-    to_float32,
 )
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import kept, scratch
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
 
-# The names of tensors that mark a format that is not decoded here, even if no configuration says so.
+NOT_DESCRIBED = "the quantization_config of config.json does not say how it is packed; give the folder as published"
+
+# The names of tensors that mark a format that is not decoded, whatever the configuration says.
 FOREIGN_MARKS = {
     "_weight_qdata": "torchao",
-    "weight_scale_2": "NVFP4 (ModelOpt)",
-    "weight_global_scale": "NVFP4 (compressed-tensors)",
-    "weight_packed": "integer compressed-tensors",
-    "g_idx": "GPTQ",
-    "qweight": "GPTQ or AWQ",
+    "weight_g_idx": "compressed-tensors with an order of columns",
+    "pre_quant_scale": "ModelOpt with scaled inputs",
     "weight.absmax": "bitsandbytes",
     "SCB": "bitsandbytes",
+}
+# And those that mark one that is decoded if the configuration says so.
+DECODED_MARKS = {
+    "weight_scale_2": "NVFP4 (ModelOpt)",
+    "weight_global_scale": "NVFP4 (compressed-tensors)",
+    "weight_packed": "compressed-tensors",
+    "g_idx": "GPTQ",
+    "qweight": "GPTQ or AWQ",
 }
 
 
 # What the scales of activations, and of keys and values in a cache, are called in a module: by transformers,
 # compressed-tensors, ModelOpt, FBGEMM and vLLM. In some files the name of a weight and an underscore are before it.
 ACTIVATION_SCALES = (
-    *("activation_scale", "input_scale", "input_scale_ub", "input_zero_point", "output_scale", "prob_output_scale"),
+    *("activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "input_zero_point"),
+    *("output_scale", "prob_output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
@@ -72,9 +82,13 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     settings = quantization_settings(config)
     if config is None:
         _refuse_part_of_master(stored)
-    _refuse_foreign(settings, stored)
-    tensors: list[LogicalTensor] = [*_decoded(storage, stored, settings)]
+    _refuse_method(settings)
+    tensors: list[LogicalTensor] = [*packed_tensors(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
+    others = {name: tensor for name, tensor in stored.items() if name not in taken}
+    _refuse_foreign(others)
+    tensors += _decoded(storage, others, settings)
+    taken.update(part.name for tensor in tensors for part in tensor.parts)
     left_out = {}
     if settings or any(len(tensor.parts) > 1 for tensor in tensors):  # no model has a place for these scales
         of_weights = {f"{tensor.name}_{suffix}" for tensor in tensors for suffix in ACTIVATION_SCALES}
@@ -151,19 +165,22 @@ def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
                 )
 
 
-def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
-    """Raise SourceError if the configuration or a tensor shows a quantization that is not decoded here."""
-    method = str(settings.get("quant_method", "")).lower()
-    if settings:
-        described = _unsupported_method(method, settings)
-        if described:
-            raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
-    marks = tuple(FOREIGN_MARKS)
-    marked = [name for name in stored if name.endswith(marks)]
-    for mark, format_name in FOREIGN_MARKS.items():
+def _refuse_method(settings: dict[str, Any]) -> None:
+    """Raise SourceError if the configuration states a quantization that is not decoded."""
+    described = _unsupported_method(str(settings.get("quant_method", "")).lower(), settings) if settings else None
+    if described:
+        raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
+
+
+def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
+    """Raise SourceError if a tensor shows a quantization that is not decoded, or that no configuration describes."""
+    marks = FOREIGN_MARKS | DECODED_MARKS
+    marked = [name for name in stored if name.endswith(tuple(marks))]
+    for mark, format_name in marks.items():
         for name in marked:
             if name == mark or name.endswith("." + mark):
-                raise SourceError(f"{stored[name].file}: tensor {name!r} marks {format_name}: {GIVE_ORIGINAL}")
+                fix = NOT_DESCRIBED if mark in DECODED_MARKS else GIVE_ORIGINAL
+                raise SourceError(f"{stored[name].file}: tensor {name!r} marks {format_name}: {fix}")
     for name, tensor in stored.items():
         if tensor.dtype == "U32" and name.endswith("weight"):
             scales = name.removesuffix("weight") + "scales"
@@ -172,7 +189,7 @@ def _refuse_foreign(settings: dict[str, Any], stored: dict[str, StoredTensor]) -
         if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
             raise SourceError(
                 f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: "
-                f"{GIVE_ORIGINAL}"
+                f"{NOT_DESCRIBED}"
             )
 
 
@@ -180,20 +197,9 @@ def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
     """Return the name of a quantization that is not decoded here; None for FP8 and MXFP4."""
     if method in ("fp8", "fbgemm_fp8", "mxfp4"):
         return None
-    if method == "modelopt":
-        nested = settings.get("quantization")
-        algorithm = settings.get("quant_algo") or (nested.get("quant_algo") if isinstance(nested, dict) else None)
-        return None if algorithm == "FP8" else f"ModelOpt {algorithm}"
-    if method == "compressed-tensors":
-        groups = settings.get("config_groups")
-        members = groups.values() if isinstance(groups, dict) else ()
-        weights = [group.get("weights") if isinstance(group, dict) else None for group in members]
-        if weights and all(
-            isinstance(w, dict) and w.get("type") == "float" and w.get("num_bits") == 8 for w in weights
-        ):
-            return None
-        return f"compressed-tensors ({settings.get('format', 'unknown format')})"
-    names = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
+    if method in ("modelopt", "compressed-tensors", "gptq", "awq"):
+        return why_not(settings)
+    names = {"bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
     return names.get(method, f"quantized by {method!r}" if method else "quantized by an unnamed method")
 
 
@@ -207,7 +213,7 @@ def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:
 
 def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int, int]) -> tuple[int, ...]:
     """Return how many elements of each dimension share a scale, from the two shapes and the configured block."""
-    if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0"):
+    if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0", "U8"):
         raise SourceError(f"{scales.file}: scales {scales.name!r}: expected a floating dtype, found {scales.dtype}")
     shape = tensor.shape
     if all(n == 1 for n in scales.shape):
@@ -217,7 +223,7 @@ def _scale_block(tensor: StoredTensor, scales: StoredTensor, default: tuple[int,
     if len(counts) == len(shape) - 1:
         counts = (*counts, 1)
     block = []
-    configured = (1,) * (len(shape) - 2) + default
+    configured = (1,) * (len(shape) - 2) + ((1, 32) if scales.dtype == "U8" else default)  # OCP's MXFP8
     if len(counts) == len(shape):
         for size, count, step in zip(shape, counts, configured, strict=True):
             if count == 1:
@@ -264,23 +270,7 @@ def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor | None, settings: dict[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallFloatTensor:
-    """What the tensors below have in common; see LogicalTensor. Models with such weights compute in BF16.
-
-    storage: where the stored tensors lie
-    parts: the values, then their scales
-    """
-
-    storage: Storage
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    parts: tuple[StoredTensor, ...]
-    plain_dtype: str = "BF16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8Tensor(SmallFloatTensor):
+class Float8Tensor(DecodedTensor):
     """FP8 values times scales: one for all, one per row, or one per block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
     parts: without scales, they are 1
@@ -324,21 +314,16 @@ class Float8Tensor(SmallFloatTensor):
     def _expanded_scales(self, index: int) -> npt.NDArray[np.float32]:
         """Return one row of scales, each repeated for the elements that share it: [columns] f32."""
         if not self.shape:
-            return self._read_scales(0, 1)
+            return read_scales(self.storage, self.parts[1], 0, 1)
         columns, block = self.shape[-1], self.scale_block[-1]
         scale_columns = -(-columns // block)
-        return np.repeat(self._read_scales(index * scale_columns, scale_columns), block)[:columns]
-
-    def _read_scales(self, start: int, count: int) -> npt.NDArray[np.float32]:
-        scales = self.parts[1]
-        size = item_bytes(scales.dtype)
-        raw = np.empty(count * size, dtype=np.uint8)
-        self.storage.read_into(scales.file, scales.offset + start * size, raw)
-        return float8_table("F8_E8M0")[raw] if scales.dtype == "F8_E8M0" else to_float32(raw, scales.dtype)
+        return np.repeat(read_scales(self.storage, self.parts[1], index * scale_columns, scale_columns), block)[
+            :columns
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4Tensor(SmallFloatTensor):
+class Mxfp4Tensor(DecodedTensor):
     """The experts of gpt-oss in MXFP4.
 
     shape: [E, 32 * G, N], as in the model: the contraction runs over the stored last dimensions
@@ -388,13 +373,6 @@ class Mxfp4Tensor(SmallFloatTensor):
         return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
 
     def _read_columns(self, stored: StoredTensor, expert: int, columns: slice) -> npt.NDArray[np.uint8]:
-        """Read columns of one expert's byte matrix, in runs of whole rows: [rows, columns]."""
+        """Read columns of one expert's byte matrix: [rows, columns]."""
         rows, row_bytes = stored.shape[1], math.prod(stored.shape[2:])
-        start = stored.offset + expert * rows * row_bytes
-        result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)
-        step = max(1, self.BAND_ELEMENTS // row_bytes)
-        for row in range(0, rows, step):
-            run = np.empty((min(step, rows - row), row_bytes), dtype=np.uint8)
-            self.storage.read_into(stored.file, start + row * row_bytes, run.reshape(-1))
-            result[row : row + len(run)] = run[:, columns]
-        return result
+        return read_columns(self.storage, stored, columns, rows=rows, row_bytes=row_bytes, first_row=expert * rows)

@@ -1,8 +1,8 @@
 """Logical tensors: a name, a shape, and values that can be read from any element on, however they are stored.
 
 Everything above this package sees only `LogicalTensor`. Here are those that are stored as they are, and the encoded
-weights of a master; quantized.py reads FP8 and MXFP4, views.py tensors that are put together from others. At the
-end: which files are needed when tensors are read in order.
+weights of a master; quantized.py and packed.py read those of other tools, views.py tensors that are put together from
+others. At the end: which files are needed when tensors are read in order.
 """
 
 from __future__ import annotations

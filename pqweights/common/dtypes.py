@@ -21,6 +21,16 @@ FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
 # The dtypes that `convert` reads. It writes all of them but those of 8 bits.
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
 
+# The formats of several tensors that weights in a source may have, by the names that they get as dtypes: the bits of a
+# code, and what users call the format.
+PACKED_DTYPES = {
+    "MXFP4": (4, "MXFP4"),
+    "NVFP4": (4, "NVFP4"),
+    **{f"INT{bits}": (bits, "compressed-tensors") for bits in (2, 3, 4, 8)},
+    **{f"GPTQ{bits}": (bits, "GPTQ") for bits in (2, 3, 4, 8)},
+    "AWQ4": (4, "AWQ"),
+}
+
 # Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).
 FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import TensorSpec, aligned, byte_count
 from pqweights.common.dtypes import float8_table, from_float32
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, pack_bits, pack_tiles
+from pqweights.kernels.groups import AWQ_ORDER, BEST, FloatRule, GroupRule, Groups, pack_bits, pack_tiles
 
 if TYPE_CHECKING:
     from pqweights.kernels.gguf_encoding import EncodedBlocks
@@ -36,8 +36,6 @@ INPUT_UNIT = 1.0
 TILE_ROWS, PADDED_COLUMNS = 8, 1024
 # Where numbers of consecutive rows share words, so many rows fill whole words, however wide the numbers are.
 WORD_ROWS = 32
-# The columns that follow each other in a word of AutoAWQ, from the lowest bits on.
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
@@ -226,17 +224,6 @@ class Stays:
 
     reason: str
     dtype: str | None = None
-
-
-def unpack_stream(packed: Bytes, bits: int) -> Bytes:
-    """Unpack bytes [..., bytes] to codes [..., 8 * bytes / bits], which follow each other with the lowest bit first."""
-    digits = np.unpackbits(packed, axis=-1, bitorder="little").reshape(*packed.shape[:-1], -1, bits)
-    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
-
-
-def unpack_nibbles(packed: Bytes) -> Bytes:
-    """Unpack bytes [rows, columns / 2] to codes [rows, columns]; the even column is the low nibble."""
-    return unpack_stream(packed, 4)
 
 
 def unpack_tiles(words: npt.NDArray[np.int32]) -> Bytes:

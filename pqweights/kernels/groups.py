@@ -28,6 +28,8 @@ MOST_WEIGHTS = 256
 MOST_BITS_ENLARGED = 3
 # Nothing is enlarged more, here or in blocks of GGUF.
 LARGEST_GAIN = 1.5
+# The columns that follow each other in a word of AutoAWQ, from the lowest bits on.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 LARGEST_BF16 = 3.3895313892515355e38
 
 
@@ -282,6 +284,17 @@ def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     to = native.array(packed, np.uint8, eights * bits, written=True)
     native.call("pack_bits", native.array(codes, np.uint8, eights * 8), to, eights, bits)
     return packed
+
+
+def unpack_bits(packed: npt.NDArray[np.uint8], bits: int, count: int | None = None) -> npt.NDArray[np.uint8]:
+    """Unpack bytes [..., bytes] to their first codes, or all: [..., count], in the order of pack_bits."""
+    count = packed.shape[-1] * 8 // bits if count is None else count
+    if 8 % bits == 0:  # which is faster
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = packed[..., None] >> shifts & np.uint8((1 << bits) - 1)
+        return codes.reshape(*packed.shape[:-1], -1)[..., :count]
+    digits = np.unpackbits(packed, axis=-1, count=count * bits, bitorder="little")
+    return np.packbits(digits.reshape(*packed.shape[:-1], count, bits), axis=-1, bitorder="little")[..., 0]
 
 
 def pack_tiles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from pqweights.common.dtypes import FLOAT_DTYPES
+from pqweights.common.dtypes import FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.models import conventions
 from pqweights.models.description import UNKNOWN, ModelDescription
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescription = UNKNOWN) -> str:
     """Return the role of a tensor, one of planning.roles.ROLES."""
     path = _Path.of(name)
-    if (dtype not in FLOAT_DTYPES and dtype != "MXFP4") or math.prod(shape) == 0:
+    if (dtype not in FLOAT_DTYPES and dtype not in PACKED_DTYPES) or math.prod(shape) == 0:
         return "buffer"
     for expression, role in model.roles.items():
         if re.fullmatch(expression, path.module):

@@ -10,11 +10,12 @@ import families
 import numpy as np
 import pytest
 from commands import done, refused
-from export_decoders import from_vllm_format
+from export_decoders import from_vllm_format, values_of
 from families import FAMILIES, IDS
 from helpers import as_float32, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, integer_names
 
+from pqweights.checkpoint.source import open_local
 from pqweights.errors import RecipeError
 from pqweights.exports.schemes import SCHEMES, Dialect
 from pqweights.rewrite.manifest import read_manifest
@@ -56,6 +57,15 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
         assert error < ERRORS[name]
         assert records[layer].relative_mse == pytest.approx(error, rel=0.1)  # of weights that are no BF16
     assert verify(folder, threads=2).ok
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_export_is_a_source_of_the_same_numbers(name: str, base: Path) -> None:
+    folder = exported(base, name)
+    found, tensors = {tensor.name: tensor for tensor in open_local(folder).tensors}, read_all(folder)
+    assert found.keys() == read_all(families.exported(base, "llama", "bf16")).keys()
+    for layer in integer_names(folder):
+        assert np.array_equal(values_of(found[layer]), from_vllm_format(tensors, layer, SCHEMES[name].bits))
 
 
 # transformers has no reader of Model-Optimizer's checkpoints, and needs GPTQModel for those of AutoAWQ and AutoGPTQ.

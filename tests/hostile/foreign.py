@@ -36,30 +36,12 @@ Q = "model.layers.0.self_attn.q_proj"
 GROUPS_OF_128 = {"num_bits": 4, "type": "int", "group_size": 128}
 MLX = {"group_size": 64, "bits": 4}
 CASES = [
-    named_by_method("gptq-config", "gptq", "GPTQ", bits=4),
-    named_by_method("awq-config", "awq", "AWQ", bits=4),
+    named_by_method("gptq-marlin-config", "gptq", "GPTQ", "marlin", bits=4, checkpoint_format="marlin"),
+    named_by_method("gptq-bits-config", "gptq", "GPTQ", "bits 5", bits=5),
+    named_by_method("awq-gemv-config", "awq", "AWQ", "gemv", bits=4, version="gemv"),
     named_by_method("bitsandbytes-config", "bitsandbytes", "bitsandbytes", load_in_4bit=True),
-    compressed(
-        "compressed-tensors-int4-config",
-        "pack-quantized",
-        "compressed-tensors",
-        "pack-quantized",
-        weights=GROUPS_OF_128,
-    ),
-    compressed(
-        "compressed-tensors-int8-config",
-        "int-quantized",
-        "compressed-tensors",
-        "int-quantized",
-        weights={"num_bits": 8, "type": "int"},
-    ),
-    compressed(
-        "compressed-tensors-nvfp4-config",
-        "nvfp4-pack-quantized",
-        "nvfp4",
-        weights={"num_bits": 4, "type": "float", "group_size": 16},
-    ),
-    named_by_method("modelopt-nvfp4-config", "modelopt", "NVFP4", quant_algo="NVFP4"),
+    compressed("compressed-tensors-sparse", "marlin-24", "compressed-tensors (marlin-24)", weights=GROUPS_OF_128),
+    named_by_method("modelopt-mixed-config", "modelopt", "MIXED_PRECISION", quant_algo="MIXED_PRECISION"),
     named_by_config("mlx-config", {"quantization": MLX}, "MLX"),
     named_by_config("mlx-config-of-two-keys", {"quantization": MLX, "quantization_config": MLX}, "MLX"),
     named_by_method("torchao-config", "torchao", "torchao", quant_type={}),
@@ -112,6 +94,63 @@ CASES = [
     ),
 ]
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": GROUPS_OF_128 | {"group_size": 64}}},
+}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def packed(name: str, settings: dict[str, Any], text: str, *fragments: str) -> Case:
+    """A packed weight that is broken. text: see tensors_of"""
+    files: dict[str, Content] = {FILE: stored(tensors_of(Q, text)), CONFIG: {"quantization_config": settings}}
+    return Case(f"packed-{name}", {QUANTIZE: fragments}, files)
+
+
+GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+GPTQ_CODES = ".qweight I32 16 128, .scales F16 1 128"
+AWQ4 = {"quant_method": "awq", "bits": 4, "group_size": 128}
+AWQ_CODES = ".qweight I32 128 16, .qzeros I32 1 16"
+CODES, SHAPE = ".weight_packed I32 128 16", ".weight_shape I64 2"
+CASES += [
+    packed("without-scales", INT4, f"{CODES}, {SHAPE}", f"{Q}.weight_packed", f"{Q}.weight_scale", "found none"),
+    packed("without-shape", INT4, f"{CODES}, .weight_scale BF16 128 2", f"{Q}.weight_shape", "found none"),
+    packed("scales-of-integers", INT4, f"{CODES}, {SHAPE}, .weight_scale I8 128 2", f"{Q}.weight_scale", "I8"),
+    packed("scales-of-other-rows", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 64 2", f"{Q}.weight_scale", "[64, 2]"),
+    packed(
+        "scales-of-other-groups", INT4, f"{CODES}, {SHAPE}, .weight_scale BF16 128 3", f"{Q}.weight_packed", "[128, 3]"
+    ),
+    packed("codes-of-a-vector", INT4, f".weight_packed I32 16, {SHAPE}", f"{Q}.weight_packed", "[16]"),
+    packed(
+        "zeros-of-a-wrong-shape",
+        INT4,
+        f"{CODES}, {SHAPE}, .weight_scale BF16 128 2, .weight_zero_point I32 128 1",
+        f"{Q}.weight_zero_point",
+        "[16, 2]",
+    ),
+    packed(
+        "with-an-order-of-columns",
+        INT4,
+        f"{CODES}, {SHAPE}, .weight_scale BF16 128 2, .weight_g_idx I32 128",
+        f"{Q}.weight_g_idx",
+    ),
+    packed("gptq-without-zeros", GPTQ4, GPTQ_CODES, f"{Q}.qzeros", "found none"),
+    packed("gptq-zeros-of-a-wrong-shape", GPTQ4, f"{GPTQ_CODES}, .qzeros I32 1 8", f"{Q}.qzeros", "[1, 16]"),
+    packed("gptq-order-of-a-wrong-length", GPTQ4, f"{GPTQ_CODES}, .qzeros I32 1 16, .g_idx I32 100", f"{Q}.qweight"),
+    packed("gptq-order-of-floats", GPTQ4, f"{GPTQ_CODES}, .qzeros I32 1 16, .g_idx F32 128", f"{Q}.g_idx", "F32"),
+    packed("gptq-codes-of-bytes", GPTQ4, ".qweight U8 16 128, .scales F16 1 128", f"{Q}.qweight", "U8"),
+    packed("awq-without-scales", AWQ4, AWQ_CODES, f"{Q}.scales", "found none"),
+    packed("awq-scales-of-other-groups", AWQ4, f"{AWQ_CODES}, .scales F16 2 128", f"{Q}.scales", "[1, 128]"),
+    packed("floats-without-unit", NVFP4, ".weight U8 128 64, .weight_scale F8_E4M3 128 8", f"{Q}.weight_scale_2"),
+    packed(
+        "floats-of-a-wrong-group",
+        NVFP4,
+        ".weight U8 128 64, .weight_scale F8_E4M3 128 4",
+        f"{Q}.weight_scale",
+        "[128, 8]",
+    ),
+    packed("floats-of-a-vector", NVFP4, ".weight U8 64, .weight_scale F8_E4M3 8", f"{Q}.weight", "[64]"),
+]
 
 
 def fp8(name: str, text: str, *fragments: str, block: Any = (128, 128)) -> Case:

@@ -22,7 +22,7 @@ from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.units import counted
 from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
-from pqweights.exports.formats import unpack_nibbles, unpack_tiles
+from pqweights.exports.formats import unpack_tiles
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.gguf.file import open_gguf
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
@@ -30,6 +30,7 @@ from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.inference.runtimes.texts import Ids
+from pqweights.kernels.groups import unpack_bits
 from pqweights.models import has_trait
 from pqweights.models.traits import Trait
 
@@ -355,7 +356,7 @@ def decode_on_cpu(weight: Any) -> Any:
     rows, columns = weight.shape
     group_size = weight.block_size[-1]
     if type(weight).__name__ == "Int4Tensor":
-        codes = unpack_nibbles(weight.qdata.numpy().view(np.uint8) ^ np.uint8(0x88))
+        codes = unpack_bits(weight.qdata.numpy().view(np.uint8) ^ np.uint8(0x88), 4)
         scales = torch.stack([weight.scale, weight.zero_point], dim=-1)
     else:
         codes = unpack_tiles(weight.qdata.numpy())
