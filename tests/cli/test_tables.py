@@ -178,7 +178,7 @@ def test_output_follows_a_real_terminal(source: Path, tmp_path: Path) -> None:
     """Tables fit it, and the summary and the warnings of an export are folded between words."""
     text = on_terminal(80, "plan", source, "--no-summary", "--keep", "*.1.*")
     assert 75 <= widest(text) <= 80 and "layers.79.mlp.down_proj.weight" in text
-    done("quantize", source, tmp_path / "master", "--bits", "3")
+    done("quantize", source, tmp_path / "master", "--recipe", "t3")
     arguments = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm", "--overwrite")
     plain = done(*arguments)
     for stream, text in (("stdout", plain.stdout), ("stderr", plain.stderr)):
