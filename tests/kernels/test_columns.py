@@ -28,14 +28,14 @@ def cheapest(targets: Doubles, starts: list[int], state_bits: int) -> Doubles:
     if_odd, if_k_odd = trellis_decoder.TRELLISES[state_bits]
     costs = np.full((len(targets), 1 << state_bits), np.inf)
     costs[np.arange(len(targets)), starts] = 0
+    states = np.arange(1 << state_bits)
     for t in range(128):
         after = np.full_like(costs, np.inf)
-        for state in range(1 << state_bits):
-            for bit in range(2):
-                residue = (state & 1) + 2 * bit
-                number = residue + 4 * np.rint((targets[:, t] - residue) / 4)
-                to = state >> 1 ^ (if_odd if state & 1 else 0) ^ (if_k_odd if bit else 0)
-                after[:, to] = np.minimum(after[:, to], costs[:, state] + (targets[:, t] - number) ** 2)
+        for bit in range(2):
+            residues = (states & 1) + 2 * bit
+            numbers = residues + 4 * np.rint((targets[:, t, None] - residues) / 4)
+            to = states >> 1 ^ (states & 1) * if_odd ^ bit * if_k_odd  # a different one for each state
+            after[:, to] = np.minimum(after[:, to], costs + (targets[:, t, None] - numbers) ** 2)
         costs = after
     return costs.min(1)
 
