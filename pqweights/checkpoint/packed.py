@@ -64,7 +64,7 @@ def read_columns(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedTensor(DecodedTensor):
+class PackedSourceTensor(DecodedTensor):
     """Rows of codes, which stand for (code - zero) * scale, or for an E2M1 float times scale.
 
     bits: the width of a code; codes follow each other in a row from the lowest bits on
@@ -168,7 +168,7 @@ class PackedTensor(DecodedTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransposedTensor(PackedTensor):
+class TransposedTensor(PackedSourceTensor):
     """The weight [N, K] of AutoGPTQ or AutoAWQ, whose stored matrices have N columns: `scales` are [groups, N].
 
     parts: of GPTQ, codes [K / 32 * bits, N] whose words share a column, zeros [groups, N / 32 * bits]; of AWQ, codes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.packed import PackedTensor, TransposedTensor
+from pqweights.checkpoint.packed import PackedSourceTensor, TransposedTensor
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
@@ -68,13 +68,13 @@ def why_not(settings: dict[str, Any]) -> str | None:
 
 def packed_tensors(
     storage: Storage, stored: Mapping[str, StoredTensor], settings: dict[str, Any]
-) -> Iterator[PackedTensor]:
+) -> Iterator[PackedSourceTensor]:
     """Yield the weights that are packed.
 
     Raises SourceError, which names the stored tensor, for parts that are missing or do not fit.
     """
     method = _method(settings)
-    source = _Source(storage, stored)
+    source = _PackedSource(storage, stored)
     for name, codes in stored.items():
         weight = name.removesuffix("_packed")
         if method == "compressed-tensors" and weight != name and codes.dtype == "U8":
@@ -109,13 +109,13 @@ def _schemes(settings: dict[str, Any]) -> list[Scheme]:
     return list(dict.fromkeys(found))
 
 
-class _Source:
+class _PackedSource:
     """The stored tensors of a source, in which the parts of weights are looked up."""
 
     def __init__(self, storage: Storage, stored: Mapping[str, StoredTensor]) -> None:
         self._storage, self._stored = storage, stored
 
-    def integers(self, weight: str, codes: StoredTensor, schemes: list[Scheme]) -> PackedTensor:
+    def integers(self, weight: str, codes: StoredTensor, schemes: list[Scheme]) -> PackedSourceTensor:
         """Return a weight of pack-quantized. The same tensors may fit several schemes, of which one must be right."""
         if codes.dtype != "I32" or len(codes.shape) != 2:
             raise _unlike(codes, "codes", "I32 [rows, words] or U8")
@@ -143,7 +143,7 @@ class _Source:
             zeros = self._part(codes, zeros.name, (dtype,), (lines, groups))
         return self._tensor(weight, (rows, columns), f"INT{bits}", (codes, scales, zeros, shape), group)
 
-    def bytes(self, weight: str, codes: StoredTensor) -> PackedTensor:
+    def bytes(self, weight: str, codes: StoredTensor) -> PackedSourceTensor:
         """Return a weight of int-quantized."""
         if len(codes.shape) != 2 or 0 in codes.shape:
             raise _unlike(codes, "codes", "I8 [rows, columns]")
@@ -160,7 +160,7 @@ class _Source:
             raise _unlike(zeros, "zero points", "none beside one scale for all")
         return self._tensor(weight, codes.shape, "INT8", (codes, scales, zeros), columns // groups)
 
-    def floats(self, weight: str, codes: StoredTensor, unit: str = "_global_scale") -> PackedTensor:
+    def floats(self, weight: str, codes: StoredTensor, unit: str = "_global_scale") -> PackedSourceTensor:
         """Return a weight of MXFP4 or NVFP4. unit: the end of the name of what the scales of NVFP4 are measured in"""
         if codes.dtype != "U8" or len(codes.shape) not in (2, 3) or 0 in codes.shape:
             raise _unlike(codes, "codes", "U8 [..., rows, columns / 2]")
@@ -213,11 +213,11 @@ class _Source:
 
     def _tensor(
         self, weight: str, shape: Shape, dtype: str, parts: tuple[StoredTensor | None, ...], group_size: int
-    ) -> PackedTensor:
+    ) -> PackedSourceTensor:
         codes, scales, third, *_ = parts
         assert codes is not None and scales is not None
         is_float = dtype in ("NVFP4", "MXFP4")
-        return PackedTensor(
+        return PackedSourceTensor(
             storage=self._storage,
             name=weight,
             shape=shape,

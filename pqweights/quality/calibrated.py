@@ -33,7 +33,7 @@ from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
-from pqweights.rewrite.ready import Measured, write_ready
+from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Doubles = npt.NDArray[np.float64]
 # How far the size may be from what is wanted before everything is encoded again, and how often that is done.
@@ -41,7 +41,7 @@ _TOLERANCE, _ATTEMPTS = 0.005, 3
 # A stored scale of a row or a column.
 SCALE_BITS = 8
 Progress = Callable[[int, int, str], None]
-Codes = dict[str, tuple[ColumnCodes, Measured]]  # of weights, by name
+Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
 
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
@@ -353,7 +353,7 @@ class LayerwiseCalibration:
             of_all = float(known[f"{weight.name}:energy"])
             result[weight.name] = (
                 codes,
-                Measured(
+                CodeMeasures(
                     relative_mse=measured.error / measured.energy if measured.energy else 0.0,
                     energy=measured.energy,
                     weighed_mse=measured.weighed_error / of_all if of_all else 0.0,

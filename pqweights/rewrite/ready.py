@@ -37,7 +37,7 @@ KEY = "pqweights_codes"
 SUFFIX = ".safetensors"
 
 
-class Measured(Document, frozen=True, kw_only=True):
+class CodeMeasures(Document, frozen=True, kw_only=True):
     """What a calibration measured of a weight; see TensorRecord."""
 
     relative_mse: Number
@@ -45,14 +45,14 @@ class Measured(Document, frozen=True, kw_only=True):
     weighed_mse: Number | None = None
 
 
-class _Weight(Measured, frozen=True, kw_only=True):
+class _ReadyWeight(CodeMeasures, frozen=True, kw_only=True):
     """And what its file says of it. digests: the hash of each stored tensor, in their order"""
 
     shape: tuple[int, int]
     digests: tuple[str, ...]
 
 
-def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, Measured]]) -> None:
+def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasures]]) -> None:
     """Write a file of ready weights, by name; it is there only when it is whole.
 
     Raises OutputError for a disk error.
@@ -103,7 +103,7 @@ class ReadyWeights:
     """
 
     files: Checkpoint
-    weights: Mapping[str, _Weight]
+    weights: Mapping[str, _ReadyWeight]
     about: Mapping[str, Any]
     warnings: tuple[str, ...]
 
@@ -116,11 +116,11 @@ class ReadyWeights:
         names = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
         storage = LocalStorage(folder, only=names)
         stored: dict[str, StoredTensor] = {}
-        weights: dict[str, _Weight] = {}
+        weights: dict[str, _ReadyWeight] = {}
         for file in names:
             tensors, metadata = read_header(storage, file)
             stored |= {tensor.name: tensor for tensor in tensors}
-            weights |= read_document(metadata.get(KEY, "").encode(), dict[str, _Weight], _damaged(folder / file))
+            weights |= read_document(metadata.get(KEY, "").encode(), dict[str, _ReadyWeight], _damaged(folder / file))
         digests: dict[str, str] = {}
         for name, weight in weights.items():
             total = stored[first].byte_count if (first := _names(name)[0]) in stored else 0
@@ -205,7 +205,7 @@ class ReadyWeights:
 class ReadyJob:
     """The job that stores ready codes as they are."""
 
-    def __init__(self, planned: TensorPlan, parts: Sequence[PlainTensor], measured: Measured) -> None:
+    def __init__(self, planned: TensorPlan, parts: Sequence[PlainTensor], measured: CodeMeasures) -> None:
         self._planned, self._measured = planned, measured
         pairs = zip(planned.stored, parts, strict=True)
         copies = [CopyJob(planned._replace(stored=(spec,)), part) for spec, part in pairs]

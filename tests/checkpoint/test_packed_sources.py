@@ -13,7 +13,7 @@ from calls import export, quantize
 from commands import done
 from safetensors.torch import save_file
 
-from pqweights.checkpoint.packed import PackedTensor, TransposedTensor
+from pqweights.checkpoint.packed import PackedSourceTensor, TransposedTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import PACKED_DTYPES
@@ -150,7 +150,7 @@ def test_groups_of_several_widths_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_large_rows_are_decoded_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedTensor, "BAND_ELEMENTS", 70)
+    monkeypatch.setattr(PackedSourceTensor, "BAND_ELEMENTS", 70)
     for number, group in enumerate((scheme("pack-quantized", 3, group=32, symmetric=False), FLOATS[1][0])):
         packed, expected = compress((37, 96), group)
         tensor = tensor_of(source_of(tmp_path / str(number), packed, settings_of(group)))
@@ -254,7 +254,7 @@ def test_gptq_is_code_minus_zero_times_scale(
 ) -> None:
     if is_banded:  # of 32 columns of the stored matrix
         monkeypatch.setattr(TransposedTensor, "KEPT_BYTES", 96 * bits * 4)
-        monkeypatch.setattr(PackedTensor, "BAND_ELEMENTS", 500)
+        monkeypatch.setattr(PackedSourceTensor, "BAND_ELEMENTS", 500)
     assert_transposed(tmp_path / "src", gptq(bits, version, order=is_banded), f"GPTQ{bits}")
 
 
@@ -268,7 +268,7 @@ def test_gptq_without_an_order_has_groups_of_the_configured_size(tmp_path: Path)
 def test_awq_is_code_minus_zero_times_scale(is_banded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_banded:
         monkeypatch.setattr(TransposedTensor, "KEPT_BYTES", 96 * 16)
-        monkeypatch.setattr(PackedTensor, "BAND_ELEMENTS", 500)
+        monkeypatch.setattr(PackedSourceTensor, "BAND_ELEMENTS", 500)
     assert_transposed(tmp_path / "src", awq(), "AWQ4")
 
 

@@ -33,7 +33,7 @@ from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
 from pqweights.rewrite.quantizing import quantize
-from pqweights.rewrite.ready import Measured, ReadyWeights, write_ready
+from pqweights.rewrite.ready import CodeMeasures, ReadyWeights, write_ready
 from pqweights.rewrite.task import RunOptions
 
 Sources = dict[str, helpers.Tensor]
@@ -187,7 +187,7 @@ class GoldenOfReadyCodes(Golden):
             name = f"model.layers.{short}.weight"
             exact = helpers.as_float32(self.source[name])
             codes = column_writer.encoded(exact, rate, seed=seed)
-            measured = Measured(relative_mse=0.1, energy=float((exact.astype(np.float64) ** 2).sum()))
+            measured = CodeMeasures(relative_mse=0.1, energy=float((exact.astype(np.float64) ** 2).sum()))
             write_ready(folder / f"{short}.safetensors", {name: (codes, measured)})
         recipe, ready = parse_recipe(self.recipe, "golden"), ReadyWeights.open(folder)
         quantize(source, out, recipe, run=RunOptions(threads=threads), ready=ready)

@@ -14,7 +14,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs.columns import ColumnCodes, ColumnCut, decode_columns
 from pqweights.codecs.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import trellis
-from pqweights.rewrite.ready import Measured, write_ready
+from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Floats = npt.NDArray[np.float32]
 STRIP = 128
@@ -80,10 +80,10 @@ def write_codes(source: Path, folder: Path, names: Sequence[str], rate: float = 
         decoded[name] = decode_columns(codes, range(codes.cut.strips), "F32").view(np.float32).reshape(shape)
         energy = float((exact.astype(np.float64) ** 2).sum())
         error = float(((decoded[name] - exact).astype(np.float64) ** 2).sum()) / energy
-        measured = Measured(relative_mse=error, energy=energy, weighed_mse=error / 2)
+        measured = CodeMeasures(relative_mse=error, energy=energy, weighed_mse=error / 2)
         write_ready(folder / f"{seed}.safetensors", {name: (codes, measured)})
     return decoded
 
 
 # Of codes that nobody looks at.
-NOTHING = Measured(relative_mse=0.0, energy=0.0)
+NOTHING = CodeMeasures(relative_mse=0.0, energy=0.0)
