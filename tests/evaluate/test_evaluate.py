@@ -33,6 +33,8 @@ EXPORTS: dict[str, tuple[str, dict[str, str], tuple[str, ...], float]] = {
     "bf16": ("bf16", {}, ("transformers",), 0.0),
     "torchao tiles": ("torchao", {}, ("transformers", "torchao"), 1e-5),
     "torchao plain": ("torchao", {"packing": "plain"}, ("transformers", "torchao"), 1e-5),
+    "torchao int8": ("torchao", {"format": "int8"}, ("transformers", "torchao"), 1e-5),
+    "torchao fp8": ("torchao", {"format": "fp8"}, ("transformers", "torchao"), 1e-5),
     "vllm": ("vllm", {}, ("transformers", "compressed_tensors"), 1e-5),
     "mlx": ("mlx", {}, ("transformers", "mlx", "mlx_lm"), 1e-4),
 }
@@ -40,6 +42,8 @@ RUNTIMES = {
     "bf16": "transformers",
     "torchao tiles": "torchao's tensors, the CPU's INT4 kernel",
     "torchao plain": "torchao's tensors, the CPU's INT4 kernel",
+    "torchao int8": "torchao's tensors, decoded",
+    "torchao fp8": "torchao's tensors, decoded",
     "vllm": "transformers, compressed-tensors",
     "mlx": "mlx-lm",
 }
@@ -177,6 +181,8 @@ PARTS = {
     "bf16": f"{MODULE}.weight",
     "torchao tiles": f"{MODULE}._weight_qdata",
     "torchao plain": f"{MODULE}._weight_scale",
+    "torchao int8": f"{MODULE}._weight_qdata",
+    "torchao fp8": f"{MODULE}._weight_scale",
     "vllm": f"{MODULE}.weight_scale",
     "mlx": f"{MODULE}.scales",
 }

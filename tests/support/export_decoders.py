@@ -193,6 +193,10 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
         module = name.removesuffix(".weight")
         if name in stored.metadata:
             about = json.loads(stored.metadata[name])
+            if about["_type"] in ("Int8Tensor", "Float8Tensor"):
+                numbers = f"{module}._weight_qdata"
+                values = stored[numbers][1] if about["_type"] == "Int8Tensor" else stored.floats(numbers)
+                return values * stored.floats(f"{module}._weight_scale")
             return from_torchao(stored, name, tuple(about["_data"]["shape"]), about["_type"] != "Int4Tensor")
         if f"{name}_packed" in stored.tensors:
             (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}

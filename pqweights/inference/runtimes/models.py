@@ -40,6 +40,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # as a dtype: the model's own
 # The dtype of llama.cpp, which rounds the inputs of each product to a type that suits the weights.
 MIXED = "mixed precision"
+INT4_TENSORS = ("Int4TilePackedTo4dTensor", "Int4Tensor")  # torchao's; they compute on a GPU only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +273,8 @@ def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
 def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
     """Load an export for torchao.
 
-    torchao's tensors cannot compute on the CPU, so each one is decoded there by PyTorch's CPU kernel for INT4.
+    On the CPU, torchao's INT4 tensors cannot compute, and its INT8 and FP8 ones only in the dtype that they name. So
+    each is decoded there: INT4 by PyTorch's CPU kernel for it. Where inputs are rounded too, torchao computes.
     """
     package("torchao", "torchao")
     torch = package("torch", "torchao")
@@ -283,32 +285,39 @@ def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
         module, _, parameter = name.rpartition(".")
         parts |= {f"{module}._{parameter}_{part}" for part in json.loads(metadata[name])["_tensor_data_names"]}
     _refuse(folder.path, "torchao", missing=parts - stored)  # transformers would raise a RuntimeError
-    model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the GPU kernel takes nothing else
-    integers = _torchao_modules(folder, model)
+    model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the INT4 kernel takes nothing else
+    modules = _torchao_modules(folder, model)
+    int4 = any(type(module.weight).__name__ in INT4_TENSORS for module in modules)
     if device != "cpu":
-        return _in_torch("torchao, its INT4 kernel", model.to(device))
-    for module in integers:
-        decoded = decode_on_cpu(module.weight).to(model.dtype)
+        return _in_torch("torchao, its INT4 kernel" if int4 else "torchao", model.to(device))
+    if any(getattr(module.weight, "act_quant_kwargs", None) for module in modules):
+        return _in_torch("torchao", model)
+    for module in modules:
+        if type(module.weight).__name__ in INT4_TENSORS:
+            decoded = decode_on_cpu(module.weight).to(model.dtype)
+        else:
+            decoded = module.weight.dequantize(model.dtype)
         module.weight = torch.nn.Parameter(decoded, requires_grad=False)
-    return _in_torch("torchao's tensors, the CPU's INT4 kernel", model.to(device))
+    how = "the CPU's INT4 kernel" if int4 else "decoded"
+    return _in_torch(f"torchao's tensors, {how}", model)
 
 
 def _torchao_modules(folder: Folder, model: Any) -> list[Any]:
-    """The modules whose weights are INT4 tensors of torchao.
+    """The modules whose weights are tensors of torchao.
 
     Raises SourceError if there are none, or if one has another shape than its module.
     """
     result = []
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
-        if type(weight).__name__ not in ("Int4TilePackedTo4dTensor", "Int4Tensor"):
+        if type(weight).__name__ not in (*INT4_TENSORS, "Int8Tensor", "Float8Tensor"):
             continue
         expected, shape = [module.out_features, module.in_features], list(weight.shape)
         if shape != expected:
             raise SourceError(f"{folder.path}: {name}.weight: expected shape {expected}, found {shape}")
         result.append(module)
     if not result:
-        raise SourceError(f"{folder.path}: expected INT4 tensors, torchao loaded none; export it again")
+        raise SourceError(f"{folder.path}: expected tensors of torchao, found none; export it again")
     return result
 
 

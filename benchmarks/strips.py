@@ -1,0 +1,151 @@
+"""Error feedback column by column, as calibrated masters have it, beside feedback over strips of 128 columns.
+
+    python benchmarks/strips.py MODEL_DIR... [--inputs 512]
+
+Strips would need no format of their own: each is 128 columns, rotated along the columns and encoded like any weight of
+the trellis. So the question is what single columns gain. For one weight of each role and size, from the layer in the
+middle: the relative squared error of the layer's output on text that was not calibrated on, at equal bits per weight,
+everything stored counted. Rows are not weighed. Text is MODEL_DIR/eval.txt; the moments are those of its first tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from harness import Cell, Document, argument_parser, machine, now, publish, table
+
+from pqweights.codecs import get_codec
+from pqweights.codecs.column_encoding import encode_columns
+from pqweights.codecs.columns import decode_columns
+
+WINDOW, WINDOWS = 256, 48
+DAMPING, STATES = 0.01, 8
+RATES = (2.125, 3.125, 4.125)
+WAYS = ("plain", "strips", "columns")
+Floats = np.ndarray
+
+
+def moments_of(model: torch.nn.Module, modules: dict[str, torch.nn.Linear], ids: torch.Tensor) -> dict[str, Floats]:
+    """The second moments of the inputs of linear layers, [K, K] f64. ids: [windows, tokens]"""
+    sums: dict[str, Any] = dict.fromkeys(modules, 0.0)
+
+    def add(name: str, _: Any, inputs: Any) -> None:
+        x = inputs[0].reshape(-1, inputs[0].shape[-1])
+        sums[name] = sums[name] + x.T @ x
+
+    hooks = [module.register_forward_pre_hook(functools.partial(add, name)) for name, module in modules.items()]
+    with torch.inference_mode():
+        for batch in ids.split(4):
+            model(batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / ids.numel()).double().numpy() for name, total in sums.items()}
+
+
+def plain(weight: Floats, rate: float) -> tuple[Floats, float]:
+    """The weight through the trellis codec, and its bits per weight."""
+    coder = get_codec("hadamard-trellis").coder(rate, STATES).sized(weight.size)
+    stored = np.empty((-(-weight.size // coder.block_size), coder.parts[0].bytes_per_block), dtype=np.uint8)
+    values = np.zeros(len(stored) * coder.block_size, dtype=np.float32)
+    values[: weight.size] = weight.reshape(-1)
+    state, decoded = coder.first_state(), np.empty_like(values)
+    coder.encode(values.view(np.uint8), [stored], dtype="F32", state=state)
+    coder.decode([stored], decoded.view(np.uint8), dtype="F32", state=state)
+    return decoded[: weight.size].reshape(weight.shape), 8 * stored.size / weight.size
+
+
+def strips(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]:
+    """The weight strip by strip, each with the errors of those before it in mind: H = (I + A) D (I + A)' in blocks."""
+    size = len(moments)
+    damped = moments + DAMPING * moments.diagonal().mean() * np.eye(size)
+    upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+    decoded, errors, bits = np.empty_like(weight), np.zeros(weight.shape), []
+    for start in range(0, size, 128):
+        own = slice(start, start + 128)
+        # (I + A) of these columns: those of U, by the inverse of its block on the diagonal.
+        feedback = upper[:start, own] @ np.linalg.inv(upper[own, own])
+        wanted = (weight[:, own] + errors[:, :start] @ feedback).astype(np.float32)
+        decoded[:, own], stored = plain(np.ascontiguousarray(wanted), rate)
+        errors[:, own] = weight[:, own] - decoded[:, own]
+        bits.append(stored)
+    return decoded, float(np.mean(bits))
+
+
+def columns(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]:
+    """The weight as a calibrated master has it, with the step that takes the rate."""
+    low, high = 2.0**-30, 2.0**10
+    bits = 0.0
+    while abs(bits - rate) > 0.004 and high / low > 1.0001:
+        step = (low * high) ** 0.5
+        codes, _ = encode_columns(weight, moments=moments, gradients=np.ones(len(weight)), step=step, states=STATES)
+        bits = 8 * sum(part.nbytes for part in codes.parts) / weight.size
+        low, high = (step, high) if bits > rate else (low, step)
+    raw = decode_columns(codes, range(len(codes.lengths)), "F32")
+    return raw.view(np.float32).reshape(weight.shape), bits
+
+
+def measure(folder: Path, least: int) -> list[dict[str, Any]]:
+    """A row for each weight and rate."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = (folder / "eval.txt").read_text(encoding="utf-8")[: 12 * WINDOW * WINDOWS]
+    ids = torch.tensor(tokenizer(text)["input_ids"][: 2 * WINDOW * WINDOWS]).reshape(2, WINDOWS, WINDOW)
+    middle = f"layers.{model.config.num_hidden_layers // 2}."
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and middle in name and module.in_features >= least
+    }
+    seen, other = (moments_of(model, modules, windows) for windows in ids)
+    rows = []
+    for name, module in modules.items():
+        weight = np.ascontiguousarray(module.weight.detach().numpy())
+        moments = seen[name]
+        ways: dict[str, Callable[[float], tuple[Floats, float]]] = {
+            "plain": functools.partial(plain, weight),
+            "strips": functools.partial(strips, weight, moments=moments),
+            "columns": functools.partial(columns, weight, moments=moments.astype(np.float32)),
+        }
+        energy = float(((weight @ other[name]) * weight).sum())
+        for rate in RATES:
+            row: dict[str, Any] = {"model": folder.name, "weight": name, "shape": list(weight.shape), "rate": rate}
+            for way, quantized in ways.items():
+                decoded, bits = quantized(rate)
+                error = weight - decoded
+                row[way] = {"error": float(((error @ other[name]) * error).sum()) / energy, "bits": bits}
+            rows.append(row)
+            print(name, rate, *(f"{way} {row[way]['error']:.3e} {row[way]['bits']:.3f}" for way in WAYS), flush=True)
+    return rows
+
+
+def sections(document: Document) -> dict[str, str]:
+    """The table, in Markdown."""
+    lines: list[list[Cell]] = []
+    for row in document["rows"]:
+        errors = [row[way]["error"] for way in WAYS]
+        name = f"{row['model']}: {row['weight'].removeprefix('model.')}"
+        lines.append([name, " x ".join(map(str, row["shape"])), row["rate"], *(f"{error:.2e}" for error in errors)])
+        lines[-1] += [f"{errors[0] / errors[2]:.2f}", f"{errors[1] / errors[2]:.2f}"]
+    header = ("weight", "outputs x inputs", "bits", *WAYS, "plain / columns", "strips / columns")
+    return {"strips": table(header, lines)}
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("models", type=Path, nargs="+", help="folders of language models, with eval.txt")
+    parser.add_argument("--inputs", type=int, default=512, help="weights of fewer inputs are left out")
+    options = parser.parse_args()
+    start = now()
+    rows = [row for folder in options.models for row in measure(folder, options.inputs)]
+    document = {"machine": machine(start), "settings": {"states": STATES, "tokens": WINDOW * WINDOWS}, "rows": rows}
+    publish("strips", document, sections(document), options)
+
+
+if __name__ == "__main__":
+    main()
