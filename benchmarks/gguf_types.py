@@ -35,10 +35,10 @@ import quality
 from harness import Document, argument_parser, machine, now, publish, table
 
 import pqweights
+from pqweights.checkpoint.gguf.mixes import MIXES
+from pqweights.checkpoint.gguf.model import gguf_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
-from pqweights.gguf.mixes import MIXES
-from pqweights.gguf.model import gguf_model
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks

@@ -20,8 +20,8 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import ScalarCoder
 from pqweights.codecs.scalar import HADAMARD, ScalarState
-from pqweights.integrations import packed_products
-from pqweights.integrations.packed_rows import Factor, PackedRows, decode_rows
+from pqweights.inference.loading import packed_products
+from pqweights.inference.loading.packed_rows import Factor, PackedRows, decode_rows
 
 SHAPES = ((14336, 4096), (4096, 4096))  # outputs, columns
 PACKED_BYTES = 512_000_000  # in turn: several times the largest cache of a GPU

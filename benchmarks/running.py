@@ -104,8 +104,8 @@ def random_packed(chance: Any, bits: int) -> Any:
     import torch
 
     from pqweights.codecs import DEFAULT_CODEC, get_codec
-    from pqweights.integrations.packed import PackedTensor
-    from pqweights.integrations.packed_rows import Factor, PackedRows
+    from pqweights.inference.loading.packed import PackedTensor
+    from pqweights.inference.loading.packed_rows import Factor, PackedRows
     from pqweights.kernels import BLOCK_SIZE
 
     (rows, columns), coder = SHAPE, get_codec(DEFAULT_CODEC).coder(bits)

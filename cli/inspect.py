@@ -13,8 +13,8 @@ from .report import action_text, integer_form_lines, is_summarized, quality_line
 from .tables import table
 
 if TYPE_CHECKING:
+    from pqweights.checkpoint.gguf.contents import MetadataValue
     from pqweights.checkpoint.storage import Storage
-    from pqweights.gguf.contents import MetadataValue
     from pqweights.planning.plan import TensorPlan
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
@@ -64,9 +64,9 @@ def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) ->
 
 def _is_foreign_gguf(path: Path) -> bool:
     """Whether a path is GGUF without the manifest of an export: a file, or a folder that somebody else filled."""
+    from pqweights.checkpoint.gguf.file import is_gguf
     from pqweights.checkpoint.names import MANIFEST_FILE
     from pqweights.checkpoint.storage import is_interrupted
-    from pqweights.gguf.file import is_gguf
 
     return is_gguf(path) and not (path / MANIFEST_FILE).is_file() and not is_interrupted(path)
 

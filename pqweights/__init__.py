@@ -7,7 +7,8 @@
     model = pqweights.load_model("master/")
 
 After `import pqweights`, transformers loads masters: `AutoModelForCausalLM.from_pretrained("master/")`. The import
-itself loads neither transformers nor torch (autoload.py), and the functions of the API (api.py) on first use.
+itself loads neither transformers nor torch (inference/loading/autoload.py), and the functions of the API (api.py) on
+first use.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from pqweights import autoload
 from pqweights.errors import PqweightsError
+from pqweights.inference.loading import autoload
 
 if TYPE_CHECKING:
     from pqweights.api import export, generate, inspect, plan, quantize, verify
@@ -56,7 +57,7 @@ def load_model(
 
     Raises SourceError, HubError, MasterError or MissingDependencyError.
     """
-    loading = importlib.import_module("pqweights.integrations.transformers")
+    loading = importlib.import_module("pqweights.inference.loading.transformers")
     return loading.load_model(path, packed=packed, dtype=dtype, device_map=device_map, **options)
 
 

@@ -22,7 +22,7 @@ COMMANDS = Path(pqweights_cli.__file__).parent
 # of its modules, unless one of them is listed itself.
 LAYERS = (
     (
-        "pqweights.autoload",
+        "pqweights.inference.loading.autoload",
         "pqweights",
         "pqweights.errors",
         "pqweights.kernels.workers",
@@ -35,19 +35,19 @@ LAYERS = (
         "pqweights.common.units",
         "pqweights.common.parameters",
     ),
-    ("pqweights.models",),
+    ("pqweights.checkpoint.models",),
     ("pqweights.kernels",),
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
     ("pqweights.storage.remote",),
     ("pqweights.storage",),
     ("pqweights.storage.hub",),
-    ("pqweights.gguf",),
+    ("pqweights.checkpoint.gguf",),
     ("pqweights.planning.options", "pqweights.planning"),
     ("pqweights.rewrite.folding",),
     ("pqweights.rewrite",),
     ("pqweights.exports", "pqweights.rewrite.quantizing"),
-    ("pqweights.integrations", "pqweights.rewrite.results", "pqweights.inference.kv"),
+    ("pqweights.inference.loading", "pqweights.rewrite.results", "pqweights.inference.kv"),
     ("pqweights.rewrite.distributed",),
     ("pqweights.inference.runtimes",),
     ("pqweights.quality.options",),
@@ -57,18 +57,17 @@ LAYERS = (
     ("pqweights_cli",),
 )
 # Modules that import no other module of the library.
-LEAVES = ("pqweights.autoload", "pqweights.errors")
+LEAVES = ("pqweights.inference.loading.autoload", "pqweights.errors")
 # The modules that may import an optional package, below `pqweights`.
 OPTIONAL = {
     "torch": """
-        checkpoint.weight_files codecs.column_encoding codecs.lloyd_max codecs.hadamard_trellis codecs.polar
-        codecs.polar_transform codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes inference.kv.klt
-        inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated
-        inference.kv.states integrations.conversion integrations.packed
-        integrations.packed_products integrations.packed_rows kernels.attention
-        kernels.gpu_products kernels.reference kernels.transform_codes quality.activations
-        quality.calibrated quality.calibrated_master quality.collecting quality.layer_statistics quality.layered
-        quality.sample
+        checkpoint.weight_files codecs.column_encoding codecs.hadamard_trellis codecs.lloyd_max codecs.polar
+        codecs.polar_transform codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes
+        inference.kv.klt inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated inference.kv.states
+        inference.loading.conversion inference.loading.packed inference.loading.packed_products
+        inference.loading.packed_rows kernels.attention kernels.gpu_products kernels.reference
+        kernels.transform_codes quality.activations quality.calibrated quality.calibrated_master
+        quality.collecting quality.layer_statistics quality.layered quality.sample
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
@@ -76,8 +75,9 @@ OPTIONAL = {
     "huggingface_hub": "",  # by name, in pqweights.storage.hub.client
     "matplotlib": "",
     "transformers": """
-        inference.kv.cache inference.kv.schemes inference.kv.on_codes integrations.conversion
-        integrations.packed integrations.quantizer integrations.transformers quality.activations quality.layered
+        inference.kv.cache inference.kv.on_codes inference.kv.schemes inference.loading.conversion
+        inference.loading.packed inference.loading.quantizer inference.loading.transformers quality.activations
+        quality.layered
     """,
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}

@@ -216,7 +216,12 @@ def compile_all(jobs: list[Job]) -> None:
     counts = Counter(tuple(job.command) for job in jobs)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         shared = {command: Path(folder, f"{i}.pch") for i, command in enumerate(counts) if counts[command] > 1}
-        list(pool.map(lambda each: run_to([*each[0], "-x", "c++-header", str(SHARED_HEADER)], each[1]), shared.items()))
+
+        def compile_header(command: tuple[str, ...]) -> None:
+            # zig's usual cache may have one with paths into another environment, say one of pip's that is gone.
+            run_to([*command, "-x", "c++-header", str(SHARED_HEADER)], shared[command], ZIG_GLOBAL_CACHE_DIR=folder)
+
+        list(pool.map(compile_header, shared))
 
         def compile_one(job: Job) -> None:
             header = shared.get(tuple(job.command))
@@ -226,10 +231,13 @@ def compile_all(jobs: list[Job]) -> None:
         list(pool.map(compile_one, jobs))
 
 
-def run_to(command: list[str], path: Path) -> None:
-    """Run a command that writes a file, which appears whole or not at all. Ends the program if it fails."""
+def run_to(command: list[str], path: Path, **variables: str) -> None:
+    """Run a command that writes a file, which appears whole or not at all. Ends the program if it fails.
+
+    variables: of the environment, beside those of this process
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, env={**os.environ, **variables})
     if done.returncode:
         sys.exit(f"error: {shlex.join(command)}\n{done.stderr}")
     if done.stderr:

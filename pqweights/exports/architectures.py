@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models.conventions import TOWERS
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
-from pqweights.models import has_trait
-from pqweights.models.conventions import TOWERS
-from pqweights.models.traits import Trait
 
 TORCHAO, VLLM, MLX = "torchao", "vllm", "mlx"
 PLAIN = "bf16"

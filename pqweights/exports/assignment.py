@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.names import role_name
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
@@ -24,8 +26,6 @@ from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError, SourceError
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.models import text_model
-from pqweights.models.names import role_name
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.roles import ROLES

@@ -8,6 +8,9 @@ from typing import Any
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.description import ModelDescription
+from pqweights.checkpoint.models.names import role_name
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
@@ -15,9 +18,6 @@ from pqweights.errors import OptionError
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
-from pqweights.models import text_model
-from pqweights.models.description import ModelDescription
-from pqweights.models.names import role_name
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.rewrite.folding.folded import unfolded

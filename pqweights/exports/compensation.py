@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import View
 from pqweights.common.strict_json import rounded
@@ -38,7 +39,6 @@ from pqweights.kernels.compensation import (
     trial_error,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
-from pqweights.models.description import ModelDescription
 from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink

@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.names import tower_of
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.linear import Chosen, module_of, patterns
 from pqweights.exports.schemes import CHANNEL, SCHEMES, WeightScheme
-from pqweights.models import text_model
-from pqweights.models.names import tower_of
 
 # The modules of routers, by the names that they have in memory.
 ROUTERS = r"re:.*\.(gate|router)$"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.conventions import STACKED_EXPERTS
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.exports.bf16 import is_encoded
-from pqweights.models import text_model
-from pqweights.models.conventions import STACKED_EXPERTS
-from pqweights.models.traits import Trait
 
 
 def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:

@@ -1,7 +1,7 @@
 """The gguf target: one file, or several numbered ones, for llama.cpp, Ollama and LM Studio.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What the model is in llama.cpp's terms is in
-pqweights/gguf, and which types its tensors get in gguf_types.py.
+pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pqweights.checkpoint.gguf.mixes import (
+    EMBEDDING,
+    MIXES,
+    OUTPUT,
+    PLAIN_TYPES,
+    WANT_IMPORTANCE,
+    Mix,
+    fitting_type,
+    role_of,
+)
+from pqweights.checkpoint.gguf.model import (
+    ALIGNMENT,
+    FilePart,
+    GgufModel,
+    GgufTensor,
+    MetadataEntry,
+    check_model,
+    encode_header,
+    gguf_model,
+    outline_model,
+)
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.errors import OptionError
@@ -32,27 +53,6 @@ from pqweights.exports.target import (
     FormatChoice,
     PlannedMaster,
     one_of,
-)
-from pqweights.gguf.mixes import (
-    EMBEDDING,
-    MIXES,
-    OUTPUT,
-    PLAIN_TYPES,
-    WANT_IMPORTANCE,
-    Mix,
-    fitting_type,
-    role_of,
-)
-from pqweights.gguf.model import (
-    ALIGNMENT,
-    FilePart,
-    GgufModel,
-    GgufTensor,
-    MetadataEntry,
-    check_model,
-    encode_header,
-    gguf_model,
-    outline_model,
 )
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pqweights.checkpoint.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
+from pqweights.checkpoint.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.checkpoint.header import aligned
+from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
@@ -24,10 +27,7 @@ from pqweights.exports.assignment import (
     made_of,
 )
 from pqweights.exports.bf16 import role_of
-from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
-from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.models import text_model
 from pqweights.planning.options import ExportOptions
 
 DEFAULT_TYPE = "q4_k_m"

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
@@ -25,8 +27,6 @@ from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.exports.target import GPTQ, IMPORTANCE
 from pqweights.exports.units import UnitJob, fused_weights, with_unit
-from pqweights.models import text_model
-from pqweights.models.description import ModelDescription
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.conventions import NEVER_QUANTIZED
+from pqweights.checkpoint.models.description import ModelDescription
+from pqweights.checkpoint.models.names import fused_layer
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import DEFAULT_CODEC
@@ -35,10 +39,6 @@ from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
-from pqweights.models import text_model
-from pqweights.models.conventions import NEVER_QUANTIZED
-from pqweights.models.description import ModelDescription
-from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_smaller
 from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
 from pqweights.planning.recipe import DEFAULT_BITS

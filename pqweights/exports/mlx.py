@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
@@ -62,8 +64,6 @@ from pqweights.exports.target import (
     one_of,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
-from pqweights.models import text_model
-from pqweights.models.description import ModelDescription
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 

@@ -28,6 +28,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
+from pqweights.checkpoint.models import described, text_model
+from pqweights.checkpoint.models.description import STACKED, TURNED, UNPREFIXED
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
@@ -35,8 +37,6 @@ from pqweights.exports.architectures import MLX, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
-from pqweights.models import described, text_model
-from pqweights.models.description import STACKED, TURNED, UNPREFIXED
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.views import View
@@ -18,7 +19,6 @@ from pqweights.exports.integer_export import IntegerExport, remarks
 from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.exports.units import reading_together
-from pqweights.models import text_model
 from pqweights.planning.plan import coding_of
 from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.rewrite.folding.fold import EQUALIZE, Fold

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pqweights.checkpoint.models.names import names_in_memory
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
 from pqweights.exports.assignment import NOTHING, Assignment
@@ -34,7 +35,6 @@ from pqweights.exports.target import (
     one_of,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
-from pqweights.models.names import names_in_memory
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.common.strict_json import is_number, parse_json
 from pqweights.errors import GenerationError, SourceError
@@ -36,7 +37,6 @@ from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.steps import Continuation, TokenChoice, TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
-from pqweights.models import text_config
 from pqweights.planning.options import GenerationOptions
 
 # Called with each piece of the text as it comes.

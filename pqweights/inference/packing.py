@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.models import has_trait, text_config
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
@@ -21,8 +23,6 @@ from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, size
 from pqweights.inference.runtimes.models import AUTO
 from pqweights.inference.runtimes.packages import package
 from pqweights.kernels import BLOCK_SIZE
-from pqweights.models import has_trait, text_config
-from pqweights.models.traits import Trait
 
 # Models that multiply with the columns of their weights, which have to be decoded for it.
 ALONG_COLUMNS = (Trait.TRANSPOSED, Trait.TURNED_EXPERTS)

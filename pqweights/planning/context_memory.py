@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.models import described
-from pqweights.models.description import stated_or_default
-from pqweights.models.llama_cpp import LAYERS
+from pqweights.checkpoint.models import described
+from pqweights.checkpoint.models.description import stated_or_default
+from pqweights.checkpoint.models.llama_cpp import LAYERS
 
 # What the parts of models call the configuration of the part that generates text.
 _TEXT = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "attn_config")

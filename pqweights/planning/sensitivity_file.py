@@ -24,14 +24,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from pqweights.checkpoint.models import text_config, text_model
+from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
+from pqweights.checkpoint.models.names import TIED_EMBEDDINGS, fused_layer
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import Count, Document, Number, as_document
 from pqweights.common.strict_json import json_bytes, parse_json, rounded
 from pqweights.errors import SourceError
-from pqweights.models import text_config, text_model
-from pqweights.models.description import UNKNOWN, ModelDescription
-from pqweights.models.names import TIED_EMBEDDINGS, fused_layer
 
 # The alpha of a group in a model with one layer; groups in layers get it divided by the number of layers.
 EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5

@@ -292,7 +292,7 @@ def _cut(source: Path, text: str, windows: int, size: int) -> Any:
 
 def _drawn(source: Path, checkpoint: Checkpoint, work: Path, windows: int, size: int, threads: int) -> Tensor:
     """Draw the sample from the model, or from a draft master of it that stays packed."""
-    from pqweights.integrations.transformers import load
+    from pqweights.inference.loading.transformers import load
 
     weights = sum(element_count(tensor) for tensor in checkpoint.tensors)
     quantized = any(len(tensor.parts) > 1 for tensor in checkpoint.tensors)

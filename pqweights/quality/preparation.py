@@ -109,7 +109,7 @@ def load_model(source: Path, *, dtype: str, device_map: str | None) -> Any:
 
     Raises SourceError if it lacks weights: its activations would be those of random ones.
     """
-    from pqweights.integrations.transformers import load
+    from pqweights.inference.loading.transformers import load
 
     with slow_step(f"loading {source}"), Refused(f"{source}: transformers cannot run this model"), quiet():
         loaded = load(source, dtype=dtype, device_map=device_map, experts_implementation="eager")

@@ -17,14 +17,14 @@ from msgspec import Meta, field
 from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
 from pqweights.checkpoint.config import known_facts
 from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
+from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
+from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.names import MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError
-from pqweights.gguf.file import SUFFIX as GGUF_SUFFIX
-from pqweights.gguf.file import is_gguf
 from pqweights.planning.plan import DEFAULT_METADATA, FileHeader, GgufFiles, Safetensors, ShardPlan, TensorPlan
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json

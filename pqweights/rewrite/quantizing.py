@@ -13,12 +13,12 @@ from typing import Any
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype, model_facts
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
+from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import planned_master, possible_exports
-from pqweights.models import text_model
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions

@@ -19,10 +19,10 @@ from helpers import Array, as_float32, bf16, f32, gaussian, master_weights, read
 from integer_exports import as_loaded, integer_names, quantization
 from known_architectures import ARCHITECTURES, BEGIN, END, LOADS, Architecture, markdown, with_table
 
+from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
 from pqweights.inference.runtimes.models import open_model
-from pqweights.models import has_trait
-from pqweights.models.traits import Trait
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ from folding_models import columns_of, folded_values, measured, rewritten, uneve
 from helpers import f32, read_all, run_command
 from known_architectures import ARCHITECTURES, VOCABULARY
 
+from pqweights.checkpoint.models.description import stated_or_default
+from pqweights.checkpoint.models.table import MODELS
 from pqweights.inference.runtimes.models import open_model
-from pqweights.models.description import stated_or_default
-from pqweights.models.table import MODELS
 from pqweights.rewrite.folding import fold as folds
 
 FOLDED = {name for name, model in MODELS.items() if model.flow is not None}

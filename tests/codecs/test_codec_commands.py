@@ -37,7 +37,7 @@ from pqweights.codecs.hadamard_trellis import superblocks
 from pqweights.codecs.protocol import has_rate
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError
-from pqweights.integrations.packed import PackedTensor, pack
+from pqweights.inference.loading.packed import PackedTensor, pack
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import parse_recipe

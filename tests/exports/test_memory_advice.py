@@ -59,8 +59,8 @@ def test_bytes_are_those_that_the_export_of_the_master_plans(
     family: str, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tokenizer of these models is none that llama.cpp has; no tensor depends on it.
-    monkeypatch.setattr("pqweights.gguf.model.read_vocabulary", lambda *about, **more: None)
-    monkeypatch.setattr("pqweights.gguf.model.add_vocabulary", lambda *about, **more: ())
+    monkeypatch.setattr("pqweights.checkpoint.gguf.model.read_vocabulary", lambda *about, **more: None)
+    monkeypatch.setattr("pqweights.checkpoint.gguf.model.add_vocabulary", lambda *about, **more: ())
     master, seen = families.master(base, family), set()
     for proposal in proposed(families.model(base, family), recipe="q6"):
         if proposal.stored.target in EXPORTS and (key := (proposal.stored.target, proposal.stored.format)) not in seen:

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_gguf import TYPES, finish, small_gguf
 
+from pqweights.checkpoint.gguf.contents import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES, MetadataList
+from pqweights.checkpoint.gguf.file import PIECE_BYTES, is_gguf, open_gguf, parse_gguf
 from pqweights.errors import SourceError
-from pqweights.gguf.contents import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES, MetadataList
-from pqweights.gguf.file import PIECE_BYTES, is_gguf, open_gguf, parse_gguf
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 

@@ -16,14 +16,14 @@ from export_decoders import values_of
 from gguf_files import CONFIG, LAYER, converted, llama_tensors, metadata, write_llama
 from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
 
+from pqweights.checkpoint.gguf.model import GgufModel, MetadataEntry
+from pqweights.checkpoint.gguf.settings import OTHER_NAMES
+from pqweights.checkpoint.models.llama_cpp import SETTINGS
+from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf.model import GgufModel, MetadataEntry
-from pqweights.gguf.settings import OTHER_NAMES
-from pqweights.models.llama_cpp import SETTINGS
-from pqweights.models.table import MODELS
 from pqweights.planning.recipe import parse_recipe
 
 UINT32, FLOAT32, STRING, ARRAY = (

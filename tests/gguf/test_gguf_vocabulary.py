@@ -19,8 +19,8 @@ from external_runtimes import need
 from gguf_files import converted, metadata, write_gguf, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from pqweights.checkpoint.gguf.vocabulary import KNOWN_ENDS
 from pqweights.errors import ExportError, SourceError
-from pqweights.gguf.vocabulary import KNOWN_ENDS
 from pqweights.inference.runtimes.llama_library import GgufTokenizer
 
 NORMAL, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (

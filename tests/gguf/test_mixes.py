@@ -13,10 +13,7 @@ import pytest
 from external_runtimes import need
 from tiny_gguf import finish
 
-from pqweights.codecs import CODECS
-from pqweights.codecs.lloyd_max import HadamardLloydMax
-from pqweights.errors import OptionError
-from pqweights.gguf.mixes import (
+from pqweights.checkpoint.gguf.mixes import (
     ALIASES,
     EMBEDDING,
     MIXES,
@@ -28,6 +25,9 @@ from pqweights.gguf.mixes import (
     may_be_quantized,
     role_of,
 )
+from pqweights.codecs import CODECS
+from pqweights.codecs.lloyd_max import HadamardLloydMax
+from pqweights.errors import OptionError
 from pqweights.inference.runtimes import llama_library
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from pqweights.codecs import get_codec
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.codecs.scalar import HADAMARD, SIGNED_HADAMARD, ScalarState
-from pqweights.integrations import packed_products
-from pqweights.integrations.packed_rows import Factor, PackedRows, decode_rows
+from pqweights.inference.loading import packed_products
+from pqweights.inference.loading.packed_rows import Factor, PackedRows, decode_rows
 from pqweights.kernels import BlockCoding
 from pqweights.kernels.reference import decode_blocks
 

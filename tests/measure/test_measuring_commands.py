@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights.errors import MissingDependencyError, SourceChangedError
+from pqweights.inference.loading import transformers as integration
 from pqweights.inference.runtimes import packages
-from pqweights.integrations import transformers as integration
 from pqweights.planning.recipe import parse_recipe
 from pqweights.quality.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions, SensitivityOptions

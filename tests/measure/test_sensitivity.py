@@ -22,9 +22,9 @@ pytest.importorskip("transformers")
 import torch
 
 from pqweights import load_model
+from pqweights.checkpoint.models.names import TIED_EMBEDDINGS
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import EvaluationError, RecipeError
-from pqweights.models.names import TIED_EMBEDDINGS
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.planning.sensitivity_file import Sensitivity, fitted_alpha, read_sensitivity
 from pqweights.quality import sensitivity as perturb

@@ -38,7 +38,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, PqweightsError, SourceError
-from pqweights.integrations.packed import pack
+from pqweights.inference.loading.packed import pack
 from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, open_awq, write_statistics
 from pqweights.quality import collecting, scale_search
 from pqweights.quality.scale_search import Inputs, Matrix, output_errors, search

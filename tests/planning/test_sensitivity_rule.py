@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from helpers import bf16, gaussian, write_checkpoint
 
+from pqweights.checkpoint.models.names import TIED_EMBEDDINGS
 from pqweights.checkpoint.source import open_local
-from pqweights.models.names import TIED_EMBEDDINGS
 from pqweights.planning.roles import classify
 from pqweights.planning.sensitivity_file import (
     Measured,

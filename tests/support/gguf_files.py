@@ -10,8 +10,8 @@ from export_decoders import values_of
 from helpers import Tensor, bf16, gaussian, write_checkpoint
 from tiny_gguf import finish
 
+from pqweights.checkpoint.gguf.model import GgufModel, gguf_model
 from pqweights.checkpoint.source import open_local
-from pqweights.gguf.model import GgufModel, gguf_model
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pqweights.gguf import vocabulary
+from pqweights.checkpoint.gguf import vocabulary
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog's back, and I've 123 reasons; they're 4567 in all, aren't they?",

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import LayerBases, StateBasis, Turning
 from pqweights.inference.kv.polar_rope import RopePairs
 from pqweights.inference.kv.schemes import FULL, CachedModel
-from pqweights.models import has_trait
-from pqweights.models.traits import Trait
 
 # Directions that the weights leave out keep this share of the mean variance, so that every covariance is invertible.
 LEAST_SHARE = 1e-4

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.inference.kv.codes import halves, pack, unpack
 from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 from pqweights.kernels.attention import POLAR_WIDTHS, polar_rope_scores, weighted_values
-from pqweights.models import has_trait
-from pqweights.models.traits import Trait
 
 # Functions of modeling modules that turn every pair by a right angle.
 QUARTER_TURNS = ("rotate_half", "rotate_every_two", "rotate_interleave")

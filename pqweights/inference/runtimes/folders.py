@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.gguf.file import is_gguf, open_gguf
 from pqweights.checkpoint.header import gguf_refused
 from pqweights.checkpoint.master import QUANT_METHOD
+from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.checkpoint.storage import describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
-from pqweights.gguf.file import is_gguf, open_gguf
 from pqweights.inference.runtimes.packages import Refused, package, quiet
-from pqweights.models import text_config
 from pqweights.rewrite.results.inspect import inspect
 
 MASTER = "master"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf.contents import GgufContents
 from pqweights.errors import GenerationError, SourceError
-from pqweights.gguf.contents import GgufContents
 from pqweights.inference.runtimes.llama_library import library, load
 from pqweights.inference.runtimes.steps import Continuation, OnToken, Stepper, TokenChoice, nan_error
 from pqweights.inference.runtimes.texts import Ids

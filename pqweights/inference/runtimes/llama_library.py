@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.errors import SourceError
-from pqweights.gguf.file import open_gguf
 from pqweights.inference.runtimes.packages import Refused, package
 
 ERROR = 4  # ggml_log_level of ggml.h; the comments of llama-cpp-python name others

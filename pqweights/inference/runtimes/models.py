@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf.file import open_gguf
+from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.units import counted
 from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
 from pqweights.exports.formats import unpack_tiles
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
-from pqweights.gguf.file import open_gguf
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.kernels.groups import unpack_bits
-from pqweights.models import has_trait
-from pqweights.models.traits import Trait
 
 Floats = npt.NDArray[np.float32]
 
@@ -244,7 +244,7 @@ def _in_torch(runtime: str, model: Any) -> Model:
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
     """Load a master through the integration with transformers: weights are decoded while they load, or stay packed."""
-    from pqweights.integrations.transformers import load
+    from pqweights.inference.loading.transformers import load
 
     _loader(folder)  # raises SourceError for what is not a language model
     with Refused(f"{folder.path}: transformers cannot load this model"), quiet():

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.names import CONFIG_FILE, TOKENIZER_FILES
 from pqweights.errors import EvaluationError, SourceError
-from pqweights.gguf.file import is_gguf
 from pqweights.inference.runtimes.folders import Folder, transformers_config
 from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.packages import Refused, package, quiet

@@ -112,10 +112,9 @@ struct AffineBlocks : Blocks<S, weighted> {
     }
 
     void load(const float* values) {
+        load_blocks(values, SIZE<S>, weights);
         Floats most{};
-        transpose_groups(values, SIZE<S>, SIZE<S>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
-            each<LANES>([&](auto k) ALWAYS { most = maximum(magnitude(columns[k]), most); });
-        });
+        for (Floats w : weights) most = maximum(magnitude(w), most);
         scaling = scaling_of(most, -40, 126);  // below, F16 has nothing but 0 for their scales
         scale_groups(weights, SIZE<S>, scaling.down);
     }

@@ -56,6 +56,11 @@ struct Weights {
     }
 };
 
+// Sixteen blocks of a size, transposed: a function of its own, because it would be the largest part of each encoder.
+[[gnu::noinline]] void load_blocks(const float* values, int64_t size, Floats* weights) {
+    transpose_groups(values, size, size, weights, [](auto&) ALWAYS {});
+}
+
 // The blocks.
 template <class S, bool weighted>
 struct Blocks : Weights<SIZE<S>, weighted> {
@@ -119,7 +124,7 @@ template <class Encoder>
                 const float* from = job.importance + (first + lane) % job.row_blocks * size;
                 std::memcpy(rows + lane * size, from, size * sizeof(float));
             }
-            transpose_groups(rows, size, size, sixteen.importance, [](auto&) {});
+            load_blocks(rows, size, sixteen.importance);
         }
         const float* values = job.values + first * size;
         if (count < LANES) {

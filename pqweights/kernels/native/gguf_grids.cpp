@@ -252,11 +252,9 @@ struct GridBlocks : Blocks<S, weighted> {
 
     // Returns which blocks are all zeros.
     Truths load(const float* values) {
-        Extremes extremes{};
-        transpose_groups(values, SIZE<S>, SIZE<S>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
-            extremes = extended(extremes, columns);
-        });
-        Floats most = maximum(extremes.largest, -extremes.smallest);
+        load_blocks(values, SIZE<S>, weights);
+        Floats most{};
+        for (Floats w : weights) most = maximum(magnitude(w), most);
         scaling = scaling_of(most, -126, 126);
         scale_groups(weights, SIZE<S>, scaling.down);
         for (int part = 0; part < PARTS; part++) {

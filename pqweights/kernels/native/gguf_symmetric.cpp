@@ -108,14 +108,15 @@ struct SymmetricBlocks : Blocks<S, weighted> {
 
     // Returns which blocks are all zeros.
     Truths load(const float* values) {
-        Extremes extremes{};
-        int seen = 0;
-        transpose_groups(values, SIZE<S>, SIZE<S>, weights, [&](const Floats(&columns)[LANES]) ALWAYS {
-            extremes = extended(seen % PART_SIZE ? extremes : Extremes{}, columns);
+        load_blocks(values, SIZE<S>, weights);
+        for (int part = 0; part < PARTS; part++) {
+            Extremes extremes{};
+            over_part(part, [&](Floats w, auto) ALWAYS {
+                extremes = {minimum(extremes.smallest, w), maximum(extremes.largest, w)};
+            });
             auto [smallest, largest] = extremes;
-            parts[seen / PART_SIZE].extreme = choose<Floats>(-smallest >= largest, smallest, largest);
-            seen += LANES;
-        });
+            parts[part].extreme = choose<Floats>(-smallest >= largest, smallest, largest);
+        }
         Floats most{};
         for (const Part& part : parts) most = maximum(most, magnitude(part.extreme));
         scaling = scaling_of(most, -126, 126);

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pqweights.checkpoint.models.conventions import LAYER
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.models.conventions import LAYER
 
 COLUMNS, ROWS = -1, -2
 

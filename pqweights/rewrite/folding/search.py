@@ -9,15 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pqweights.checkpoint.models import text_config, text_model
+from pqweights.checkpoint.models.conventions import HEADS, LAYER
+from pqweights.checkpoint.models.description import stated_or_default
+from pqweights.checkpoint.models.layers import LAST_HALF, VALUE_HEADS, LayerFlow, NormReaders, WriterReader
+from pqweights.checkpoint.models.names import role_name, tower_of
+from pqweights.checkpoint.models.table import HEAD_SIZES, MODELS
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError
-from pqweights.models import text_config, text_model
-from pqweights.models.conventions import HEADS, LAYER
-from pqweights.models.description import stated_or_default
-from pqweights.models.layers import LAST_HALF, VALUE_HEADS, LayerFlow, NormReaders, WriterReader
-from pqweights.models.names import role_name, tower_of
-from pqweights.models.table import HEAD_SIZES, MODELS
-from pqweights.models.traits import Trait
 from pqweights.rewrite.folding.links import COLUMNS, ROWS, FoldLinks, Layer, Link, Side, layers_of
 
 _NARROW = "a weight stays plain in float16, whose range factors may leave"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pqweights.checkpoint.gguf.contents import FILE_TYPES, FileTensor, GgufContents, MetadataList, MetadataValue
+from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.storage import Storage
-from pqweights.gguf.contents import FILE_TYPES, FileTensor, GgufContents, MetadataList, MetadataValue
-from pqweights.gguf.file import open_gguf
 from pqweights.planning.plan import Totals, total
 from pqweights.rewrite.manifest import Manifest, read_manifest, shards_of
 from pqweights.rewrite.records import TensorReport, tensor_reports, total_relative_mse

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pqweights.models import layers, llama_cpp
-from pqweights.models.description import STACKED, TURNED, UNKNOWN, UNPREFIXED, MlxDifferences
-from pqweights.models.description import ModelDescription as Row
-from pqweights.models.traits import TYPES_WITH, Trait
+from pqweights.checkpoint.models import layers, llama_cpp
+from pqweights.checkpoint.models.description import STACKED, TURNED, UNKNOWN, UNPREFIXED, MlxDifferences
+from pqweights.checkpoint.models.description import ModelDescription as Row
+from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
 
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")

@@ -95,7 +95,7 @@ class PqweightsQuantizer(HfQuantizer):
         return device_map
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> Any:
-        from pqweights.integrations.conversion import Master
+        from pqweights.inference.loading.conversion import Master
 
         files = options.get("checkpoint_files")
         if not files or not all(str(file).endswith(".safetensors") for file in files):
@@ -114,7 +114,7 @@ class PqweightsQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """Return the dtype to which a stored tensor is cast, and tell it to the converter if that is one of ours."""
-        from pqweights.integrations.conversion import WeightDecoder
+        from pqweights.inference.loading.conversion import WeightDecoder
 
         if isinstance(converter, WeightDecoder):
             converter.dtype = dtype
@@ -138,7 +138,7 @@ class PqweightsQuantizer(HfQuantizer):
         else:
             warnings.warn(f"{self._master.folder}: {UNCHECKED}", PqweightsWarning, stacklevel=2)
         if self.packed:
-            from pqweights.integrations.packed import name_packed_modules
+            from pqweights.inference.loading.packed import name_packed_modules
 
             model.requires_grad_(False)
             name_packed_modules(model)

@@ -17,10 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from pqweights.checkpoint.header import aligned
-from pqweights.common.strict_json import MAX_ELEMENTS
-from pqweights.errors import SourceError
-from pqweights.gguf.contents import (
+from pqweights.checkpoint.gguf.contents import (
     ARRAY,
     BOOL,
     ITEMS_KEPT,
@@ -34,6 +31,9 @@ from pqweights.gguf.contents import (
     MetadataValue,
     StoredType,
 )
+from pqweights.checkpoint.header import aligned
+from pqweights.common.strict_json import MAX_ELEMENTS
+from pqweights.errors import SourceError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # they differ in nothing that is read here

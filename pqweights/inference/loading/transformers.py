@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pqweights import autoload
 from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.master import QUANT_METHOD, is_master
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError
+from pqweights.inference.loading import autoload
 from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.storage.hub.sources import Access, local_folder, repository_id
 

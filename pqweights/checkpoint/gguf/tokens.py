@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.common.strict_json import parse_json
 from pqweights.errors import ExportError, SourceError
-from pqweights.gguf import gguf_package
 
 FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Tokens that are special although the files do not say so: llama.cpp's converter goes by these looks, too.

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pqweights.models.conventions import FUSED, FusedLayer
-from pqweights.models.layers import LayerFlow
-from pqweights.models.llama_cpp import Architecture
-from pqweights.models.traits import Trait
+from pqweights.checkpoint.models.conventions import FUSED, FusedLayer
+from pqweights.checkpoint.models.layers import LayerFlow
+from pqweights.checkpoint.models.llama_cpp import Architecture
+from pqweights.checkpoint.models.traits import Trait
 
 # What is done to the tensors of transformers before mlx-lm's own sanitize.
 UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"

@@ -15,13 +15,13 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.models import described, text_config
+from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
+from pqweights.checkpoint.models.llama_cpp import IGNORED, LAYERS, Architecture
+from pqweights.checkpoint.models.table import MODELS
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
-from pqweights.gguf import gguf_package
-from pqweights.models import described, text_config
-from pqweights.models.description import ModelDescription, stated_or_default
-from pqweights.models.llama_cpp import IGNORED, LAYERS, Architecture
-from pqweights.models.table import MODELS
-from pqweights.models.traits import Trait
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.integrations.packed_rows import NAMES, Matrix, PackedRows, Rows, buffer, decode_rows, share
+from pqweights.inference.loading.packed_rows import NAMES, Matrix, PackedRows, Rows, buffer, decode_rows, share
 from pqweights.kernels.products import MOST_ROWS, InputBasis, PreparedInputs, Product
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from pqweights.checkpoint.source import stored_tensors
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.weight_files import check_index
 from pqweights.errors import MasterError, SourceError
-from pqweights.integrations.packed import PackedTensor, bytes_per_weight, pack
+from pqweights.inference.loading.packed import PackedTensor, bytes_per_weight, pack
 from pqweights.rewrite.listed_files import checked, checked_reads
 from pqweights.rewrite.manifest import Manifest
 

@@ -26,8 +26,16 @@ from pqweights.checkpoint.readers import BlockTensor, ColumnTensor, EncodedTenso
 from pqweights.codecs.protocol import Bytes, DamagedBlock
 from pqweights.codecs.weight import block_count, damaged_error
 from pqweights.errors import PqweightsError
-from pqweights.integrations.packed_products import linear
-from pqweights.integrations.packed_rows import Factor, Matrix, PackedColumns, PackedRows, decode_rows, look_up, share
+from pqweights.inference.loading.packed_products import linear
+from pqweights.inference.loading.packed_rows import (
+    Factor,
+    Matrix,
+    PackedColumns,
+    PackedRows,
+    decode_rows,
+    look_up,
+    share,
+)
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:

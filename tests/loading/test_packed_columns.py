@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 import torch  # noqa: E402
 
-from pqweights.integrations.packed import PackedTensor  # noqa: E402
-from pqweights.integrations.packed_rows import PackedColumns  # noqa: E402
+from pqweights.inference.loading.packed import PackedTensor  # noqa: E402
+from pqweights.inference.loading.packed_rows import PackedColumns  # noqa: E402
 
 IDS = torch.tensor(families.IDS)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 QUANTIZERS = "transformers.quantizers.auto"
-INTEGRATION = "pqweights.integrations.quantizer"
+INTEGRATION = "pqweights.inference.loading.quantizer"
 
 
 def arrange() -> None:

@@ -59,7 +59,7 @@ def test_no_damaged_tensor_reaches_a_model(name, load, master):
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_tensor_of_the_model_is_checked(packed, family, base, monkeypatch):
     """Stacks of experts, transposed ones included."""
-    from pqweights.integrations import conversion
+    from pqweights.inference.loading import conversion
 
     made: list[Any] = []
     original = conversion.checked_reads

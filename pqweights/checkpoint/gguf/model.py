@@ -15,15 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pqweights.checkpoint.config import model_facts
+from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.settings import (
+    Settings,
+    add_rope,
+    ignored_window,
+    read_settings,
+    rope_parameters,
+    windowed_layers,
+)
+from pqweights.checkpoint.gguf.tensors import gguf_tensors
+from pqweights.checkpoint.gguf.tokens import Vocabulary
+from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
+from pqweights.checkpoint.models.llama_cpp import SETTINGS
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.gguf import gguf_package
-from pqweights.gguf.settings import Settings, add_rope, ignored_window, read_settings, rope_parameters, windowed_layers
-from pqweights.gguf.tensors import gguf_tensors
-from pqweights.gguf.tokens import Vocabulary
-from pqweights.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
-from pqweights.models.llama_cpp import SETTINGS
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.

@@ -7,9 +7,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from pqweights.checkpoint.models import conventions
+from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
 from pqweights.common.dtypes import FLOAT_DTYPES, PACKED_DTYPES
-from pqweights.models import conventions
-from pqweights.models.description import UNKNOWN, ModelDescription
 
 TIED_EMBEDDINGS = "embeddings"
 # These match components of the dotted name, and are tried in this order: the first that matches one decides.

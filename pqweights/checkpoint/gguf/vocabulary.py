@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.storage import Storage, read_file
-from pqweights.errors import SourceError
-from pqweights.gguf import gguf_package, silent
-from pqweights.gguf.tokens import (
+from pqweights.checkpoint.gguf import gguf_package, silent
+from pqweights.checkpoint.gguf.tokens import (
     CONFIG,
     FAST,
     Vocabulary,
@@ -30,6 +28,8 @@ from pqweights.gguf.tokens import (
     sentencepiece,
     unmapped,
 )
+from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.errors import SourceError
 
 NAMED = "special_tokens_map.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")

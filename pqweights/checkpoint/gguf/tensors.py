@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.settings import Factors, Settings
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.models.conventions import LAYER, OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.errors import ExportError
-from pqweights.gguf import gguf_package
-from pqweights.gguf.settings import Factors, Settings
 from pqweights.kernels.workers import scratch
-from pqweights.models.conventions import LAYER, OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
-from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias")
 # Tensors that old checkpoints hold, and that follow from the configuration.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pqweights.models.description import UNKNOWN, ModelDescription
-from pqweights.models.table import MODELS
-from pqweights.models.traits import Trait
+from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
+from pqweights.checkpoint.models.table import MODELS
+from pqweights.checkpoint.models.traits import Trait
 
 
 def described(model_type: object) -> ModelDescription:
