@@ -1,4 +1,5 @@
-# Everything is made in $(VENV); nothing outside the checkout is touched. `make help` lists the targets.
+# Everything is made in $(VENV); outside the checkout, installers and the compiler keep their caches. `make help` lists the
+# targets.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
