@@ -25,7 +25,7 @@ $(VENV)/.installer: constraints.txt
 	-$(BIN)/python -m pip install --quiet -c constraints.txt uv
 	touch $@
 
-$(READY): $(VENV)/.installer pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt | $(VENV)/.installer
 	$(call INSTALL_TORCH,$(VENV)) -c constraints.txt
 	$(INSTALL) $(VENV) -c constraints.txt --build-constraint constraints.txt -e '.[dev]'
 	touch $(READY)
