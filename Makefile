@@ -1,4 +1,5 @@
-# Everything is made in $(VENV); nothing outside the checkout is touched. `make help` lists the targets.
+# Everything is made in $(VENV); outside the checkout, installers and the compiler keep their caches. `make help` lists the
+# targets.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -24,7 +25,7 @@ $(VENV)/.installer: constraints.txt
 	-$(BIN)/python -m pip install --quiet -c constraints.txt uv
 	touch $@
 
-$(READY): $(VENV)/.installer pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt | $(VENV)/.installer
 	$(call INSTALL_TORCH,$(VENV)) -c constraints.txt
 	$(INSTALL) $(VENV) -c constraints.txt --build-constraint constraints.txt -e '.[dev]'
 	touch $(READY)
@@ -90,7 +91,7 @@ $(VENV)/.llama: $(READY) tools/llama_library.py
 	$(BIN)/python tools/llama_library.py
 	touch $@
 
-$(VENV)-vllm/.ready: $(VENV)/.installer Makefile
+$(VENV)-vllm/.ready: Makefile | $(VENV)/.installer
 	$(call INSTALL_TORCH,$(VENV)-vllm)
 	$(INSTALL) $(VENV)-vllm "$(TORCH)" $(VLLM)
 	$(BIN)/python -m pip --python $(VENV)-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -231,7 +232,7 @@ TOOL_modelopt := nvidia-modelopt==0.47.0 transformers accelerate requests
 TOOLS := llmcompressor autoround gptqmodel
 TOOLS_WITHOUT_DATA := llmcompressor autoround modelopt
 
-$(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%/.ready: $(VENV)/.installer
+$(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%/.ready: | $(VENV)/.installer
 	$(call INSTALL_TORCH,$(VENV)-$*)
 	$(INSTALL) $(VENV)-$* "$(TORCH)" $(TOOL_$*)
 	touch $@
@@ -285,7 +286,7 @@ docs-commands: $(READY) ## write docs/commands.md from the command line
 SITE ?= site
 DIST ?= dist
 
-$(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: $(VENV)/.installer pyproject.toml constraints.txt
+$(VENV)-docs/.ready $(VENV)-dist/.ready: $(VENV)-%/.ready: pyproject.toml constraints.txt | $(VENV)/.installer
 	$(INSTALL) $(VENV)-$* -c constraints.txt --group $*
 	touch $@
 

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,57 +121,72 @@ def read_model(
     with checked():
         config = _loaded(config, generation_config)
     _add_old_names(config)
-    model_type = config["model_type"]
     with checked():
-        build = _builder(config)
-
-    def loaded() -> tuple[Any, dict[str, Traced]]:
-        model = build()
-        # With the sanitize of this very model: some models drop parts of themselves in it.
-        outputs = trace(_sanitize(model, model_type), tensors, dtypes)
-        model.eval()
-        model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
-        _cast(model, config)
-        return model, outputs
-
-    with checked():
-        model, outputs = loaded()
+        building = _Building(config, _builder(config), tensors, dtypes)
+        model, outputs = building.load()
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     known = text_model(config)
     kept = {p.removesuffix(".weight") for p, o in outputs.items() if any(kept_by_recipe(s, known) for s in o.sources)}
     in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
-    if mix is not None:
-        with checked():
-            predicate = mixed_quant_predicate_builder(mix, model, default.group_size)
-
-    def quantized_model(model: Any, predicate: Predicate | None, plain: Collection[str]) -> tuple[Any, dict[str, Any]]:
-        quantized, described = _quantize(model, config, default, predicate, lambda path: path not in plain)
-        for size in smaller:
-            if left := in_codes - set(plain) - set(_quantized(quantized)):
-                how = default._replace(group_size=size)
-                quantized, described = _quantize(
-                    quantized, described, how, predicate, left.__contains__, only_size=True
-                )
-        return quantized, described
-
+    quantize = functools.partial(_quantize_in_sizes, config=config, default=default, smaller=smaller, in_codes=in_codes)
     with checked():
-        model, described = quantized_model(model, predicate, kept)
+        if mix is not None:
+            predicate = mixed_quant_predicate_builder(mix, model, default.group_size)
+        model, described = quantize(model, predicate, kept)
         if choose is not None:
             chosen = choose(outputs, _quantized(model))
             plain = kept | {path for path, how in chosen.items() if how is None}
-            model, described = quantized_model(loaded()[0], _with_choices(predicate, chosen), plain)
+            model, described = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
         quantized, config = _quantized(model), _saved(described, "vision_tower" in getattr(model, "model", {}))
+    return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in))
 
-    def compute() -> dict[str, npt.NDArray[np.uint8]]:
+
+class _Building(NamedTuple):
+    """What a model is built of, again and again: its configuration, its class, and the checkpoint's tensors."""
+
+    config: dict[str, Any]
+    build: Callable[[], Any]
+    tensors: Mapping[str, LogicalTensor]
+    dtypes: Mapping[str, str]
+
+    def load(self) -> tuple[Any, dict[str, Traced]]:
+        """Return a model with placeholders, and its parameters before quantization."""
+        model = self.build()
+        # With the sanitize of this very model: some models drop parts of themselves in it.
+        outputs = trace(_sanitize(model, self.config["model_type"]), self.tensors, self.dtypes)
+        model.eval()
+        model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
+        _cast(model, self.config)
+        return model, outputs
+
+    def compute(self, outputs: Mapping[str, Traced], kept_in: Mapping[str, str]) -> dict[str, npt.NDArray[np.uint8]]:
+        """Return the bytes of the outputs that mlx computes, in the dtypes in which they are kept."""
         names = [name for name, output in outputs.items() if output.segments is None]
         needed = {tensor.name for name in names for tensor in outputs[name].sources}
-        weights = {n: (_load if n in needed else placeholder)(tensor, dtypes[n]) for n, tensor in tensors.items()}
-        result = _sanitize(build(), model_type)(weights)
+        weights = {n: (_load if n in needed else placeholder)(t, self.dtypes[n]) for n, t in self.tensors.items()}
+        result = _sanitize(self.build(), self.config["model_type"])(weights)
         mx.eval([result[name] for name in names])
         return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
 
-    return MlxModel(outputs, kept_in, quantized, config, compute)
+
+def _quantize_in_sizes(
+    model: Any,
+    predicate: Predicate | None,
+    plain: Collection[str],
+    *,
+    config: dict[str, Any],
+    default: QuantizedModule,
+    smaller: Sequence[int],
+    in_codes: Set[str],
+) -> tuple[Any, dict[str, Any]]:
+    """Have modules quantized but for the plain ones; of those in codes, what is left in groups of smaller sizes."""
+    quantized, described = _quantize(model, config, default, predicate, lambda path: path not in plain)
+    for size in smaller:
+        if left := in_codes - set(plain) - set(_quantized(quantized)):
+            how = default._replace(group_size=size)
+            quantized, described = _quantize(quantized, described, how, predicate, left.__contains__, only_size=True)
+    return quantized, described
 
 
 def _load(tensor: LogicalTensor, dtype: str) -> mx.array:

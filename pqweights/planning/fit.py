@@ -288,7 +288,7 @@ class RateOption(NamedTuple):
     error: float
 
 
-class _Alike(NamedTuple):
+class _Member(NamedTuple):
     """Weights of a group whose plans differ in their names alone.
 
     place: the place of the first of them in RatePlanner.tensors
@@ -317,7 +317,7 @@ class FreeGroup:
     weights: tuple[str, ...]
     parameters: int
     alpha: float
-    members: tuple[_Alike, ...]
+    members: tuple[_Member, ...]
     any_rate: bool
     options: tuple[RateOption, ...]
 
@@ -369,17 +369,17 @@ def free_groups(
     return result, unknown
 
 
-def _alike(names: Sequence[str], planner: RatePlanner) -> tuple[_Alike, ...]:
+def _alike(names: Sequence[str], planner: RatePlanner) -> tuple[_Member, ...]:
     by_place: dict[int, list[str]] = {}
     for name in names:
         by_place.setdefault(planner.first_of[name], []).append(name)
     return tuple(
-        _Alike(place, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
+        _Member(place, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
         for place, alike in by_place.items()
     )
 
 
-def _rate_option(asked: float | None, members: Sequence[_Alike], planner: RatePlanner) -> RateOption:
+def _rate_option(asked: float | None, members: Sequence[_Member], planner: RatePlanner) -> RateOption:
     """Return what the weights of a group come to when the free ones are planned with this rate, or kept if None."""
     byte_count = header_bytes = weights = 0
     errors, free_bits, fixed_bits = [], set[float | None](), set[float | None]()

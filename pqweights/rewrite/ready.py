@@ -188,15 +188,6 @@ class ReadyWeights:
             stored=stored,
         )
 
-    def codes_of(self, name: str) -> ColumnCodes:
-        """Read the codes of a weight. Raises MasterError if they are damaged."""
-        arrays = []
-        for part in self._parts(name):
-            raw = np.empty(part.stored.byte_count, dtype=np.uint8)
-            part.read(0, raw.size // (4 if part.dtype == "I32" else 1), part.dtype, raw)
-            arrays.append(raw.view("<i4" if part.dtype == "I32" else np.uint8).reshape(part.shape))
-        return ColumnCodes(*arrays)
-
     def job(self, planned: TensorPlan) -> ReadyJob:
         """Return the job that stores a weight, of a plan by `planned`."""
         return ReadyJob(planned, self._parts(planned.name), self.weights[planned.name])

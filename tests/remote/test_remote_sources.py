@@ -100,7 +100,7 @@ def test_each_byte_of_a_source_is_fetched_about_once(
         return read(self, name, start, end, **more)
 
     monkeypatch.setattr(RemoteFolder, "read", counted)
-    done("quantize", address, tmp_path / "out")
+    done("quantize", address, tmp_path / "out", "--threads", "1")  # of several, one may fall behind on a busy machine
     weights = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     headers = 3 * (1 << 16)
     samples = 9 * 2 * 4096

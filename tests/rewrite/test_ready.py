@@ -73,11 +73,14 @@ def test_master_holds_ready_codes_beside_weights_of_the_recipe(made: Path) -> No
     tensors = {tensor.name: tensor for tensor in inspection.tensors}
     assert {name for name, tensor in tensors.items() if tensor.codec == CODEC} == set(CALIBRATED)
     assert {tensor.codec for tensor in inspection.tensors} == {CODEC, "hadamard-lloyd-max", None}
-    stored = read_all(made / "master")
+    stored, codes = read_all(made / "master"), read_all(made / "ready")
     for name in CALIBRATED:
-        codes, tensor = ready.codes_of(name), tensors[name]
-        parts = [stored[name + suffix][1] for suffix in ("_trellis", "_lengths", "_row_scales", "_column_scales")]
-        assert all(np.array_equal(part, own) for part, own in zip(parts, codes.parts, strict=True))
+        tensor, names = (
+            tensors[name],
+            [name + part for part in ("_trellis", "_lengths", "_row_scales", "_column_scales")],
+        )
+        parts = [stored[part][1] for part in names]
+        assert all(np.array_equal(part, codes[own][1]) for part, own in zip(parts, names, strict=True))
         assert tensor.bytes == sum(part.nbytes for part in parts)
         assert tensor.bits == pytest.approx(8 * tensor.bytes / np.prod(tensor.shape), rel=1e-6)
         assert tensor.weighed_mse == pytest.approx(tensor.relative_mse / 2, rel=1e-6)
@@ -157,7 +160,7 @@ def test_damaged_codes_are_found_when_they_are_copied(folder: Path) -> None:
 
 
 def _rename(folder: Path) -> None:
-    codes = ReadyWeights.open(folder).codes_of(CALIBRATED[0])
+    codes = column_writer.encoded(np.ones((3, 4), dtype=np.float32))
     write_ready(folder / "other.safetensors", {"no.such.weight": (codes, column_writer.NOTHING)})
 
 
