@@ -32,7 +32,7 @@ from pqweights.codecs.column_encoding import encode_columns, expected_bits, scal
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
-from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
+from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
 from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Doubles = npt.NDArray[np.float64]
@@ -45,6 +45,8 @@ Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
 
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
+# An expert that reads fewer of the sample's tokens is not known well enough to be calibrated.
+FEWEST_INPUTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,11 @@ class CalibratedWeight:
     """A weight that is to be calibrated.
 
     name: of the tensor in the checkpoint
-    parameter: of the model that holds it
+    place: where the model has it
     """
 
     name: str
-    parameter: str
+    place: Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +178,12 @@ class LayerwiseCalibration:
             self._finish_outside()
 
     def _statistics(self, layer: int) -> LayerStatistics:
-        parameters = dict(self.model.parameters_of(layer))
-        return LayerStatistics(
-            {weight.parameter: parameters[weight.parameter] for weight in self.weights.get(layer, ())}
-        )
+        parameters, used = self.model.parameters_of(layer), self.weights.get(layer, ())
+        return LayerStatistics({name: parameters[name] for name in {weight.place.matrix.parameter for weight in used}})
+
+    def _weights_at(self, layer: int, matrices: Sequence[Matrix]) -> list[CalibratedWeight]:
+        """Return the weights of a layer that are among some matrices."""
+        return [weight for weight in self.weights.get(layer, ()) if weight.place.matrix in matrices]
 
     def _outside(self) -> None:
         """Draw labels, and write the gradients after the last layer, and what is known of the head."""
@@ -217,28 +221,32 @@ class LayerwiseCalibration:
             parameters = self.model.parameters_of(OUTSIDE)
             for weight in self.weights.get(OUTSIDE, ()):
                 if f"{weight.name}:moments" in known:
+                    values = weight.place.of(parameters[weight.place.matrix.parameter])
                     moments = torch.from_numpy(known[f"{weight.name}:moments"])
-                    known |= _described(
-                        weight.name, parameters[weight.parameter], moments, known[f"{weight.name}:gradients"]
-                    )
+                    known |= _described(weight.name, values, moments, known[f"{weight.name}:gradients"])
         self._save("statistics", last, known)
 
     def _save_statistics(
         self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False
     ) -> None:
+        """Write what is kept of the weights of a layer; nothing of those that the sample hardly reached."""
         number = OUTSIDE if keep_moments else layer
         parameters = self.model.parameters_of(number)
         result: dict[str, npt.NDArray[Any]] = {}
-        for weight in self.weights.get(number, ()):
-            squares = statistics.mean_squares(weight.parameter) if statistics.is_known(weight.parameter) else None
-            if squares is None:
-                continue  # the sample did not reach it, or it is used otherwise than in a linear layer
-            moments = statistics.mean_moments(weight.parameter)
-            self._check_finite(number, moments, torch.from_numpy(squares))
-            if keep_moments:
-                result |= {f"{weight.name}:gradients": squares, f"{weight.name}:moments": moments.numpy()}
-            else:
-                result |= _described(weight.name, parameters[weight.parameter], moments, squares)
+        for matrices, count, moments in statistics.inputs():
+            if count < FEWEST_INPUTS or not moments.diagonal().any():
+                continue
+            for weight in self._weights_at(number, matrices):
+                squares = statistics.mean_squares(weight.place.matrix, self.ids.numel())
+                if squares is None:
+                    continue
+                self._check_finite(number, moments, torch.from_numpy(squares))
+                squares = squares[weight.place.rows]
+                if keep_moments:
+                    result |= {f"{weight.name}:gradients": squares, f"{weight.name}:moments": moments.numpy()}
+                else:
+                    values = weight.place.of(parameters[weight.place.matrix.parameter])
+                    result |= _described(weight.name, values, moments, squares)
         self._save(kind, layer, result)
 
     # --- the step ---
@@ -325,26 +333,38 @@ class LayerwiseCalibration:
                     self.model.run(layer, hidden[batch], call[layer])
                     statistics.next_batch()
             del hidden
-            return self._codes(layer, load_file(self._file("statistics", layer)), statistics.mean_moments, step)
+            known = load_file(self._file("statistics", layer))
+            codes = Codes()
+            for matrices, _, moments in statistics.inputs():
+                codes |= self._codes(layer, self._weights_at(layer, matrices), known, moments, step)
+            return codes
 
     def _outside_codes(self, step: float) -> Codes:
         known = load_file(self._file("statistics", self.model.layers))
-        names = {weight.parameter: weight.name for weight in self.weights.get(OUTSIDE, ())}
+        codes = Codes()
         with self.model.loaded(OUTSIDE):
-            return self._codes(
-                OUTSIDE, known, lambda parameter: torch.from_numpy(known[f"{names[parameter]}:moments"]), step
-            )
+            for weight in self.weights.get(OUTSIDE, ()):
+                if f"{weight.name}:moments" in known:
+                    moments = torch.from_numpy(known[f"{weight.name}:moments"])
+                    codes |= self._codes(OUTSIDE, [weight], known, moments, step)
+        return codes
 
     def _codes(
-        self, layer: int, known: Mapping[str, npt.NDArray[Any]], moments: Callable[[str], Tensor], step: float
+        self,
+        layer: int,
+        weights: Sequence[CalibratedWeight],
+        known: Mapping[str, npt.NDArray[Any]],
+        moments: Tensor,
+        step: float,
     ) -> Codes:
+        """Encode the weights of a layer that multiply the same inputs, of those of which something is known."""
         parameters, result = self.model.parameters_of(layer), Codes()
-        for weight in self.weights.get(layer, ()):
+        for weight in weights:
             if f"{weight.name}:energies" not in known:
                 continue
             codes, measured = encode_columns(
-                parameters[weight.parameter].detach().numpy(),
-                moments=moments(weight.parameter).numpy(),
+                weight.place.of(parameters[weight.place.matrix.parameter]).numpy(),
+                moments=moments.numpy(),
                 gradients=known[f"{weight.name}:gradients"],
                 step=step,
                 states=self.states,

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
 from pqweights.planning.options import SELF, QuantizeArguments
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quality.calibrated import CalibratedWeight, LayerwiseCalibration, save_whole
+from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, LayerwiseCalibration, save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.preparation import window_size
 from pqweights.quality.sample import draw, first_token
@@ -101,10 +101,11 @@ def calibrated_codes(
             torch.set_num_threads(threads)
             ids = _sample(source, checkpoint, work, asked, threads)
             _check_space(work, model, ids)
+            weights = _weights(model, wanted)
             calibration = LayerwiseCalibration(
                 model=model,
                 ids=ids,
-                weights=_weights(model, wanted),
+                weights=weights,
                 work=work,
                 wanted_bits=wanted,
                 states=states,
@@ -125,7 +126,7 @@ def calibrated_codes(
             "identity": key,
         }
         ready = ReadyWeights.open(codes, about=about)
-        yield ready.with_warnings(_warnings(wanted.keys() - ready.weights.keys(), ready))
+        yield ready.with_warnings(_warnings(wanted.keys() - ready.weights.keys(), weights, ready))
 
 
 def check_options(recipe: Recipe, asked: QuantizeArguments) -> None:
@@ -161,14 +162,26 @@ def _finished(out: Store, key: str) -> FinishedWeights:
     return FinishedWeights(stated=calibrated, tensors={tensor.name: tensor for tensor, _ in manifest.pairs})
 
 
-def _warnings(left: AbstractSet[str], ready: ReadyWeights) -> tuple[str, ...]:
-    """Return lines about the weights that a calibration did not encode, and those of which it left little."""
+def _warnings(
+    left: AbstractSet[str], weights: Mapping[int, Sequence[CalibratedWeight]], ready: ReadyWeights
+) -> tuple[str, ...]:
+    """Return lines about the weights that a calibration did not encode, and those of which it left little.
+
+    left: those that it was to encode
+    weights: those that the model has as they are, by layer
+    """
     lines = []
-    if left:
-        lines.append(
-            f"tensor {min(left)!r}{_more(left)}: not calibrated, because the sample reached no linear layer of the "
-            "model that has it as it is; encoded without calibration"
-        )
+    outside = left & {weight.name for weight in weights.get(OUTSIDE, ())}
+    inside = left & {weight.name for layer, own in weights.items() if layer != OUTSIDE for weight in own}
+    for names, why in (
+        (left - outside - inside, "the model has it in another form than the checkpoint"),
+        (outside, "no linear layer multiplies by it"),
+        (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
+    ):
+        if names:
+            lines.append(
+                f"tensor {min(names)!r}{_more(names)}: not calibrated, because {why}; encoded without calibration"
+            )
     lost = {name for name, weight in ready.weights.items() if (weight.weighed_mse or 0) > LOST}
     if lost:
         lines.append(
@@ -188,9 +201,9 @@ def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[Ca
     for layer in (OUTSIDE, *range(model.layers)):
         own = model.parameters_of(layer)
         for tensor in model.tensors_of(layer):
-            parameter = model.parameter_of(tensor.name)
-            if tensor.name in wanted and parameter in own:
-                result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, parameter=parameter))
+            place = model.place_of(tensor.name)
+            if tensor.name in wanted and place is not None and place.matrix.parameter in own:
+                result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, place=place))
     return result
 
 

@@ -35,19 +35,20 @@ def short_windows() -> Iterator[None]:
         yield
 
 
+def sharpened(model: Any) -> None:
+    """Make some channels matter much more than others, and predictions sharp."""
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight.mul_(torch.exp(torch.randn(128)))
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: Any) -> Path:
     """A model of which some channels matter much more than others, and whose predictions are sharp."""
-
-    def change(model: Any) -> None:
-        with torch.no_grad():
-            model.lm_head.weight.mul_(12)
-            for layer in model.model.layers:
-                for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                    norm.weight.mul_(torch.exp(torch.randn(128)))
-
     small = families.causal("Llama", hidden_size=128, intermediate_size=256, head_dim=64)
-    return families.build(small, tmp_path_factory.mktemp("sharp"), change)
+    return families.build(small, tmp_path_factory.mktemp("sharp"), sharpened)
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +213,44 @@ def test_tied_weights_are_calibrated_as_one(tmp_path: Path, tmp_path_factory: An
     assert codecs["model.embed_tokens.weight"] == "hadamard-trellis-columns"
 
 
-def test_what_no_linear_layer_multiplies_by_stays_as_it_would_be(tmp_path: Path, tmp_path_factory: Any) -> None:
-    name = "mixtral"  # whose experts transformers fuses
-    folder = families.model(tmp_path_factory.getbasetemp(), name)
-    report = pqweights.quantize(folder, tmp_path / "out", "t4", calibrate="self", **SHORT)
-    assert any("not calibrated" in line for line in report.warnings)
-    codecs = {t["name"]: t["codec"] for t in manifest(tmp_path / "out")["tensors"]}
-    experts = [codec for tensor, codec in codecs.items() if ".experts." in tensor and codec]
-    assert set(experts) <= {"hadamard-trellis"}
-    assert list(codecs.values()).count("hadamard-trellis-columns") >= 4
-    families.load(tmp_path / "out", families.FAMILIES[name])
+EXPERTS: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "num_experts_per_tok": 2}
+MIXTURES = {
+    "mixtral": families.causal("Mixtral", **EXPERTS, intermediate_size=128, num_local_experts=4),
+    "qwen3_moe": families.causal("Qwen3Moe", **EXPERTS, moe_intermediate_size=128, num_experts=4),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_calibrated_each_on_its_own_tokens(name: str, tmp_path: Path) -> None:
+    """The last expert of the first layer gets no token."""
+
+    def change(model: Any) -> None:
+        sharpened(model)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0] = 0.1  # of all tokens, and the first router dislikes it
+            for layer, least in zip(model.model.layers, (-50, 0), strict=True):
+                layer.mlp.gate.weight[:, 0] = torch.tensor([0, 0, 0, least])
+                layer.self_attn.o_proj.weight[0] = 0
+                layer.post_attention_layernorm.weight[0] = 1
+
+    folder, out = families.build(MIXTURES[name], tmp_path / "source", change), tmp_path / "out"
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what == "encoding layer 0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(folder, out, "t3", calibrate="self", **SHORT, calibration_progress=stop)
+    report = pqweights.quantize(folder, out, "t3", calibrate="self", **SHORT)
+    pqweights.quantize(folder, tmp_path / "whole", "t3", calibrate="self", **SHORT)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
+    codecs = {t["name"]: t["codec"] for t in manifest(out)["tensors"] if ".experts." in t["name"]}
+    left = {tensor for tensor, codec in codecs.items() if codec == "hadamard-trellis"}
+    assert len(codecs) == 24 and len(left) == 3 and all(".0." in tensor and ".3." in tensor for tensor in left)
+    assert any(f"{min(left)!r} and 2 more: not calibrated, because fewer than" in line for line in report.warnings)
+    pqweights.quantize(folder, tmp_path / "plain", "t3")
+    assert divergence(out, folder) < 0.6 * divergence(tmp_path / "plain", folder)
+    assert pqweights.verify(out).ok
 
 
 def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
