@@ -15,6 +15,7 @@ the layer at which it stopped.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,21 @@ class CalibratedWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What a calibration has encoded.
+
+    folder: of the files with the codes
+    bits, wanted_bits: how many the codes take, and were to take
+    is_met: whether that is close enough
+    """
+
+    folder: Path
+    bits: float
+    wanted_bits: float
+    is_met: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerwiseCalibration:
     """A calibration of some weights of a model.
 
@@ -70,6 +86,7 @@ class LayerwiseCalibration:
     weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
     work: a folder for what lies on the disk
     wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
+    at_most: whether all together may not take more than that, rather than about as many
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
@@ -81,12 +98,13 @@ class LayerwiseCalibration:
     work: Path
     wanted_bits: Mapping[str, float]
     states: int
+    at_most: bool = False
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
 
-    def encode(self) -> Path:
-        """Run all passes, and return the folder of the files with the codes.
+    def encode(self) -> Encoded:
+        """Run all passes, and return where the codes are.
 
         Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
         """
@@ -284,44 +302,53 @@ class LayerwiseCalibration:
 
     # --- encoding ---
 
-    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> Path:
-        """Encode all layers, again with another step if they miss the size; return the folder of the codes.
+    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> Encoded:
+        """Encode all layers, again with another step if they miss the size.
 
         The first step is corrected by what the layer in the middle takes, which is nearly always enough.
         """
-        last = self.model.layers
         aim = sum(self.wanted_bits[name] for name in self.reached)
         if not aim:
             raise SourceError(
                 "calibration: the sample reaches no linear layer of the model with a weight as the checkpoint has it; "
                 "quantize it without `calibrate`"
             )
-        for attempt in range(_ATTEMPTS):
-            folder = self.work / f"codes-{attempt}"
-            with disk_errors(folder):
-                folder.mkdir(exist_ok=True)
-            step = self._settled(attempt, aim, calls)
-            taken = 0.0
-            for layer in range(last + 1):
-                path = folder / f"codes-{layer:04}.safetensors"
-                if not path.exists():
-                    codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step)
-                    write_ready(path, codes)
-                taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
-                self._done(2, layer + 1, f"encoding layer {layer}")
-            if abs(taken / aim - 1) <= _TOLERANCE:
-                break
-            corrected = self._step(aim * self._expected_bits(step) / max(taken, 1.0))
-            self._save("step", attempt + 1, {"step": np.array(corrected)})
-        return folder
+        goal, slack = (aim * (1 - _TOLERANCE / 2), _TOLERANCE / 2) if self.at_most else (aim, _TOLERANCE)
+        attempt = max(0, len(list(self.work.glob("step-*"))) - 1)
+        while True:
+            step = self._settled(attempt, goal, calls)
+            folder, taken = self._attempted(attempt, step, calls)
+            is_met = abs(taken / goal - 1) <= slack
+            if is_met or attempt + 1 == _ATTEMPTS:
+                return Encoded(folder=folder, bits=taken, wanted_bits=aim, is_met=is_met)
+            attempt += 1
+            corrected = self._step(goal * self._expected_bits(step) / max(taken, 1.0))
+            self._save("step", attempt, {"step": np.array(corrected)})
 
-    def _settled(self, attempt: int, aim: float, calls: Sequence[Sequence[LayerCall]]) -> float:
+    def _attempted(self, attempt: int, step: float, calls: Sequence[Sequence[LayerCall]]) -> tuple[Path, float]:
+        """Encode all layers with a step; return the folder of the codes, and the bits that they take."""
+        last, folder = self.model.layers, self.work / f"codes-{attempt}"
+        for old in range(attempt):
+            shutil.rmtree(self.work / f"codes-{old}", ignore_errors=True)
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        taken = 0.0
+        for layer in range(last + 1):
+            path = folder / f"codes-{layer:04}.safetensors"
+            if not path.exists():
+                codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step)
+                write_ready(path, codes)
+            taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
+            self._done(2, layer + 1, f"encoding layer {layer}")
+        return folder, taken
+
+    def _settled(self, attempt: int, goal: float, calls: Sequence[Sequence[LayerCall]]) -> float:
         """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
         if not self._file("step", attempt).exists():
-            step, middle = self._step(aim), self.model.layers // 2
+            step, middle = self._step(goal), self.model.layers // 2
             tried = self._layer_codes(middle, calls, step)
             if taken := sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts):
-                step = self._step(aim * self._expected_bits(step, middle) / taken)
+                step = self._step(goal * self._expected_bits(step, middle) / taken)
             self._save("step", attempt, {"step": np.array(step)})
         return float(load_file(self._file("step", attempt))["step"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,9 @@ pytest.importorskip("transformers")
 import torch
 
 import pqweights
+from pqweights.checkpoint import writer
 from pqweights.errors import EvaluationError, OutputError, PqweightsError, RecipeError, SourceError
-from pqweights.quality import calibrated_master
+from pqweights.quality import calibrated, calibrated_master
 
 TOKENS, WINDOW = 2048, 64
 SHORT: dict[str, Any] = {"calibration_tokens": TOKENS, "threads": 1}
@@ -253,6 +255,63 @@ def test_experts_are_calibrated_each_on_its_own_tokens(name: str, tmp_path: Path
     assert pqweights.verify(out).ok
 
 
+@pytest.mark.parametrize("target", [{"target_size": "330kB"}, {"target_bpw": 3.4}], ids=["size", "bits"])
+def test_a_target_is_met_and_decides_how_many_bits_there_are(
+    target: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    report = pqweights.quantize(source, tmp_path / "out", "t4", calibrate="self", **SHORT, **target)
+    assert not any("after the last attempt" in line for line in report.warnings)
+    if "target_size" in target:
+        (file,) = (tmp_path / "out").glob("*.safetensors")
+        assert 0.985 < file.stat().st_size / 330_000 <= 1
+    else:
+        assert 0.985 < report.totals.bits_per_weight / 3.4 <= 1
+    assert "fit" not in manifest(tmp_path / "out")
+    again = pqweights.quantize(source, tmp_path / "out", "t4", calibrate="self", **SHORT, **target)
+    assert again.already_done and pqweights.verify(tmp_path / "out").ok
+
+
+def test_a_size_that_is_missed_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "_TOLERANCE", 1e-9)
+    report = pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    line = next(line for line in report.warnings if "after the last attempt" in line)
+    assert re.search(r"^`calibrate`: the calibrated weights take \d+ bytes .* (99\.\d|100\.\d)% of the \d+ that", line)
+
+
+def test_a_plan_says_what_a_calibration_takes(source: Path, tmp_path: Path, made: tuple[Path, Any]) -> None:
+    planned = pqweights.plan(source, "t3", calibrate="self", calibration_tokens=TOKENS)
+    assert planned.calibration is not None and planned.calibration.weights == 16  # the embedding that is only read, too
+    hidden_states = 4 * TOKENS * 128 * (2 + 3)
+    assert planned.calibration.disk_bytes == hidden_states + planned.calibration.weight_bytes
+    assert planned.needs.peak_disk_bytes > pqweights.plan(source, "t3").needs.peak_disk_bytes + hidden_states
+    shown = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", "--dry-run").stdout
+    assert f"calibrated: 16 weights of about {planned.calibration.weight_bytes} bytes together" in shown
+    with pytest.raises(RecipeError, match="`calibrate` is for matrices"):
+        pqweights.plan(source, "q4", calibrate="self")
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_computed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "free_bytes", lambda folder: 1_000_000)
+    with pytest.raises(OutputError, match=r"a calibration needs 5.* take fewer `calibration_tokens`"):
+        pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
+
+
+def test_pickled_weights_are_calibrated_if_they_may_be_read(source: Path, master: Path, tmp_path: Path) -> None:
+    import transformers
+
+    pickled = tmp_path / "pickled"
+    shutil.copytree(source, pickled)
+    (pickled / "model.safetensors").unlink()
+    state = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
+    torch.save(state, pickled / "pytorch_model.bin")
+    with pytest.raises(SourceError, match="`allow_pickle`"):
+        pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", allow_pickle=True, **SHORT)
+    assert manifest(tmp_path / "out")["calibrated"]["weights"] == 15
+
+
 def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +325,6 @@ def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
     ("options", "error", "says"),
     [
         ({"recipe": "q4", "calibrate": "self"}, RecipeError, "`calibrate` is for matrices with the codec hadamard-t"),
-        ({"recipe": "t4", "calibrate": "self", "target_size": "9MB"}, RecipeError, "with a target .* with `bits`"),
         ({"recipe": "t4", "calibrate": "self", "ray": "local"}, PqweightsError, "`ray`: a calibration runs on one"),
         ({"recipe": "t4", "calibrate": "self", "low_disk": True}, PqweightsError, "`low_disk`: a calibration reads"),
         ({"recipe": "t4", "calibrate": "self", "awq": "FILE"}, PqweightsError, "leave out `awq` or `calibrate`"),
@@ -305,6 +363,6 @@ def test_texts_and_models_that_cannot_be_used_are_refused(source: Path, tmp_path
 def test_the_command_says_what_came_of_it(source: Path, tmp_path: Path) -> None:
     tokens = ("--calibration-tokens", str(TOKENS), "--threads", "1")
     result = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", *tokens)
-    assert "not calibrated" in result.stderr
+    assert "not calibrated" in result.stderr and result.stdout.count("worst calibrated: ") == 5
     says = refused("quantize", source, tmp_path / "other", "-r", "q4", "--calibrate", "self", *tokens)
     assert "--calibrate is for matrices with the codec" in says
