@@ -86,11 +86,11 @@ class PlannedCalibration:
 def work_bytes(config: Mapping[str, Any] | None, tokens: int, wanted: Mapping[str, float]) -> int:
     """Return the disk space that a calibration takes beside its result, in bytes, while it runs.
 
-    That is for the hidden states before each layer and after the last, in float32, the gradients at two of them, and
-    the codes.
+    That is for the hidden states before each layer and after the last, in BF16, the gradients at two of them, and the
+    codes.
 
     tokens: of the sample
     wanted: see wanted_bits
     """
     layers, width = layers_and_width(config)
-    return 4 * tokens * width * (layers + 3) + int(sum(wanted.values()) / 8)
+    return 2 * tokens * width * (layers + 3) + int(sum(wanted.values()) / 8)

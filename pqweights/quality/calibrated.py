@@ -29,7 +29,15 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from pqweights.checkpoint.writer import disk_errors, write_whole
-from pqweights.codecs.column_encoding import encode_columns, expected_bits, scaled_energies
+from pqweights.codecs.column_encoding import (
+    InputFactors,
+    encode_columns,
+    expected_bits,
+    moment_blocks,
+    output_energies,
+    scaled_energies,
+    spread_of,
+)
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
@@ -44,6 +52,8 @@ SCALE_BITS = 8
 Progress = Callable[[int, int, str], None]
 Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
 
+# Of hidden states and gradients on the disk.
+STATES_DTYPE = torch.bfloat16
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
 # An expert that reads fewer of the sample's tokens is not known well enough to be calibrated.
@@ -147,7 +157,7 @@ class LayerwiseCalibration:
             shared = next((known for known in calls if _same(known, of_batch)), of_batch)
             calls.append(shared)
         if not self._file("hidden", 0).exists():
-            self._save("hidden", 0, {"x": torch.cat([hidden for hidden, _ in begun]).numpy()})
+            self._save_states("hidden", 0, torch.cat([hidden.to(STATES_DTYPE) for hidden, _ in begun]))
         del begun
         for layer in range(model.layers):
             if not self._file("hidden", layer + 1).exists():
@@ -155,9 +165,9 @@ class LayerwiseCalibration:
                 after = torch.empty_like(hidden)
                 with model.loaded(layer):
                     for batch, call in zip(self._batches, calls, strict=True):
-                        after[batch] = model.run(layer, hidden[batch], call[layer])
+                        after[batch] = model.run(layer, hidden[batch].float(), call[layer])
                 self._check_finite(layer, after)
-                self._save("hidden", layer + 1, {"x": after.numpy()})
+                self._save_states("hidden", layer + 1, after)
             self._done(0, layer + 1, f"layer {layer} forward")
         return calls
 
@@ -169,7 +179,10 @@ class LayerwiseCalibration:
             raise SourceError(f"calibration: {name} of the model computes values that are not finite, or too large")
 
     def _load(self, kind: str, layer: int) -> Tensor:
-        return torch.from_numpy(load_file(self._file(kind, layer))["x"])
+        return torch.from_numpy(load_file(self._file(kind, layer))["x"]).view(STATES_DTYPE)
+
+    def _save_states(self, kind: str, layer: int, states: Tensor) -> None:
+        self._save(kind, layer, {"x": states.view(torch.int16).numpy()})
 
     def _backward(self, calls: Sequence[Sequence[LayerCall]]) -> None:
         """Write the statistics of each layer, and the gradients at its inputs."""
@@ -183,12 +196,12 @@ class LayerwiseCalibration:
                 before = torch.empty_like(hidden)
                 with model.loaded(layer), self._statistics(layer) as statistics:
                     for batch, call in zip(self._batches, calls, strict=True):
-                        inputs = hidden[batch].requires_grad_()
-                        model.run(layer, inputs, call[layer]).backward(gradients[batch])
+                        inputs = hidden[batch].float().requires_grad_()
+                        model.run(layer, inputs, call[layer]).backward(gradients[batch].float())
                         before[batch] = _gradient(inputs)
                         statistics.next_batch()
                     self._check_finite(layer, before)
-                    self._save("gradients", layer, {"x": before.numpy()})
+                    self._save_states("gradients", layer, before)
                     self._save_statistics("statistics", layer, statistics)
             self._file("gradients", layer + 1).unlink(missing_ok=True)
             self._done(1, last - layer + 1, f"layer {layer} backward")
@@ -210,7 +223,7 @@ class LayerwiseCalibration:
         gradients = torch.empty_like(hidden)
         with model.loaded(OUTSIDE), self._statistics(OUTSIDE) as statistics:
             for window in range(len(self.ids)):
-                inputs = hidden[window : window + 1].requires_grad_()
+                inputs = hidden[window : window + 1].float().requires_grad_()
                 logits = model.end(self.ids[window : window + 1], inputs)[0]
                 self._check_finite(OUTSIDE, logits.detach())
                 labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
@@ -218,7 +231,7 @@ class LayerwiseCalibration:
                 gradients[window : window + 1] = _gradient(inputs)
                 statistics.next_batch()
             self._check_finite(OUTSIDE, gradients)
-            self._save("gradients", last, {"x": gradients.numpy()})
+            self._save_states("gradients", last, gradients)
             self._save_statistics("head", last, statistics, keep_moments=True)
 
     def _finish_outside(self) -> None:
@@ -230,18 +243,19 @@ class LayerwiseCalibration:
         last = self.model.layers
         known = load_file(self._file("head", last))
         tied = self.model.tied
-        if tied is not None and f"{tied}:moments" in known:
-            gradients = self._load("gradients", 0).flatten(0, 1)
+        if tied is not None and (blocks := _moments_of(tied, known)):
+            gradients = self._load("gradients", 0).flatten(0, 1).float()
             squares = known[f"{tied}:gradients"]
             share = float(len(squares) * squares.mean()) * len(gradients)
-            known[f"{tied}:moments"] += (gradients.T @ gradients).numpy() / np.float32(max(share, 1e-30))
+            for block, part in zip(blocks, moment_blocks(gradients.shape[1]), strict=True):
+                block += (gradients[:, part].T @ gradients[:, part]).div_(max(share, 1e-30))
         with self.model.loaded(OUTSIDE):
             parameters = self.model.parameters_of(OUTSIDE)
             for weight in self.weights.get(OUTSIDE, ()):
-                if f"{weight.name}:moments" in known:
+                if blocks := _moments_of(weight.name, known):
                     values = weight.place.of(parameters[weight.place.matrix.parameter])
-                    moments = torch.from_numpy(known[f"{weight.name}:moments"])
-                    known |= _described(weight.name, values, moments, known[f"{weight.name}:gradients"])
+                    inputs = InputFactors.of([block.numpy() for block in blocks])
+                    known |= _described(weight.name, values, inputs, known[f"{weight.name}:gradients"])
         self._save("statistics", last, known)
 
     def _save_statistics(
@@ -252,19 +266,18 @@ class LayerwiseCalibration:
         parameters = self.model.parameters_of(number)
         result: dict[str, npt.NDArray[Any]] = {}
         for matrices, count, moments in statistics.inputs():
-            if count < FEWEST_INPUTS or not moments.diagonal().any():
+            known = {m: s for m in matrices if (s := statistics.mean_squares(m, self.ids.numel())) is not None}
+            if count < FEWEST_INPUTS or not known or not any(block.diagonal().any() for block in moments):
                 continue
-            for weight in self._weights_at(number, matrices):
-                squares = statistics.mean_squares(weight.place.matrix, self.ids.numel())
-                if squares is None:
-                    continue
-                self._check_finite(number, moments, torch.from_numpy(squares))
-                squares = squares[weight.place.rows]
-                if keep_moments:
-                    result |= {f"{weight.name}:gradients": squares, f"{weight.name}:moments": moments.numpy()}
+            self._check_finite(number, *moments, *map(torch.from_numpy, known.values()))
+            inputs = None if keep_moments else InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))])
+            for weight in self._weights_at(number, list(known)):
+                squares = known[weight.place.matrix][weight.place.rows]
+                if inputs is None:
+                    result |= {f"{weight.name}:gradients": squares, **_stored_moments(weight.name, moments)}
                 else:
                     values = weight.place.of(parameters[weight.place.matrix.parameter])
-                    result |= _described(weight.name, values, moments, squares)
+                    result |= _described(weight.name, values, inputs, squares)
         self._save(kind, layer, result)
 
     # --- the step ---
@@ -371,8 +384,7 @@ class LayerwiseCalibration:
         codes = Codes()
         with self.model.loaded(OUTSIDE):
             for weight in self.weights.get(OUTSIDE, ()):
-                if f"{weight.name}:moments" in known:
-                    moments = torch.from_numpy(known[f"{weight.name}:moments"])
+                if moments := _moments_of(weight.name, known):
                     codes |= self._codes(OUTSIDE, [weight], known, moments, step)
         return codes
 
@@ -381,17 +393,22 @@ class LayerwiseCalibration:
         layer: int,
         weights: Sequence[CalibratedWeight],
         known: Mapping[str, npt.NDArray[Any]],
-        moments: Tensor,
+        moments: list[Tensor],
         step: float,
     ) -> Codes:
-        """Encode the weights of a layer that multiply the same inputs, of those of which something is known."""
+        """Encode the weights of a layer that multiply the same inputs, of those of which something is known.
+
+        moments: the blocks of H, which are taken out of the list
+        """
         parameters, result = self.model.parameters_of(layer), Codes()
+        weights = [weight for weight in weights if f"{weight.name}:energies" in known]
+        if not weights:
+            return result
+        inputs = InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))])
         for weight in weights:
-            if f"{weight.name}:energies" not in known:
-                continue
             codes, measured = encode_columns(
                 weight.place.of(parameters[weight.place.matrix.parameter]).numpy(),
-                moments=moments.numpy(),
+                inputs,
                 gradients=known[f"{weight.name}:gradients"],
                 step=step,
                 states=self.states,
@@ -423,19 +440,26 @@ def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
     return all(one.equals(other) for one, other in zip(first, second, strict=True))
 
 
-def _described(name: str, weight: Tensor, moments: Tensor, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
+def _stored_moments(name: str, blocks: Sequence[Tensor]) -> dict[str, npt.NDArray[Any]]:
+    return {f"{name}:moments-{number:03}": block.numpy() for number, block in enumerate(blocks)}
+
+
+def _moments_of(name: str, known: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
+    """Return the blocks of H that are kept of a weight; none if nothing is known."""
+    return [torch.from_numpy(known[key]) for key in sorted(known) if key.startswith(f"{name}:moments-")]
+
+
+def _described(name: str, weight: Tensor, inputs: InputFactors, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
     """Return what is kept of a weight until it is encoded.
 
-    energies, spread: see scaled_energies
+    energies, spread: see scaled_energies and spread_of
     energy: the sum of g_i w_i H w_i over the rows
     """
-    values = weight.detach()
-    energies, spread = scaled_energies(values.numpy(), moments=moments.numpy(), gradients=gradients)
-    outputs = np.concatenate([((rows @ moments) * rows).sum(1).double().numpy() for rows in values.split(BATCH_TOKENS)])
+    values = weight.numpy()
     return {
         f"{name}:gradients": gradients,
-        f"{name}:energy": np.array(float(gradients @ outputs)),
-        f"{name}:energies": energies,
-        f"{name}:spread": spread,
+        f"{name}:energy": np.array(float(gradients @ output_energies(values, inputs))),
+        f"{name}:energies": scaled_energies(values, inputs, gradients=gradients),
+        f"{name}:spread": spread_of(inputs),
         f"{name}:shape": np.array(weight.shape),
     }

@@ -10,7 +10,7 @@ Products are recorded where torch computes them, so no architecture needs a rule
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pqweights.codecs.column_encoding import moment_blocks
 from pqweights.quality.layered import Matrix
 
 Doubles = npt.NDArray[np.float64]
@@ -27,35 +28,42 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(eq=False)
 class InputMoments:
-    """The sum of x x' over inputs x of K channels.
+    """The sum of x x' over inputs x of K channels, of many channels in blocks on its diagonal.
 
     Rows are kept until they would take more memory than the sum does: an expert sees few of a sample's tokens.
+
+    parts: the channels of each block
     """
 
-    rows: list[Tensor] = field(default_factory=list)
-    sum: Tensor | None = None
+    parts: Sequence[slice]
     count: int = 0
+    _rows: list[Tensor] = field(default_factory=list)
+    _sums: list[Tensor] = field(default_factory=list)
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [rows, K]."""
-        self.rows.append(rows.clone())
+        self._rows.append(rows.clone())
         self.count += len(rows)
-        if sum(map(len, self.rows)) >= rows.shape[1]:
-            self.sum = self._summed()
-            self.rows.clear()
+        if sum(map(len, self._rows)) >= self.parts[0].stop:
+            self._add_up()
 
-    def mean(self) -> Tensor:
-        """Return H, [K, K]; what was added is forgotten."""
-        result, self.sum = self._summed(), None
-        self.rows.clear()
-        return result.div_(self.count)
+    def mean(self) -> list[Tensor]:
+        """Return the blocks of H; what was added is forgotten."""
+        self._add_up()
+        result, self._sums = self._sums, []
+        return [block.div_(self.count) for block in result]
 
-    def _summed(self) -> Tensor:
-        rows = torch.cat(self.rows) if self.rows else None
-        if self.sum is None:
-            assert rows is not None
-            return rows.T @ rows
-        return self.sum if rows is None else self.sum.addmm_(rows.T, rows)
+    def _add_up(self) -> None:
+        if not self._rows:
+            return
+        rows = torch.cat(self._rows)
+        self._rows.clear()
+        for number, part in enumerate(self.parts):
+            own = rows[:, part]
+            if number < len(self._sums):
+                self._sums[number].addmm_(own.T, own)
+            else:
+                self._sums.append(own.T @ own)
 
 
 @dataclass(eq=False)
@@ -116,8 +124,8 @@ class LayerStatistics(TorchFunctionMode):
         squares = self.products[matrix].squares
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
 
-    def inputs(self) -> Iterator[tuple[list[Matrix], int, Tensor]]:
-        """Yield the matrices that multiply the same inputs, how many these were, and H, which is then forgotten."""
+    def inputs(self) -> Iterator[tuple[list[Matrix], int, list[Tensor]]]:
+        """Yield the matrices that multiply the same inputs, how many these were, and the blocks of H, once."""
         for vector in sorted(self.moments.keys() - self.mixed):
             moments = self.moments.pop(vector)
             matrices = [matrix for matrix, product in self.products.items() if product.vector == vector]
@@ -139,7 +147,9 @@ class LayerStatistics(TorchFunctionMode):
         if known != product.vector:
             if any(vector == product.vector and by != matrix for _, vector, by in self._inputs):
                 self.mixed.add(product.vector)
-            self.moments.setdefault(product.vector, InputMoments()).add(rows)
+            if product.vector not in self.moments:
+                self.moments[product.vector] = InputMoments(moment_blocks(rows.shape[1]))
+            self.moments[product.vector].add(rows)
             self._inputs.append((values, product.vector, matrix))
         if result.requires_grad:
             result.register_hook(lambda gradient: self._add_gradient(product, gradient))

@@ -102,7 +102,7 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
     assert sorted(matrix.parameter for matrix in statistics.products) == sorted(names) and len(names) == 7
     shared = {statistics.products[Matrix(f"model.layers.1.self_attn.{which}_proj.weight")].vector for which in "qkv"}
     assert len(shared) == 1 and len(statistics.moments) == 4
-    for matrices, count, found in statistics.inputs():
+    for matrices, count, (found,) in statistics.inputs():
         assert count == IDS.numel()
         for matrix in matrices:
             moments, squares = expected[matrix.parameter]
@@ -128,7 +128,7 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
                 statistics.next_batch()
         hook.remove()
         name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
-        found = {matrix: (count, moments) for matrices, count, moments in statistics.inputs() for matrix in matrices}
+        found = {matrix: (count, moments) for matrices, count, (moments,) in statistics.inputs() for matrix in matrices}
         for expert in range(4):
             rows = torch.cat([x[(chosen == expert).any(1)] for x, chosen, _ in seen]).detach().double()
             count, moments = found[Matrix(name, expert)]
