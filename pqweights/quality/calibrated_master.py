@@ -24,14 +24,16 @@ from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.writer import DiskNeed, check_room, disk_errors
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.common.threads import slow_step
 from pqweights.common.units import size_text
 from pqweights.errors import EvaluationError, OutputError, RecipeError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
-from pqweights.planning.calibration import wanted_bits, work_bytes
+from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.options import SELF, QuantizeArguments, QuantizeOptions
+from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe, load_recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration, save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
@@ -116,7 +118,9 @@ def calibrated_codes(
             "identity": key,
         }
         ready = ReadyWeights.open(encoded.folder, about=about)
-        yield ready.with_warnings((*_missed(encoded), *_warnings(wanted.keys() - ready.weights.keys(), weights, ready)))
+        yield ready.with_warnings(
+            (*_missed(encoded), *_warnings(_of_the_trellis(plan) - ready.weights.keys(), wanted, weights, ready))
+        )
 
 
 def _ignore(done: int, total: int, what: str) -> None:
@@ -136,19 +140,28 @@ def _finished(out: Store, key: str) -> FinishedWeights:
     return FinishedWeights(stated=calibrated, tensors={tensor.name: tensor for tensor, _ in manifest.pairs})
 
 
+def _of_the_trellis(plan: Plan) -> set[str]:
+    return {tensor.name for tensor in plan.tensors if tensor.codec == HadamardTrellis.name}
+
+
 def _warnings(
-    left: AbstractSet[str], weights: Mapping[int, Sequence[CalibratedWeight]], ready: ReadyWeights
+    left: AbstractSet[str],
+    wanted: Mapping[str, float],
+    weights: Mapping[int, Sequence[CalibratedWeight]],
+    ready: ReadyWeights,
 ) -> tuple[str, ...]:
     """Return lines about the weights that a calibration did not encode, and those of which it left little.
 
-    left: those that it was to encode
+    left: those of the trellis that it did not encode
+    wanted: those that it was to encode
     weights: those that the model has as they are, by layer
     """
     lines = []
     outside = left & {weight.name for weight in weights.get(OUTSIDE, ())}
     inside = left & {weight.name for layer, own in weights.items() if layer != OUTSIDE for weight in own}
     for names, why in (
-        (left - outside - inside, "the model has it in another form than the checkpoint"),
+        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more"),
+        (left & wanted.keys() - outside - inside, "the model has it in another form than the checkpoint"),
         (outside, "no linear layer multiplies by it"),
         (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
     ):
