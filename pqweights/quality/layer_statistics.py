@@ -25,6 +25,10 @@ from pqweights.quality.layered import Matrix
 
 Doubles = npt.NDArray[np.float64]
 
+# H counts as if so many more inputs had been read, of the same sizes and without correlations: few of many channels
+# show correlations that are not there (Ledoit and Wolf, Journal of Multivariate Analysis 88, 2004).
+UNCORRELATED = 64
+
 
 @dataclass(eq=False)
 class InputMoments:
@@ -48,10 +52,14 @@ class InputMoments:
             self._add_up()
 
     def mean(self) -> list[Tensor]:
-        """Return the blocks of H; what was added is forgotten."""
+        """Return the blocks of H, off their diagonals shrunk for few inputs; what was added is forgotten."""
         self._add_up()
         result, self._sums = self._sums, []
-        return [block.div_(self.count) for block in result]
+        for block in result:
+            squares = block.diagonal() / self.count
+            block.div_(self.count + UNCORRELATED)
+            block.diagonal().copy_(squares)
+        return result
 
     def _add_up(self) -> None:
         if not self._rows:
