@@ -22,6 +22,7 @@ import torch
 
 import pqweights
 from pqweights.checkpoint import writer
+from pqweights.codecs import column_encoding, columns
 from pqweights.errors import EvaluationError, OutputError, PqweightsError, RecipeError, SourceError
 from pqweights.quality import calibrated, calibrated_master
 
@@ -312,6 +313,17 @@ def test_pickled_weights_are_calibrated_if_they_may_be_read(source: Path, master
         pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", **SHORT)
     pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", allow_pickle=True, **SHORT)
     assert manifest(tmp_path / "out")["calibrated"]["weights"] == 15
+
+
+def test_a_model_of_many_inputs_is_calibrated_with_moments_in_blocks(
+    tmp_path: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_MOST", 64)  # columns of a superblock
+    monkeypatch.setattr(column_encoding, "MOST_INPUTS", 128)
+    folder = families.model(tmp_path_factory.getbasetemp(), "llama-tied")  # of 256 and 512 inputs
+    pqweights.quantize(folder, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    pqweights.quantize(folder, tmp_path / "plain", "t3")
+    assert divergence(tmp_path / "out", folder) < 0.9 * divergence(tmp_path / "plain", folder)
 
 
 def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(

@@ -17,7 +17,7 @@ import torch
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
-from pqweights.quality.layer_statistics import LayerStatistics
+from pqweights.quality.layer_statistics import InputMoments, LayerStatistics
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
 
 IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 490, (3, 24)))
@@ -152,6 +152,17 @@ def _cut(call: LayerCall, batch: slice) -> LayerCall:
         return value[batch] if isinstance(value, torch.Tensor) and value.shape[0] == windows else value
 
     return LayerCall(tuple(map(of, call.args)), {name: of(value) for name, value in call.kwargs.items()})
+
+
+def test_moments_of_many_inputs_are_blocks_of_the_whole() -> None:
+    rows = torch.randn(50, 9, generator=torch.Generator().manual_seed(4))
+    parts = [slice(0, 4), slice(4, 8), slice(8, 9)]
+    moments = InputMoments(parts)
+    for batch in rows.split([1, 3, 40, 6]):
+        moments.add(batch)
+    expected = shrunk(rows.T.double() @ rows.double() / 50, 50)
+    for part, block in zip(parts, moments.mean(), strict=True):
+        assert torch.allclose(block.double(), expected[part, part], rtol=1e-5)
 
 
 def test_what_is_tied_and_what_is_changed_is_known(tmp_path_factory: Any) -> None:
