@@ -327,7 +327,7 @@ class LayerwiseCalibration:
                 "quantize it without `calibrate`"
             )
         goal, slack = (aim * (1 - _TOLERANCE / 2), _TOLERANCE / 2) if self.at_most else (aim, _TOLERANCE)
-        attempt = max(0, len(list(self.work.glob("step-*"))) - 1)
+        attempt = max(0, len(list(self.work.glob("step-*.safetensors"))) - 1)
         while True:
             step = self._settled(attempt, goal, calls)
             folder, taken = self._attempted(attempt, step, calls)

@@ -276,7 +276,19 @@ def test_a_target_is_met_and_decides_how_many_bits_there_are(
 
 def test_a_size_that_is_missed_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrated, "_TOLERANCE", 1e-9)
-    report = pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    out, encoded = tmp_path / "out", []
+
+    def stop(done: int, total: int, what: str) -> None:
+        encoded.append(what)
+        if encoded.count("encoding layer 1") == 2:  # of the second attempt
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(source, out, "t3", calibrate="self", **SHORT, calibration_progress=stop)
+    assert len(list(tmp_path.glob(".out.calibration/codes-*"))) == 1
+    report = pqweights.quantize(source, out, "t3", calibrate="self", **SHORT)
+    pqweights.quantize(source, tmp_path / "whole", "t3", calibrate="self", **SHORT)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
     line = next(line for line in report.warnings if "after the last attempt" in line)
     assert re.search(r"^`calibrate`: the calibrated weights take \d+ bytes .* (99\.\d|100\.\d)% of the \d+ that", line)
 
