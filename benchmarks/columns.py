@@ -19,7 +19,8 @@ import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table
 
 from pqweights.codecs import get_codec
-from pqweights.codecs.column_encoding import encode_columns
+from pqweights.codecs.column_encoding import ColumnMeasures, InputFactors, encode_columns, moment_blocks
+from pqweights.codecs.columns import ColumnCodes
 from pqweights.codecs.trellis_tables import decode_tables
 from pqweights.kernels import columns
 from pqweights.kernels.trellis import STATES
@@ -38,11 +39,14 @@ def operations(rows: int, size: int, threads: int) -> dict[str, Work]:
     moments, gradients = np.eye(size, dtype=np.float32) + mixed @ mixed.T, np.ones(rows)
 
     def encode(states: int = STATES[0], count: int = rows) -> object:
-        return encode_columns(
-            weight[:count], moments=moments, gradients=gradients[:count], step=STEP, states=states, threads=threads
-        )
+        return encoded(count, states)
 
-    codes, _ = encode_columns(weight, moments=moments, gradients=gradients, step=STEP, states=STATES[0])
+    def encoded(count: int, states: int) -> tuple[ColumnCodes, ColumnMeasures]:
+        inputs = InputFactors.of([moments[part, part] for part in moment_blocks(size)])
+        own = gradients[:count]
+        return encode_columns(weight[:count], inputs, gradients=own, step=STEP, states=states, threads=threads)
+
+    codes, _ = encoded(rows, STATES[0])
     values = np.empty(2 * weight.size, dtype=np.uint8)
     factors = {"row_factors": np.ones(rows, np.float32), "column_factors": np.ones(size, np.float32)}
 

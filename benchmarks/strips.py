@@ -21,7 +21,7 @@ import transformers
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 
 from pqweights.codecs import get_codec
-from pqweights.codecs.column_encoding import encode_columns
+from pqweights.codecs.column_encoding import InputFactors, encode_columns
 from pqweights.codecs.columns import decode_columns
 
 WINDOW, WINDOWS = 256, 48
@@ -80,10 +80,10 @@ def strips(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]
 def columns(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]:
     """The weight as a calibrated master has it, with the step that takes the rate."""
     low, high = 2.0**-30, 2.0**10
-    bits = 0.0
+    bits, inputs = 0.0, InputFactors.of([moments])
     while abs(bits - rate) > 0.004 and high / low > 1.0001:
         step = (low * high) ** 0.5
-        codes, _ = encode_columns(weight, moments=moments, gradients=np.ones(len(weight)), step=step, states=STATES)
+        codes, _ = encode_columns(weight, inputs, gradients=np.ones(len(weight)), step=step, states=STATES)
         bits = 8 * sum(part.nbytes for part in codes.parts) / weight.size
         low, high = (step, high) if bits > rate else (low, step)
     raw = decode_columns(codes, range(len(codes.lengths)), "F32")

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.planning.options import MemoryOptions, PlanArguments, QuantizeArguments
+from pqweights.planning.options import CalibrateOptions, MemoryOptions, PlanArguments, QuantizeArguments
 
 from . import memory, options, output, report, tables
 from .printable import printable
@@ -26,6 +26,7 @@ from .report import (
 )
 
 if TYPE_CHECKING:
+    from pqweights.planning.calibration import PlannedCalibration
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
     from pqweights.planning.recipe import Recipe
@@ -76,7 +77,15 @@ def show_plan(
 
     room = asked.part(MemoryOptions)
     with output.status("reading the headers"):
-        made = report_plan(str(asked.source), recipe, asked, threads or usable_cores(), out, memory=room)
+        made = report_plan(
+            str(asked.source),
+            recipe,
+            asked,
+            threads or usable_cores(),
+            out,
+            memory=room,
+            calibrate=asked.part(CalibrateOptions),
+        )
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in () if made.memory is None else made.memory.warnings:
         output.warn(warning)
@@ -102,12 +111,25 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
         f"{counted(len(plan.companions), 'other file')} copied",
         f"needs: {_room(needs)}, at most {size_text(needs.peak_memory_bytes)} of memory",
+        *_calibration_lines(report.calibration),
         *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
         *already_quantized_lines(plan.tensors),
         *left_out_lines(plan),
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
+    ]
+
+
+def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
+    """Return what a calibration would change, if there is one."""
+    if calibration is None:
+        return []
+    return [
+        f"calibrated: {counted(calibration.weights, 'weight')} of about {calibration.weight_bytes} bytes together, "
+        "shared out by what they are for",
+        f"the calibration needs {size_text(calibration.disk_bytes)} of that disk space, and beside that memory one "
+        "layer of the model in float32 with its moments",
     ]
 
 

@@ -175,10 +175,11 @@ def left_out_lines(plan: Plan) -> list[str]:
 
 
 def fit_of(report: RewriteReport) -> Fit | None:
-    """Return how the bit widths were chosen for a target; None if there was no target."""
+    """Return how the bit widths were chosen for a target; None if there was no target, or a calibration shared it."""
     from pqweights.rewrite.quantizing import Quantize
 
-    return report.transform.fit if isinstance(report.transform, Quantize) else None
+    made = report.transform
+    return made.fit if isinstance(made, Quantize) and made.ready is None else None
 
 
 def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
@@ -270,6 +271,7 @@ def quality_lines(pairs: Pairs) -> list[str]:
     return [
         f"relative MSE of the quantized weights: {total_relative_mse([record for _, record in pairs]):.6f}",
         *_worst_lines(measured),
+        *_worst_calibrated_lines(measured),
         *(_rescued_line(*pair) for pair in measured if is_rescued(*pair)),
         *(_warning(*pair) for pair in measured if exceeds(*pair)),
     ]
@@ -286,6 +288,13 @@ def _worst_lines(pairs: Pairs) -> list[str]:
         f"  worst: {tensor.name} at {tensor.bits} bits: {record.relative_mse:.6f} ({share:.0%} of its codec's limit)"
         for (tensor, record), share in ((pairs[number], shares[number]) for number in worst)
     ]
+
+
+def _worst_calibrated_lines(pairs: Pairs) -> list[str]:
+    """Return the calibrated weights that lose the largest share of what their outputs are to the loss."""
+    calibrated = [(record.weighed_mse, tensor) for tensor, record in pairs if record.weighed_mse is not None]
+    worst = sorted(calibrated, key=lambda pair: pair[0], reverse=True)[:WORST_SHOWN]
+    return [f"  worst calibrated: {t.name} at {t.bits:.3f} bits: {e:.6f} of its outputs, weighed" for e, t in worst]
 
 
 def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:

@@ -15,8 +15,10 @@ from pqweights.common.parameters import takes
 from pqweights.exports import get_target
 from pqweights.exports.exporting import MasterFolder
 from pqweights.exports.exporting import export as export_master
+from pqweights.planning.calibration import check_calibration
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import (
+    CalibrateOptions,
     ExportArguments,
     GenerateArguments,
     InspectArguments,
@@ -49,7 +51,8 @@ def plan(asked: PlanArguments) -> PlanReport:
     """
     chosen = choose_recipe(asked.recipe, asked)
     threads = asked.threads or usable_cores()
-    return report_plan(located(asked.source), chosen, asked, threads, memory=asked.part(MemoryOptions))
+    room, calibrate = asked.part(MemoryOptions), asked.part(CalibrateOptions)
+    return report_plan(located(asked.source), chosen, asked, threads, memory=room, calibrate=calibrate)
 
 
 @takes(QuantizeArguments)
@@ -62,9 +65,9 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
     if asked.calibrate is None:
         with _run(asked) as run:
             return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
-    from pqweights.quality.calibrated_master import calibrated_codes, check_options
+    from pqweights.quality.calibrated_master import calibrated_codes
 
-    check_options(recipe, asked)
+    check_calibration(asked, ray=asked.ray is not None)
     with _run(asked) as run:
         source = local_folder(located(asked.source), asked.access, progress=run.progress).path
         with calibrated_codes(source, store, recipe, asked, threads=run.threads) as ready:

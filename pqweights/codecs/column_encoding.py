@@ -8,12 +8,13 @@ gives the target of column k,
 
 and the cost as the sum of D_k |t_k - q_k|^2 (LDLQ: Chee et al., arXiv:2307.13304). Rows are multiplied by the root of g
 and columns by that of D before all are quantized with the same step, so each error counts alike. docs/trellis.md has
-the method, docs/format.md the bytes.
+the method, docs/format.md the bytes. Of many inputs, H is known in blocks on its diagonal.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,8 +34,10 @@ Moments = npt.NDArray[np.floating[Any]]
 _DAMPINGS = (0.01, 0.1, 1.0)
 # Gradients are raised by this share of their mean, and no row's w H w counts as less than this share of it.
 _GRADIENT_SHARE, _ENERGY_SHARE = 0.1, 1e-3
-# Up to so many columns H is factorized in float64.
-_MOST_IN_DOUBLES = 4096
+# Up to about so many inputs H is one matrix; above, errors are fed back within blocks of them alone.
+MOST_INPUTS = 8192
+# Up to so many columns a block of H is factorized in float64; columns that are copied or inverted together.
+_MOST_IN_DOUBLES, _CHUNK_COLUMNS = 4096, 1024
 # Stored scales: steps of an octave, and what stands for 1.
 _STEPS, _ONE = 16, 128
 # Stored steps are between 2**-this and 2**this.
@@ -59,8 +62,8 @@ class ColumnMeasures(NamedTuple):
 
 def encode_columns(
     weight: Floats,
+    inputs: InputFactors,
     *,
-    moments: Moments,
     gradients: Doubles | None,
     step: float,
     states: int,
@@ -68,74 +71,82 @@ def encode_columns(
 ) -> tuple[ColumnCodes, ColumnMeasures]:
     """Encode a weight f32 [N, K].
 
-    moments: [K, K], the second moments H of the inputs
+    inputs: their second moments H, factorized
     gradients: [N], the mean squared gradients of the outputs; None to weigh all outputs by their relative errors
     step: of the weights, once they are scaled
     states: of the trellis: one of kernels.trellis.STATES
     threads: that groups of 2048 rows are shared out to; the codes are the same for any number
 
-    Raises ValueError for arrays of other shapes, for what is not finite, moments that are not positive, or a step that
-    leaves no room for the scales.
+    Raises ValueError for arrays of other shapes, for what is not finite, or a step that leaves no room for the scales.
     """
-    _check(weight, moments, gradients)
-    if gradients is None:
-        gradients = _relative(weight, moments)
-    factor = _factorized(moments)
+    gradients = _checked(weight, inputs, gradients)
     rows, row_exponent = stored_scales(row_scales(gradients))
-    scales, column_exponent = stored_scales(factor.scales)
-    job = _Job(weight, factor, rows, scales, _Step.of(step, row_exponent + column_exponent), states)
+    scaled_step = _Step.of(step, row_exponent + inputs.exponent)
     groups = range(0, len(weight), columns.GROUP_ROWS)
-    found: dict[int, tuple[list[list[Bytes]], Doubles]] = {}
+    strips: list[list[Bytes]] = [[] for _ in range(ColumnCut.of(weight.shape).strips)]
+    errors, weighed = 0.0, 0.0
+    for factor in inputs.blocks:
+        job, found = _Job(weight, factor, rows, scaled_step, states), dict[int, tuple[list[list[Bytes]], Doubles]]()
 
-    def encode_group(start: int) -> None:
-        found[start] = job.encode(slice(start, start + columns.GROUP_ROWS))
+        def encode_group(start: int, job: _Job = job, found: dict[int, Any] = found) -> None:
+            found[start] = job.encode(slice(start, start + columns.GROUP_ROWS))
 
-    map_in_threads(encode_group, groups, min(threads, len(groups)))
-    strips = [strip for start in groups for strip in found[start][0]]
+        map_in_threads(encode_group, groups, min(threads, len(groups)))
+        for strip, superblocks in zip(strips, (own for start in groups for own in found[start][0]), strict=True):
+            strip += superblocks
+        plain, damped = np.concatenate([found[start][1] for start in groups], axis=1)
+        errors += float(plain.sum())
+        weighed += float(gradients @ (damped - factor.damping * plain))
     codes = ColumnCodes(
         trellis=np.concatenate([superblock for strip in strips for superblock in strip]),
         lengths=np.array([[len(superblock) for superblock in strip] for strip in strips], dtype=np.int32),
         row_scales=rows,
-        column_scales=scales,
+        column_scales=np.concatenate([factor.stored for factor in inputs.blocks]),
     )
-    errors, damped = np.concatenate([found[start][1] for start in groups], axis=1)
-    measures = ColumnMeasures(
-        energy=float(np.square(weight, dtype=np.float64).sum()),
-        error=float(errors.sum()),
-        weighed_error=max(0.0, float(gradients @ (damped - factor.damping * errors))),
-    )
-    return codes, measures
+    energy = float(np.einsum("ij,ij->", weight, weight, dtype=np.float64))  # without a copy of the weight
+    return codes, ColumnMeasures(energy=energy, error=errors, weighed_error=max(0.0, weighed))
 
 
-def _check(weight: Floats, moments: Moments, gradients: Doubles | None) -> None:
-    """Raise ValueError for what cannot be encoded."""
+def _checked(weight: Floats, inputs: InputFactors, gradients: Doubles | None) -> Doubles:
+    """Return the g of each row. Raises ValueError for what cannot be encoded."""
     if weight.ndim != 2 or not weight.size:
         raise ValueError(f"expected a weight [N, K], found one of shape {list(weight.shape)}")
-    rows, size = weight.shape
-    known = np.ones(rows) if gradients is None else gradients
-    for name, array, shape in (
-        ("weight", weight, (rows, size)),
-        ("moments", moments, (size, size)),
-        ("gradients", known, (rows,)),
-    ):
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
-    for name, least in (("moments", float(np.diagonal(moments).min())), ("gradients", float(known.min()))):
-        if least < 0:
-            raise ValueError(f"{name}: expected means of squares, found {least}")
+    if weight.shape[1] != inputs.columns:
+        raise ValueError(f"moments: expected those of {weight.shape[1]} inputs, found those of {inputs.columns}")
+    if gradients is not None and gradients.shape != (len(weight),):
+        raise ValueError(f"gradients: expected shape [{len(weight)}], found {list(gradients.shape)}")
+    _check_finite("weight", weight)
+    if gradients is None:
+        energies = output_energies(weight, inputs)
+        least = _ENERGY_SHARE * energies.mean()
+        return 1 / np.maximum(energies, least) if least > 0 else np.ones(len(weight))
+    _check_finite("gradients", gradients)
+    _check_squares("gradients", gradients)
+    return gradients
 
 
-def _relative(weight: Floats, moments: Moments) -> Doubles:
-    """Return the g of each row with which its error counts relative to what it is: 1 / w H w."""
-    inputs = torch.from_numpy(moments).float()
-    energies = np.empty(len(weight))
+def _check_finite(name: str, array: npt.NDArray[np.floating[Any]]) -> None:
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}: expected finite numbers, found NaN or infinity")
+
+
+def _check_squares(name: str, squares: npt.NDArray[np.floating[Any]]) -> None:
+    if (least := float(squares.min(initial=0))) < 0:
+        raise ValueError(f"{name}: expected means of squares, found {least}")
+
+
+def output_energies(weight: Floats, inputs: InputFactors) -> Doubles:
+    """Return w H w of each row of a weight, [N]: the mean squares of the outputs."""
+    result = np.zeros(len(weight))
     for start in range(0, len(weight), columns.GROUP_ROWS):
-        rows = torch.from_numpy(weight[start : start + columns.GROUP_ROWS])
-        energies[start : start + len(rows)] = ((rows @ inputs) * rows).sum(1, dtype=torch.float64).clamp(min=0).numpy()
-    least = _ENERGY_SHARE * energies.mean()
-    return 1 / np.maximum(energies, least) if least > 0 else np.ones(len(weight))
+        for factor in inputs.blocks:
+            rows = torch.from_numpy(weight[start : start + columns.GROUP_ROWS, factor.columns])
+            outputs = (rows / factor.of_columns) @ torch.from_numpy(factor.feedback[: len(factor.scales)]).T
+            outputs *= factor.of_columns * torch.from_numpy(factor.scales).float()
+            squares = outputs.square_().sum(1, dtype=torch.float64)
+            squares -= factor.damping * rows.square().sum(1, dtype=torch.float64)
+            result[start : start + len(rows)] += squares.clamp(min=0).numpy()
+    return result
 
 
 # --- scales ---
@@ -163,21 +174,96 @@ def factors_of(stored: Bytes) -> Doubles:
     return np.exp2((stored.astype(np.float64) - _ONE) / _STEPS)
 
 
-class _Factor(NamedTuple):
-    """H, factorized.
+# --- inputs ---
 
-    lower: f32 [K + 3, K] as of `feedback_room`: A transposed, with ones on the diagonal
+
+def moment_blocks(size: int) -> list[slice]:
+    """Return the runs of columns, whole superblocks, of which H has a block on its diagonal: one up to the cap."""
+    cut = ColumnCut.of((1, size))
+    width = cut.blocks * -(-cut.superblocks // -(-size // MOST_INPUTS))
+    return [slice(start, min(start + width, size)) for start in range(0, size, width)]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Factor:
+    """A block of H, factorized: (I + A) D (I + A)'.
+
+    columns: which it is for
+    feedback: f32 [K + 3, K] as of `feedback_room`: A transposed, with ones on the diagonal, for scaled columns
     scales: f64 [K], the root of D
+    stored: u8 [K], the scales of the columns that are stored
     damping: what was added to the diagonal of H
     """
 
-    lower: Floats
+    columns: slice
+    feedback: Floats
     scales: Doubles
+    stored: Bytes
     damping: float
 
+    @property
+    def of_columns(self) -> torch.Tensor:
+        """What stored scales stand for, f32 [K]."""
+        return torch.from_numpy(factors_of(self.stored)).float()
 
-def _factorized(moments: Moments) -> _Factor:
-    """Factorize H, damped. Raises ValueError if it is not positive."""
+    def spread(self) -> Doubles:
+        """Return by what the variance of errors is multiplied that are fed back, [K].
+
+        What is fed back, E A, is V - V (I + A)^-1, where V is the error of the targets.
+        """
+        size = len(self.scales)
+        feedback = torch.from_numpy(self.feedback[:size])
+        units, total = self.of_columns * torch.from_numpy(self.scales).float(), torch.zeros(size)
+        for start in range(0, size, _CHUNK_COLUMNS):
+            stop = min(start + _CHUNK_COLUMNS, size)
+            identity = torch.eye(size - start, stop - start)
+            inverse = torch.linalg.solve_triangular(feedback[start:, start:], identity, upper=False, unitriangular=True)
+            total[start:] += inverse.div_(units[start:stop]).square_().sum(1)
+        return (total * units.square() - 1).double().numpy()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InputFactors:
+    """The second moments H of the inputs of a weight, factorized, in blocks on its diagonal.
+
+    blocks: one for each of `moment_blocks`
+    exponent: of the power of two by which the factors of stored scales are larger than the scales' inverses
+    """
+
+    blocks: tuple[_Factor, ...]
+    exponent: int
+
+    @staticmethod
+    def of(moments: list[Moments]) -> InputFactors:
+        """Factorize the blocks of H, [columns, columns] each, which are taken out of the list.
+
+        Raises ValueError for blocks of other sizes, what is not finite, and for moments that are not positive.
+        """
+        sizes = [len(block) for block in moments]
+        parts = moment_blocks(max(1, sum(sizes)))
+        if [block.shape for block in moments] != [(part.stop - part.start,) * 2 for part in parts]:
+            raise ValueError(f"moments: expected square blocks as of {parts}, found {[b.shape for b in moments]}")
+        factors = [_factorized(moments.pop(0)) for _ in parts]
+        stored, exponent = stored_scales(np.concatenate([scales for _, scales, _ in factors]))
+        blocks = []
+        for part, (lower, scales, damping) in zip(parts, factors, strict=True):
+            # Errors are fed back in the scale of the columns.
+            own, size = factors_of(stored[part]).astype(np.float32), len(scales)
+            lower[:size] *= (1 / own)[:, None]
+            lower[:size] *= own
+            blocks.append(_Factor(columns=part, feedback=lower, scales=scales, stored=stored[part], damping=damping))
+        return InputFactors(blocks=tuple(blocks), exponent=exponent)
+
+    @property
+    def columns(self) -> int:
+        """How many there are."""
+        return sum(len(factor.scales) for factor in self.blocks)
+
+
+def _factorized(moments: Moments) -> tuple[Floats, Doubles, float]:
+    """Return I + A transposed, as of `feedback_room`, the root of D, and what was added to the diagonal of H."""
+    _check_finite("moments", moments)
+    _check_squares("moments", np.diagonal(moments))
     size = len(moments)
     mean = float(np.diagonal(moments).mean(dtype=np.float64)) or 1.0
     dtype = torch.float64 if size <= _MOST_IN_DOUBLES else torch.float32
@@ -193,10 +279,11 @@ def _factorized(moments: Moments) -> _Factor:
         raise ValueError("moments: expected a matrix of second moments, found one that is not positive semidefinite")
     lower = columns.feedback_room(size)
     scales = factor.diagonal().flip(0).double().numpy().copy()
-    own = torch.from_numpy(lower)[:size]
-    own.copy_(factor.flip(0, 1))
-    own /= torch.from_numpy(scales).float()[:, None]
-    return _Factor(lower, scales, share * mean)
+    for start in range(0, size, _CHUNK_COLUMNS):
+        own = torch.from_numpy(lower)[start : min(start + _CHUNK_COLUMNS, size)]
+        own.copy_(factor[size - start - len(own) : size - start].flip(0, 1))
+        own /= torch.from_numpy(scales[start : start + len(own)]).float()[:, None]
+    return lower, scales, share * mean
 
 
 # --- groups ---
@@ -224,17 +311,15 @@ class _Step(NamedTuple):
 
 
 class _Job:
-    """What the groups of a weight share."""
+    """What the groups of a weight share, of the columns of a block of H."""
 
-    def __init__(self, weight: Floats, factor: _Factor, rows: Bytes, scales: Bytes, step: _Step, states: int) -> None:
-        self.weight, self.step, self.states = weight, step, states
-        row_factors, column_factors = factors_of(rows), factors_of(scales)
+    def __init__(self, weight: Floats, factor: _Factor, rows: Bytes, step: _Step, states: int) -> None:
+        self.weight, self.step, self.states = weight[:, factor.columns], step, states
+        self.blocks = ColumnCut.of(weight.shape).blocks
+        row_factors, column_factors = factors_of(rows), factors_of(factor.stored)
         self.row_factors = (np.ldexp(1.0, -step.exponent) / row_factors).astype(np.float32)
         self.column_factors = (1 / column_factors).astype(np.float32)
-        # Errors are fed back in the scale of the columns.
-        self.feedback = factor.lower
-        self.feedback[: len(scales)] *= self.column_factors[:, None]
-        self.feedback[: len(scales)] *= column_factors.astype(np.float32)
+        self.feedback = factor.feedback
         squared = column_factors**2
         self.weights = np.stack([squared, factor.scales**2 * squared], axis=1).astype(np.float32)
         # From squares of coordinates, rotated back, to those of the weights.
@@ -243,12 +328,12 @@ class _Job:
     def encode(self, rows: slice) -> tuple[list[list[Bytes]], Doubles]:
         """Return the superblocks of each strip of up to 2048 rows, and squared errors, plain and by H: [2, rows]."""
         weight, row_factors, model = self.weight[rows], self.row_factors[rows], encode_model()
-        cut = ColumnCut.of(weight.shape)
+        count = -(-len(weight) // BLOCK_SIZE)
         group = columns.load(np.ascontiguousarray(weight), row_factors, self.column_factors)
         squares = np.zeros((2, columns.GROUP_ROWS))
-        strips: list[list[Bytes]] = [[] for _ in range(cut.strips)]
-        for number in range(cut.superblocks):
-            own = cut.columns_of(number)
+        strips: list[list[Bytes]] = [[] for _ in range(count)]
+        for start in range(0, weight.shape[1], self.blocks):
+            own = range(start, min(start + self.blocks, weight.shape[1]))
             found = columns.search(
                 group,
                 own,
@@ -259,7 +344,7 @@ class _Job:
                 step=self.step.mantissa,
             )
             squares += found.squares.transpose(0, 2, 1).reshape(2, -1)
-            packed = columns.pack(found, strips=cut.strips, model=model, states=self.states, step=self.step.stored)
+            packed = columns.pack(found, strips=count, model=model, states=self.states, step=self.step.stored)
             for strip, superblock in zip(strips, packed, strict=True):
                 strip.append(superblock)
         return strips, squares[:, : len(weight)] * self.units[rows]
@@ -268,33 +353,28 @@ class _Job:
 # --- the size ---
 
 
-def scaled_energies(weight: Floats, *, moments: Moments, gradients: Doubles | None) -> tuple[Floats, Floats]:
-    """Return the mean squares of scaled blocks, and by what the variance of errors is multiplied that are fed back.
-
-    They are f32 [strips, K] and [K]. The arguments are as of `encode_columns`, and so are the errors.
-    """
-    _check(weight, moments, gradients)
-    rows = row_scales(_relative(weight, moments) if gradients is None else gradients).astype(np.float32)
-    factor, size = _factorized(moments), len(moments)
+def scaled_energies(weight: Floats, inputs: InputFactors, *, gradients: Doubles | None) -> Floats:
+    """Return the mean squares of scaled blocks, f32 [strips, K]. The arguments are as of `encode_columns`."""
+    rows = row_scales(_checked(weight, inputs, gradients)).astype(np.float32)
     cut = ColumnCut.of(weight.shape)
-    energies = np.empty((cut.strips, size), dtype=np.float32)
+    energies = np.empty((cut.strips, cut.columns), dtype=np.float32)
     for strip in range(cut.strips):
         own = slice(strip * BLOCK_SIZE, (strip + 1) * BLOCK_SIZE)
         energies[strip] = np.square(weight[own] * rows[own, None]).sum(0) / BLOCK_SIZE
-    energies *= np.square(factor.scales).astype(np.float32)
-    # What is fed back, E A, is V - V (I + A)^-1, where V is the error of the targets.
-    inverse = torch.linalg.solve_triangular(
-        torch.from_numpy(factor.lower[:size]), torch.eye(size), upper=False, unitriangular=True
-    )
-    inverse *= torch.from_numpy(1 / factor.scales).float()
-    spread = inverse.square_().sum(1).numpy() * np.square(factor.scales) - 1
-    return energies, spread.astype(np.float32)
+    for factor in inputs.blocks:
+        energies[:, factor.columns] *= np.square(factor.scales).astype(np.float32)
+    return energies
+
+
+def spread_of(inputs: InputFactors) -> Floats:
+    """Return by what the variance of errors is multiplied that are fed back, f32 [K]."""
+    return np.concatenate([factor.spread() for factor in inputs.blocks]).astype(np.float32)
 
 
 def expected_bits(energies: Floats, spread: Floats, step: float, shape: tuple[int, int]) -> float:
     """Return how many bits the superblocks and their lengths of a weight [N, K] are expected to take at a step.
 
-    energies, spread: what `scaled_energies` returns
+    energies, spread: of `scaled_energies` and `spread_of`
     """
     model, cut = encode_model(), ColumnCut.of(shape)
     variances = energies.mean(0, dtype=np.float64) / step**2

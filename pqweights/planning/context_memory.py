@@ -124,6 +124,12 @@ def context_memory(config: Mapping[str, Any] | None) -> ContextMemory:
     return ContextMemory(per_token=full, windows=tuple(windows), state=state, notes=tuple(notes))
 
 
+def layers_and_width(config: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Return the number of layers of the part that generates text, and the width of its hidden states; 0 if unknown."""
+    values = _text_values(config or {})
+    return _number(values, _LAYER_COUNT), _number(values, _WIDTH)
+
+
 def _text_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a configuration, with those of the part that generates text in front."""
     values = dict(config)

@@ -340,7 +340,7 @@ class MemoryOptions(Options):
 
 
 @options
-class PlanArguments(RecipeOptions, QuantizeOptions, MemoryOptions, ThreadsOption):
+class PlanArguments(RecipeOptions, QuantizeOptions, CalibrateOptions, MemoryOptions, ThreadsOption):
     """What `plan` takes: what `quantize` does, but for what changes nothing in a plan."""
 
     source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
@@ -349,6 +349,7 @@ class PlanArguments(RecipeOptions, QuantizeOptions, MemoryOptions, ThreadsOption
     )
     strict: bool = option("", default=False, init=False, flags=())
     low_disk: bool = option("", checks.flag, default=False, init=False, flags=())
+    calibration_progress: Progress | None = option("", checks.anything, default=None, init=False, flags=())
 
 
 @options

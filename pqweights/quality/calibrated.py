@@ -15,6 +15,7 @@ the layer at which it stopped.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,19 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from pqweights.checkpoint.writer import disk_errors, write_whole
-from pqweights.codecs.column_encoding import encode_columns, expected_bits, scaled_energies
+from pqweights.codecs.column_encoding import (
+    InputFactors,
+    encode_columns,
+    expected_bits,
+    moment_blocks,
+    output_energies,
+    scaled_energies,
+    spread_of,
+)
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
-from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
+from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
 from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Doubles = npt.NDArray[np.float64]
@@ -43,8 +52,12 @@ SCALE_BITS = 8
 Progress = Callable[[int, int, str], None]
 Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
 
+# Of hidden states and gradients on the disk.
+STATES_DTYPE = torch.bfloat16
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
+# An expert that reads fewer of the sample's tokens is not known well enough to be calibrated.
+FEWEST_INPUTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +65,26 @@ class CalibratedWeight:
     """A weight that is to be calibrated.
 
     name: of the tensor in the checkpoint
-    parameter: of the model that holds it
+    place: where the model has it
     """
 
     name: str
-    parameter: str
+    place: Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What a calibration has encoded.
+
+    folder: of the files with the codes
+    bits, wanted_bits: how many the codes take, and were to take
+    is_met: whether that is close enough
+    """
+
+    folder: Path
+    bits: float
+    wanted_bits: float
+    is_met: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +96,7 @@ class LayerwiseCalibration:
     weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
     work: a folder for what lies on the disk
     wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
+    at_most: whether all together may not take more than that, rather than about as many
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
@@ -79,12 +108,13 @@ class LayerwiseCalibration:
     work: Path
     wanted_bits: Mapping[str, float]
     states: int
+    at_most: bool = False
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
 
-    def encode(self) -> Path:
-        """Run all passes, and return the folder of the files with the codes.
+    def encode(self) -> Encoded:
+        """Run all passes, and return where the codes are.
 
         Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
         """
@@ -127,7 +157,7 @@ class LayerwiseCalibration:
             shared = next((known for known in calls if _same(known, of_batch)), of_batch)
             calls.append(shared)
         if not self._file("hidden", 0).exists():
-            self._save("hidden", 0, {"x": torch.cat([hidden for hidden, _ in begun]).numpy()})
+            self._save_states("hidden", 0, torch.cat([hidden.to(STATES_DTYPE) for hidden, _ in begun]))
         del begun
         for layer in range(model.layers):
             if not self._file("hidden", layer + 1).exists():
@@ -135,9 +165,9 @@ class LayerwiseCalibration:
                 after = torch.empty_like(hidden)
                 with model.loaded(layer):
                     for batch, call in zip(self._batches, calls, strict=True):
-                        after[batch] = model.run(layer, hidden[batch], call[layer])
+                        after[batch] = model.run(layer, hidden[batch].float(), call[layer])
                 self._check_finite(layer, after)
-                self._save("hidden", layer + 1, {"x": after.numpy()})
+                self._save_states("hidden", layer + 1, after)
             self._done(0, layer + 1, f"layer {layer} forward")
         return calls
 
@@ -149,7 +179,10 @@ class LayerwiseCalibration:
             raise SourceError(f"calibration: {name} of the model computes values that are not finite, or too large")
 
     def _load(self, kind: str, layer: int) -> Tensor:
-        return torch.from_numpy(load_file(self._file(kind, layer))["x"])
+        return torch.from_numpy(load_file(self._file(kind, layer))["x"]).view(STATES_DTYPE)
+
+    def _save_states(self, kind: str, layer: int, states: Tensor) -> None:
+        self._save(kind, layer, {"x": states.view(torch.int16).numpy()})
 
     def _backward(self, calls: Sequence[Sequence[LayerCall]]) -> None:
         """Write the statistics of each layer, and the gradients at its inputs."""
@@ -163,12 +196,12 @@ class LayerwiseCalibration:
                 before = torch.empty_like(hidden)
                 with model.loaded(layer), self._statistics(layer) as statistics:
                     for batch, call in zip(self._batches, calls, strict=True):
-                        inputs = hidden[batch].requires_grad_()
-                        model.run(layer, inputs, call[layer]).backward(gradients[batch])
+                        inputs = hidden[batch].float().requires_grad_()
+                        model.run(layer, inputs, call[layer]).backward(gradients[batch].float())
                         before[batch] = _gradient(inputs)
                         statistics.next_batch()
                     self._check_finite(layer, before)
-                    self._save("gradients", layer, {"x": before.numpy()})
+                    self._save_states("gradients", layer, before)
                     self._save_statistics("statistics", layer, statistics)
             self._file("gradients", layer + 1).unlink(missing_ok=True)
             self._done(1, last - layer + 1, f"layer {layer} backward")
@@ -176,10 +209,12 @@ class LayerwiseCalibration:
             self._finish_outside()
 
     def _statistics(self, layer: int) -> LayerStatistics:
-        parameters = dict(self.model.parameters_of(layer))
-        return LayerStatistics(
-            {weight.parameter: parameters[weight.parameter] for weight in self.weights.get(layer, ())}
-        )
+        parameters, used = self.model.parameters_of(layer), self.weights.get(layer, ())
+        return LayerStatistics({name: parameters[name] for name in {weight.place.matrix.parameter for weight in used}})
+
+    def _weights_at(self, layer: int, matrices: Sequence[Matrix]) -> list[CalibratedWeight]:
+        """Return the weights of a layer that are among some matrices."""
+        return [weight for weight in self.weights.get(layer, ()) if weight.place.matrix in matrices]
 
     def _outside(self) -> None:
         """Draw labels, and write the gradients after the last layer, and what is known of the head."""
@@ -188,7 +223,7 @@ class LayerwiseCalibration:
         gradients = torch.empty_like(hidden)
         with model.loaded(OUTSIDE), self._statistics(OUTSIDE) as statistics:
             for window in range(len(self.ids)):
-                inputs = hidden[window : window + 1].requires_grad_()
+                inputs = hidden[window : window + 1].float().requires_grad_()
                 logits = model.end(self.ids[window : window + 1], inputs)[0]
                 self._check_finite(OUTSIDE, logits.detach())
                 labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
@@ -196,7 +231,7 @@ class LayerwiseCalibration:
                 gradients[window : window + 1] = _gradient(inputs)
                 statistics.next_batch()
             self._check_finite(OUTSIDE, gradients)
-            self._save("gradients", last, {"x": gradients.numpy()})
+            self._save_states("gradients", last, gradients)
             self._save_statistics("head", last, statistics, keep_moments=True)
 
     def _finish_outside(self) -> None:
@@ -208,37 +243,41 @@ class LayerwiseCalibration:
         last = self.model.layers
         known = load_file(self._file("head", last))
         tied = self.model.tied
-        if tied is not None and f"{tied}:moments" in known:
-            gradients = self._load("gradients", 0).flatten(0, 1)
+        if tied is not None and (blocks := _moments_of(tied, known)):
+            gradients = self._load("gradients", 0).flatten(0, 1).float()
             squares = known[f"{tied}:gradients"]
             share = float(len(squares) * squares.mean()) * len(gradients)
-            known[f"{tied}:moments"] += (gradients.T @ gradients).numpy() / np.float32(max(share, 1e-30))
+            for block, part in zip(blocks, moment_blocks(gradients.shape[1]), strict=True):
+                block += (gradients[:, part].T @ gradients[:, part]).div_(max(share, 1e-30))
         with self.model.loaded(OUTSIDE):
             parameters = self.model.parameters_of(OUTSIDE)
             for weight in self.weights.get(OUTSIDE, ()):
-                if f"{weight.name}:moments" in known:
-                    moments = torch.from_numpy(known[f"{weight.name}:moments"])
-                    known |= _described(
-                        weight.name, parameters[weight.parameter], moments, known[f"{weight.name}:gradients"]
-                    )
+                if blocks := _moments_of(weight.name, known):
+                    values = weight.place.of(parameters[weight.place.matrix.parameter])
+                    inputs = InputFactors.of([block.numpy() for block in blocks])
+                    known |= _described(weight.name, values, inputs, known[f"{weight.name}:gradients"])
         self._save("statistics", last, known)
 
     def _save_statistics(
         self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False
     ) -> None:
+        """Write what is kept of the weights of a layer; nothing of those that the sample hardly reached."""
         number = OUTSIDE if keep_moments else layer
         parameters = self.model.parameters_of(number)
         result: dict[str, npt.NDArray[Any]] = {}
-        for weight in self.weights.get(number, ()):
-            squares = statistics.mean_squares(weight.parameter) if statistics.is_known(weight.parameter) else None
-            if squares is None:
-                continue  # the sample did not reach it, or it is used otherwise than in a linear layer
-            moments = statistics.mean_moments(weight.parameter)
-            self._check_finite(number, moments, torch.from_numpy(squares))
-            if keep_moments:
-                result |= {f"{weight.name}:gradients": squares, f"{weight.name}:moments": moments.numpy()}
-            else:
-                result |= _described(weight.name, parameters[weight.parameter], moments, squares)
+        for matrices, count, moments in statistics.inputs():
+            known = {m: s for m in matrices if (s := statistics.mean_squares(m, self.ids.numel())) is not None}
+            if count < FEWEST_INPUTS or not known or not any(block.diagonal().any() for block in moments):
+                continue
+            self._check_finite(number, *moments, *map(torch.from_numpy, known.values()))
+            inputs = None if keep_moments else InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))])
+            for weight in self._weights_at(number, list(known)):
+                squares = known[weight.place.matrix][weight.place.rows]
+                if inputs is None:
+                    result |= {f"{weight.name}:gradients": squares, **_stored_moments(weight.name, moments)}
+                else:
+                    values = weight.place.of(parameters[weight.place.matrix.parameter])
+                    result |= _described(weight.name, values, inputs, squares)
         self._save(kind, layer, result)
 
     # --- the step ---
@@ -276,44 +315,53 @@ class LayerwiseCalibration:
 
     # --- encoding ---
 
-    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> Path:
-        """Encode all layers, again with another step if they miss the size; return the folder of the codes.
+    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> Encoded:
+        """Encode all layers, again with another step if they miss the size.
 
         The first step is corrected by what the layer in the middle takes, which is nearly always enough.
         """
-        last = self.model.layers
         aim = sum(self.wanted_bits[name] for name in self.reached)
         if not aim:
             raise SourceError(
                 "calibration: the sample reaches no linear layer of the model with a weight as the checkpoint has it; "
                 "quantize it without `calibrate`"
             )
-        for attempt in range(_ATTEMPTS):
-            folder = self.work / f"codes-{attempt}"
-            with disk_errors(folder):
-                folder.mkdir(exist_ok=True)
-            step = self._settled(attempt, aim, calls)
-            taken = 0.0
-            for layer in range(last + 1):
-                path = folder / f"codes-{layer:04}.safetensors"
-                if not path.exists():
-                    codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step)
-                    write_ready(path, codes)
-                taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
-                self._done(2, layer + 1, f"encoding layer {layer}")
-            if abs(taken / aim - 1) <= _TOLERANCE:
-                break
-            corrected = self._step(aim * self._expected_bits(step) / max(taken, 1.0))
-            self._save("step", attempt + 1, {"step": np.array(corrected)})
-        return folder
+        goal, slack = (aim * (1 - _TOLERANCE / 2), _TOLERANCE / 2) if self.at_most else (aim, _TOLERANCE)
+        attempt = max(0, len(list(self.work.glob("step-*.safetensors"))) - 1)
+        while True:
+            step = self._settled(attempt, goal, calls)
+            folder, taken = self._attempted(attempt, step, calls)
+            is_met = abs(taken / goal - 1) <= slack
+            if is_met or attempt + 1 == _ATTEMPTS:
+                return Encoded(folder=folder, bits=taken, wanted_bits=aim, is_met=is_met)
+            attempt += 1
+            corrected = self._step(goal * self._expected_bits(step) / max(taken, 1.0))
+            self._save("step", attempt, {"step": np.array(corrected)})
 
-    def _settled(self, attempt: int, aim: float, calls: Sequence[Sequence[LayerCall]]) -> float:
+    def _attempted(self, attempt: int, step: float, calls: Sequence[Sequence[LayerCall]]) -> tuple[Path, float]:
+        """Encode all layers with a step; return the folder of the codes, and the bits that they take."""
+        last, folder = self.model.layers, self.work / f"codes-{attempt}"
+        for old in range(attempt):
+            shutil.rmtree(self.work / f"codes-{old}", ignore_errors=True)
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        taken = 0.0
+        for layer in range(last + 1):
+            path = folder / f"codes-{layer:04}.safetensors"
+            if not path.exists():
+                codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step)
+                write_ready(path, codes)
+            taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
+            self._done(2, layer + 1, f"encoding layer {layer}")
+        return folder, taken
+
+    def _settled(self, attempt: int, goal: float, calls: Sequence[Sequence[LayerCall]]) -> float:
         """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
         if not self._file("step", attempt).exists():
-            step, middle = self._step(aim), self.model.layers // 2
+            step, middle = self._step(goal), self.model.layers // 2
             tried = self._layer_codes(middle, calls, step)
             if taken := sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts):
-                step = self._step(aim * self._expected_bits(step, middle) / taken)
+                step = self._step(goal * self._expected_bits(step, middle) / taken)
             self._save("step", attempt, {"step": np.array(step)})
         return float(load_file(self._file("step", attempt))["step"])
 
@@ -325,26 +373,42 @@ class LayerwiseCalibration:
                     self.model.run(layer, hidden[batch], call[layer])
                     statistics.next_batch()
             del hidden
-            return self._codes(layer, load_file(self._file("statistics", layer)), statistics.mean_moments, step)
+            known = load_file(self._file("statistics", layer))
+            codes = Codes()
+            for matrices, _, moments in statistics.inputs():
+                codes |= self._codes(layer, self._weights_at(layer, matrices), known, moments, step)
+            return codes
 
     def _outside_codes(self, step: float) -> Codes:
         known = load_file(self._file("statistics", self.model.layers))
-        names = {weight.parameter: weight.name for weight in self.weights.get(OUTSIDE, ())}
+        codes = Codes()
         with self.model.loaded(OUTSIDE):
-            return self._codes(
-                OUTSIDE, known, lambda parameter: torch.from_numpy(known[f"{names[parameter]}:moments"]), step
-            )
+            for weight in self.weights.get(OUTSIDE, ()):
+                if moments := _moments_of(weight.name, known):
+                    codes |= self._codes(OUTSIDE, [weight], known, moments, step)
+        return codes
 
     def _codes(
-        self, layer: int, known: Mapping[str, npt.NDArray[Any]], moments: Callable[[str], Tensor], step: float
+        self,
+        layer: int,
+        weights: Sequence[CalibratedWeight],
+        known: Mapping[str, npt.NDArray[Any]],
+        moments: list[Tensor],
+        step: float,
     ) -> Codes:
+        """Encode the weights of a layer that multiply the same inputs, of those of which something is known.
+
+        moments: the blocks of H, which are taken out of the list
+        """
         parameters, result = self.model.parameters_of(layer), Codes()
-        for weight in self.weights.get(layer, ()):
-            if f"{weight.name}:energies" not in known:
-                continue
+        weights = [weight for weight in weights if f"{weight.name}:energies" in known]
+        if not weights:
+            return result
+        inputs = InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))])
+        for weight in weights:
             codes, measured = encode_columns(
-                parameters[weight.parameter].detach().numpy(),
-                moments=moments(weight.parameter).numpy(),
+                weight.place.of(parameters[weight.place.matrix.parameter]).numpy(),
+                inputs,
                 gradients=known[f"{weight.name}:gradients"],
                 step=step,
                 states=self.states,
@@ -376,19 +440,26 @@ def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
     return all(one.equals(other) for one, other in zip(first, second, strict=True))
 
 
-def _described(name: str, weight: Tensor, moments: Tensor, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
+def _stored_moments(name: str, blocks: Sequence[Tensor]) -> dict[str, npt.NDArray[Any]]:
+    return {f"{name}:moments-{number:03}": block.numpy() for number, block in enumerate(blocks)}
+
+
+def _moments_of(name: str, known: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
+    """Return the blocks of H that are kept of a weight; none if nothing is known."""
+    return [torch.from_numpy(known[key]) for key in sorted(known) if key.startswith(f"{name}:moments-")]
+
+
+def _described(name: str, weight: Tensor, inputs: InputFactors, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
     """Return what is kept of a weight until it is encoded.
 
-    energies, spread: see scaled_energies
+    energies, spread: see scaled_energies and spread_of
     energy: the sum of g_i w_i H w_i over the rows
     """
-    values = weight.detach()
-    energies, spread = scaled_energies(values.numpy(), moments=moments.numpy(), gradients=gradients)
-    outputs = np.concatenate([((rows @ moments) * rows).sum(1).double().numpy() for rows in values.split(BATCH_TOKENS)])
+    values = weight.numpy()
     return {
         f"{name}:gradients": gradients,
-        f"{name}:energy": np.array(float(gradients @ outputs)),
-        f"{name}:energies": energies,
-        f"{name}:spread": spread,
+        f"{name}:energy": np.array(float(gradients @ output_energies(values, inputs))),
+        f"{name}:energies": scaled_energies(values, inputs, gradients=gradients),
+        f"{name}:spread": spread_of(inputs),
         f"{name}:shape": np.array(weight.shape),
     }

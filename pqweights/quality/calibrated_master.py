@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,19 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LocalStorage
-from pqweights.checkpoint.writer import disk_errors
+from pqweights.checkpoint.writer import DiskNeed, check_room, disk_errors
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.common.threads import slow_step
 from pqweights.common.units import size_text
-from pqweights.errors import EvaluationError, OptionError, OutputError, RecipeError, SourceError
+from pqweights.errors import EvaluationError, OutputError, RecipeError, SourceError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
-from pqweights.planning.options import SELF, QuantizeArguments
+from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
+from pqweights.planning.options import SELF, QuantizeArguments, QuantizeOptions
+from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quality.calibrated import CalibratedWeight, LayerwiseCalibration, save_whole
+from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration, save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.preparation import window_size
 from pqweights.quality.sample import draw, first_token
@@ -51,12 +53,10 @@ FEWEST_TOKENS = 2048
 SEED = 0
 # Of the trellis, unless the effort says otherwise: beside the rest of a calibration 64 cost nothing.
 STATES = 64
-# A weight of fewer rows does not fill a strip, and would grow.
-FEWEST_ROWS = 128
 # A weight whose outputs have this share of their energy as error is nearly gone.
 LOST = 0.3
 # A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
-# already quantized, which transformers may not compute as it is.
+# already quantized or pickled, which transformers may not compute as it is.
 MOST_IN_MEMORY = 4_000_000_000
 DRAFT_RECIPE = "t4"
 
@@ -79,16 +79,7 @@ def calibrated_codes(
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
     out.check_apart(source)
     checkpoint, _, plan = plan_quantize(source, recipe, asked)
-    wanted = {
-        tensor.name: 8.0 * tensor.bytes
-        for tensor in plan.tensors
-        if tensor.codec == HadamardTrellis.name and len(tensor.shape) == 2 and tensor.shape[0] >= FEWEST_ROWS
-    }
-    if not wanted:
-        raise RecipeError(
-            f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {HadamardTrellis.name}, and it gives "
-            "it to none here; choose a recipe such as t4"
-        )
+    wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
     key = _identity(checkpoint, [tensor.bytes for tensor in plan.tensors], recipe, asked, states)
     if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
@@ -100,19 +91,21 @@ def calibrated_codes(
         try:
             torch.set_num_threads(threads)
             ids = _sample(source, checkpoint, work, asked, threads)
-            _check_space(work, model, ids)
+            _check_space(work, checkpoint, ids.numel(), wanted, out, plan.output_bytes)
+            weights = _weights(model, wanted)
             calibration = LayerwiseCalibration(
                 model=model,
                 ids=ids,
-                weights=_weights(model, wanted),
+                weights=weights,
                 work=work,
                 wanted_bits=wanted,
                 states=states,
+                at_most=recipe.target is not None,
                 threads=threads,
                 seed=SEED,
                 progress=asked.calibration_progress or _ignore,
             )
-            codes = calibration.encode()
+            encoded = calibration.encode()
         finally:
             torch.set_num_threads(before)
         about = {
@@ -124,23 +117,9 @@ def calibrated_codes(
             "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
             "identity": key,
         }
-        ready = ReadyWeights.open(codes, about=about)
-        yield ready.with_warnings(_warnings(wanted.keys() - ready.weights.keys(), ready))
-
-
-def check_options(recipe: Recipe, asked: QuantizeArguments) -> None:
-    """Raise OptionError or RecipeError for what a calibration cannot be combined with."""
-    for name, why in (
-        ("awq", "the calibration scales channels itself"),
-        ("ray", "a calibration runs on one machine"),
-        ("low_disk", "a calibration reads the whole checkpoint several times"),
-    ):
-        if getattr(asked, name):
-            raise OptionError(f"`{name}`: {why}; leave out `{name}` or `calibrate`")
-    if recipe.target is not None:
-        raise RecipeError(
-            f"`calibrate` with a target ({recipe.target}): bits go where the calibration finds that they matter; give "
-            "the mean width in place of the target, with `bits`"
+        ready = ReadyWeights.open(encoded.folder, about=about)
+        yield ready.with_warnings(
+            (*_missed(encoded), *_warnings(_of_the_trellis(plan) - ready.weights.keys(), wanted, weights, ready))
         )
 
 
@@ -161,14 +140,35 @@ def _finished(out: Store, key: str) -> FinishedWeights:
     return FinishedWeights(stated=calibrated, tensors={tensor.name: tensor for tensor, _ in manifest.pairs})
 
 
-def _warnings(left: AbstractSet[str], ready: ReadyWeights) -> tuple[str, ...]:
-    """Return lines about the weights that a calibration did not encode, and those of which it left little."""
+def _of_the_trellis(plan: Plan) -> set[str]:
+    return {tensor.name for tensor in plan.tensors if tensor.codec == HadamardTrellis.name}
+
+
+def _warnings(
+    left: AbstractSet[str],
+    wanted: Mapping[str, float],
+    weights: Mapping[int, Sequence[CalibratedWeight]],
+    ready: ReadyWeights,
+) -> tuple[str, ...]:
+    """Return lines about the weights that a calibration did not encode, and those of which it left little.
+
+    left: those of the trellis that it did not encode
+    wanted: those that it was to encode
+    weights: those that the model has as they are, by layer
+    """
     lines = []
-    if left:
-        lines.append(
-            f"tensor {min(left)!r}{_more(left)}: not calibrated, because the sample reached no linear layer of the "
-            "model that has it as it is; encoded without calibration"
-        )
+    outside = left & {weight.name for weight in weights.get(OUTSIDE, ())}
+    inside = left & {weight.name for layer, own in weights.items() if layer != OUTSIDE for weight in own}
+    for names, why in (
+        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more"),
+        (left & wanted.keys() - outside - inside, "the model has it in another form than the checkpoint"),
+        (outside, "no linear layer multiplies by it"),
+        (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
+    ):
+        if names:
+            lines.append(
+                f"tensor {min(names)!r}{_more(names)}: not calibrated, because {why}; encoded without calibration"
+            )
     lost = {name for name, weight in ready.weights.items() if (weight.weighed_mse or 0) > LOST}
     if lost:
         lines.append(
@@ -176,6 +176,17 @@ def _warnings(left: AbstractSet[str], ready: ReadyWeights) -> tuple[str, ...]:
             "them to weights that matter more; give more bits"
         )
     return tuple(lines)
+
+
+def _missed(encoded: Encoded) -> tuple[str, ...]:
+    """Return a line about a size that was missed."""
+    if encoded.is_met:
+        return ()
+    taken, wanted = (round(bits / 8) for bits in (encoded.bits, encoded.wanted_bits))
+    return (
+        f"`calibrate`: the calibrated weights take {taken} bytes after the last attempt, {taken / wanted:.1%} of the "
+        f"{wanted} that they were to take; ask for other bits, or another size",
+    )
 
 
 def _more(names: AbstractSet[str]) -> str:
@@ -188,9 +199,9 @@ def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[Ca
     for layer in (OUTSIDE, *range(model.layers)):
         own = model.parameters_of(layer)
         for tensor in model.tensors_of(layer):
-            parameter = model.parameter_of(tensor.name)
-            if tensor.name in wanted and parameter in own:
-                result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, parameter=parameter))
+            place = model.place_of(tensor.name)
+            if tensor.name in wanted and place is not None and place.matrix.parameter in own:
+                result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, place=place))
     return result
 
 
@@ -237,16 +248,20 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_space(work: Path, model: LayeredModel, ids: Tensor) -> None:
-    """Raise OutputError if there is no room for the hidden states."""
-    needed = 4 * ids.numel() * model.width * (model.layers + 3)
-    present = sum(path.stat().st_size for path in work.glob("*.safetensors"))
-    free = shutil.disk_usage(work).free
-    if needed - present > free:
-        raise OutputError(
-            f"{work}: a calibration needs {size_text(needed)} for the hidden states of {model.layers} layers, found "
-            f"{size_text(free + present)}; take fewer `calibration_tokens`, or another disk"
-        )
+def _check_space(
+    work: Path, checkpoint: Checkpoint, tokens: int, wanted: Mapping[str, float], out: Store, result_bytes: int
+) -> None:
+    """Raise OutputError if there is no room for what a calibration works on, and a result on the same disk."""
+    needed = work_bytes(checkpoint.config, tokens, wanted)
+    present = sum(path.stat().st_size for path in work.rglob("*.safetensors"))
+    what = f"{work}: a calibration needs {size_text(needed)}"
+    needs = [
+        DiskNeed(folder=work, byte_count=needed, present=present, what=what, remedy="take fewer `calibration_tokens`")
+    ]
+    if not out.is_elsewhere:
+        what = f"{out}: the result needs {size_text(result_bytes)}"
+        needs.append(DiskNeed(folder=out.work, byte_count=result_bytes, what=what, remedy="choose another disk"))
+    check_room(needs)
 
 
 def _text(asked: QuantizeArguments) -> str:
@@ -269,7 +284,7 @@ def _sample(source: Path, checkpoint: Checkpoint, work: Path, asked: QuantizeArg
         size = window_size(folder, None, WINDOW)
         windows = max(1, asked.calibration_tokens // size)
         if asked.calibrate == SELF:
-            ids = _drawn(source, checkpoint, work, windows, size, threads).numpy()
+            ids = _drawn(source, checkpoint, work, asked, (windows, size), threads).numpy()
         else:
             ids = _cut(source, _text(asked), windows, size)
         save_whole(file, {"ids": ids})
@@ -290,20 +305,23 @@ def _cut(source: Path, text: str, windows: int, size: int) -> Any:
     return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
 
 
-def _drawn(source: Path, checkpoint: Checkpoint, work: Path, windows: int, size: int, threads: int) -> Tensor:
-    """Draw the sample from the model, or from a draft master of it that stays packed."""
+def _drawn(
+    source: Path, checkpoint: Checkpoint, work: Path, asked: QuantizeArguments, shape: tuple[int, int], threads: int
+) -> Tensor:
+    """Draw the sample from the model, or from a draft master of it that stays packed. shape: windows, and tokens."""
     from pqweights.inference.loading.transformers import load
 
     weights = sum(element_count(tensor) for tensor in checkpoint.tensors)
     quantized = any(len(tensor.parts) > 1 for tensor in checkpoint.tensors)
-    with_draft = 4 * weights > MOST_IN_MEMORY or quantized
+    with_draft = 4 * weights > MOST_IN_MEMORY or quantized or asked.allow_pickle
     options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if with_draft else {"dtype": "float32"}
     folder = work / "draft" if with_draft else source
     with slow_step("drawing the sample"):
         if with_draft:
-            quantize(source, folder, load_recipe(DRAFT_RECIPE), run=RunOptions(threads=threads))
+            pickled = QuantizeOptions(allow_pickle=asked.allow_pickle)
+            quantize(source, folder, load_recipe(DRAFT_RECIPE), options=pickled, run=RunOptions(threads=threads))
         with Refused(f"{source}: transformers cannot run this model"), quiet():
             model = load(folder, **options).model.eval()
-        ids = draw(model, windows=windows, tokens=size, first=first_token(model), seed=SEED)
+        ids = draw(model, windows=shape[0], tokens=shape[1], first=first_token(model), seed=SEED)
     shutil.rmtree(work / "draft", ignore_errors=True)
     return ids

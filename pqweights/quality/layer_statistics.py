@@ -10,7 +10,7 @@ Products are recorded where torch computes them, so no architecture needs a rule
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,92 +20,145 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pqweights.codecs.column_encoding import moment_blocks
+from pqweights.quality.layered import Matrix
+
 Doubles = npt.NDArray[np.float64]
+
+# H counts as if so many more inputs had been read, of the same sizes and without correlations: few of many channels
+# show correlations that are not there (Ledoit and Wolf, Journal of Multivariate Analysis 88, 2004).
+UNCORRELATED = 64
+
+
+@dataclass(eq=False)
+class InputMoments:
+    """The sum of x x' over inputs x of K channels, of many channels in blocks on its diagonal.
+
+    Rows are kept until they would take more memory than the sum does: an expert sees few of a sample's tokens.
+
+    parts: the channels of each block
+    """
+
+    parts: Sequence[slice]
+    count: int = 0
+    _rows: list[Tensor] = field(default_factory=list)
+    _sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows: Tensor) -> None:
+        """Add inputs, [rows, K]."""
+        self._rows.append(rows.clone())
+        self.count += len(rows)
+        if sum(map(len, self._rows)) >= self.parts[0].stop:
+            self._add_up()
+
+    def mean(self) -> list[Tensor]:
+        """Return the blocks of H, off their diagonals shrunk for few inputs; what was added is forgotten."""
+        self._add_up()
+        result, self._sums = self._sums, []
+        for block in result:
+            squares = block.diagonal() / self.count
+            block.div_(self.count + UNCORRELATED)
+            block.diagonal().copy_(squares)
+        return result
+
+    def _add_up(self) -> None:
+        if not self._rows:
+            return
+        rows = torch.cat(self._rows)
+        self._rows.clear()
+        for number, part in enumerate(self.parts):
+            own = rows[:, part]
+            if number < len(self._sums):
+                self._sums[number].addmm_(own.T, own)
+            else:
+                self._sums.append(own.T @ own)
 
 
 @dataclass(eq=False)
 class ProductStatistics:
-    """What is known of one weight.
+    """What is known of one matrix.
 
-    vector: the number of the moments; weights that read the same share them
+    vector: the number of the moments; matrices that multiply the same inputs share them
     squares: the sums of squares of the gradients over all rows of outputs, [N]
-    rows: how many rows of outputs had gradients
     """
 
     vector: int
     squares: Tensor | None = None
-    rows: int = 0
 
 
 @dataclass(eq=False)
 class LayerStatistics(TorchFunctionMode):
-    """Records the products with some parameters while layers compute; a context.
+    """Records the products with some parameters, which are in memory, while layers compute; a context.
 
-    parameters: which, by name
-    moments: the sums of x x' of each vector of inputs, [K, K], by number
-    rows: the rows of inputs in each sum
-    mixed: the vectors that weights read which read the same in one batch, and not in another; these are not known
-    products: what is known of each parameter that was multiplied by, by name
+    parameters: which, by name: matrices, or stacks of them [experts, outputs, inputs]
+    moments: of each vector of inputs, by number
+    mixed: the vectors that matrices read which read the same in one batch, and not in another; these are not known
+    products: what is known of each matrix that was multiplied by
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
-    moments: dict[int, Tensor] = field(default_factory=dict)
-    rows: dict[int, int] = field(default_factory=dict)
+    moments: dict[int, InputMoments] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
-    products: dict[str, ProductStatistics] = field(default_factory=dict)
+    products: dict[Matrix, ProductStatistics] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
-        # What was added in this batch, to which vector, by which weight; kept, so that no other tensor has its place.
-        self._inputs: list[tuple[Tensor, int, str]] = []
+        self._matrices: dict[int, Matrix] = {}  # by their address
+        for name, parameter in self.parameters.items():
+            stack = parameter if parameter.ndim == 3 else parameter[None]
+            self._matrices |= {matrix.data_ptr(): Matrix(name, number) for number, matrix in enumerate(stack)}
+        # What was added in this batch, to which vector, by which matrix; kept, so that no other tensor has its place.
+        self._inputs: list[tuple[Tensor, int, Matrix]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call of any function of torch, and pass it on."""
         result = func(*args, **(kwargs or {}))
         if func is torch.nn.functional.linear:
             given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            name = self._names.get(id(given["weight"]))
-            if name is not None:
-                self._record(name, given["input"].detach(), result)
+            matrix = self._matrix_at(given["weight"])
+            if matrix is not None:
+                self._record(matrix, given["input"].detach(), result)
         return result
 
     def next_batch(self) -> None:
         """Forget which inputs were the same tensors."""
         self._inputs.clear()
 
-    def mean_moments(self, name: str) -> Tensor:
-        """Return H of a weight, [K, K]."""
-        vector = self.products[name].vector
-        return self.moments[vector] / self.rows[vector]
+    def mean_squares(self, matrix: Matrix, tokens: int) -> Doubles | None:
+        """Return g of a matrix for each token of the sample, [N]; None if no gradient reached its outputs.
 
-    def mean_squares(self, name: str) -> Doubles | None:
-        """Return g of a weight, [N]; None if no gradient reached its outputs."""
-        product = self.products[name]
-        return None if product.squares is None else (product.squares / product.rows).double().numpy()
+        tokens: of the sample. An expert has outputs for some of them, and counts for nothing in the others.
+        """
+        squares = self.products[matrix].squares
+        return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
 
-    def is_known(self, name: str) -> bool:
-        """Whether moments and gradients of a weight are known, and not all zero."""
-        product = self.products.get(name)
-        if product is None or product.vector in self.mixed or product.squares is None:
-            return False
-        return bool(product.squares.any()) and bool(self.moments[product.vector].diagonal().any())
+    def inputs(self) -> Iterator[tuple[list[Matrix], int, list[Tensor]]]:
+        """Yield the matrices that multiply the same inputs, how many these were, and the blocks of H, once."""
+        for vector in sorted(self.moments.keys() - self.mixed):
+            moments = self.moments.pop(vector)
+            matrices = [matrix for matrix, product in self.products.items() if product.vector == vector]
+            yield matrices, moments.count, moments.mean()
 
-    def _record(self, name: str, values: Tensor, result: Tensor) -> None:
+    def _matrix_at(self, weight: Tensor) -> Matrix | None:
+        """Return the matrix whose memory a tensor has."""
+        matrix = self._matrices.get(weight.data_ptr())
+        if matrix is None or not weight.is_contiguous():
+            return None
+        return matrix if weight.shape == self.parameters[matrix.parameter].shape[-2:] else None
+
+    def _record(self, matrix: Matrix, values: Tensor, result: Tensor) -> None:
         rows = values.reshape(-1, values.shape[-1])
-        product = self.products.get(name)
+        product = self.products.get(matrix)
         known = next((vector for other, vector, _ in self._inputs if _same_place(other, values)), None)
         if product is None:
-            product = self.products[name] = ProductStatistics(len(self.moments) if known is None else known)
+            product = self.products[matrix] = ProductStatistics(len(self.moments) if known is None else known)
         if known != product.vector:
-            if any(vector == product.vector and by != name for _, vector, by in self._inputs):
+            if any(vector == product.vector and by != matrix for _, vector, by in self._inputs):
                 self.mixed.add(product.vector)
             if product.vector not in self.moments:
-                self.moments[product.vector] = torch.zeros(rows.shape[1], rows.shape[1])
-                self.rows[product.vector] = 0
-            self.moments[product.vector].addmm_(rows.T, rows)
-            self.rows[product.vector] += len(rows)
-            self._inputs.append((values, product.vector, name))
+                self.moments[product.vector] = InputMoments(moment_blocks(rows.shape[1]))
+            self.moments[product.vector].add(rows)
+            self._inputs.append((values, product.vector, matrix))
         if result.requires_grad:
             result.register_hook(lambda gradient: self._add_gradient(product, gradient))
 
@@ -114,7 +167,6 @@ class LayerStatistics(TorchFunctionMode):
         rows = gradient.detach().reshape(-1, gradient.shape[-1])
         squares = rows.square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
-        product.rows += len(rows)
 
 
 def _same_place(first: Tensor, second: Tensor) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,33 @@ from pqweights.inference.runtimes.packages import Refused, package, quiet
 
 OUTSIDE = -1  # in place of the number of a layer: what comes before and after the layers
 REMEDY = "quantize it without `calibrate`"
+
+
+class Matrix(NamedTuple):
+    """A matrix by which a model multiplies: a parameter, or one expert's in a stack [experts, outputs, inputs].
+
+    parameter: its name
+    expert: the number in a stack, 0 for a parameter that is a matrix
+    """
+
+    parameter: str
+    expert: int = 0
+
+
+class Place(NamedTuple):
+    """Where the model has a matrix of the checkpoint.
+
+    matrix: of which it is a part
+    rows: which
+    """
+
+    matrix: Matrix
+    rows: slice
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return these rows of the parameter, [rows, inputs]."""
+        matrix = parameter[self.matrix.expert] if parameter.ndim == 3 else parameter
+        return matrix.detach()[self.rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +113,7 @@ class LayeredModel:
         self._path, self._list = self._find_layers(config)
         self._layers = list(self._list)
         self._mapping = get_model_conversion_mapping(self.model)
-        self._direct: dict[str, str] = {}
+        self._places: dict[str, Place] = {}
         self._tensors = self._by_layer(checkpoint)
         self._as_tuple = False
         if self._list_shares_state(config):
@@ -119,15 +146,15 @@ class LayeredModel:
             return None
         weight = self.model.get_input_embeddings().weight
         names = {name for name, parameter in self.parameters_of(OUTSIDE).items() if parameter is weight}
-        return next((tensor for tensor, parameter in self._direct.items() if parameter in names), None)
+        return next((tensor for tensor, place in self._places.items() if place.matrix.parameter in names), None)
 
     def tensors_of(self, layer: int) -> Sequence[LogicalTensor]:
         """Return the tensors of the checkpoint that belong to a layer, or to what is outside."""
         return self._tensors.get(layer, ())
 
-    def parameter_of(self, tensor: str) -> str | None:
-        """Return the parameter that holds a tensor of the checkpoint as it is; None if it is changed or not used."""
-        return self._direct.get(tensor)
+    def place_of(self, tensor: str) -> Place | None:
+        """Return where a matrix of the checkpoint is; None if the model has it in another form, or does not use it."""
+        return self._places.get(tensor)
 
     def _find_layers(self, config: Any) -> tuple[str, torch.nn.ModuleList]:
         count = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -152,14 +179,22 @@ class LayeredModel:
         converters = [rule for rule in self._mapping if isinstance(rule, WeightConverter)]
         state, prefix = self.model.state_dict(), self._path + "."
         result: dict[int, list[LogicalTensor]] = {}
+        fused: dict[tuple[str, str], list[LogicalTensor]] = {}
         for tensor in checkpoint.tensors:
             name, pattern = rename_source_key(tensor.name, renamings, converters, self.model.base_model_prefix, state)
             name, pattern = (name, pattern) if name in state else (tensor.name, None)
             if name in state:
-                if pattern is None and state[name].shape == tensor.shape:
-                    self._direct[tensor.name] = name
+                if pattern is not None:
+                    fused.setdefault((name, pattern), []).append(tensor)
+                elif state[name].shape == tensor.shape and len(tensor.shape) == 2:
+                    self._places[tensor.name] = Place(Matrix(name), slice(0, tensor.shape[0]))
                 number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
                 result.setdefault(int(number) if number.isdigit() else OUTSIDE, []).append(tensor)
+        for converter in converters:
+            if _stacks_experts(converter):
+                for name in {name for name, pattern in fused if pattern in converter.source_patterns}:
+                    parts = [fused.get((name, pattern), []) for pattern in converter.source_patterns]
+                    self._places |= _places_in_stack(name, tuple(state[name].shape), parts)
         return result
 
     # --- weights ---
@@ -253,6 +288,33 @@ class LayeredModel:
             raise self._refused("it does not call its layers one after the other")
         notes[-1].__dict__["logits"] = logits
         return notes
+
+
+def _stacks_experts(converter: Any) -> bool:
+    """Whether transformers makes a stack [experts, outputs, inputs] of matrices, with some below each other."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    operations = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
+    count = len(converter.source_patterns)
+    return operations == [(MergeModulelist, 0), *([(Concatenate, 1)] if count > 1 else [])]
+
+
+def _places_in_stack(name: str, shape: tuple[int, ...], parts: Sequence[Sequence[LogicalTensor]]) -> dict[str, Place]:
+    """Return the places of the matrices of a stack, by tensor; none if they do not fill it.
+
+    parts: the matrices of all experts that are above each other in the stack
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    result, start = {}, 0
+    for part in parts:
+        if len(part) != shape[0] or any(tensor.shape != (part[0].shape[0], *shape[2:]) for tensor in part):
+            return {}
+        rows = slice(start, start + part[0].shape[0])
+        for expert, tensor in enumerate(sorted(part, key=lambda tensor: dot_natural_key(tensor.name))):
+            result[tensor.name] = Place(Matrix(name, expert), rows)
+        start = rows.stop
+    return result if start == shape[1] else {}
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ class Quantize:
     recipe: which codec encodes which tensor
     strict: see QuantizeOptions
     awq: scales for the input channels of some weights
-    fit: the bit widths that were chosen for a recipe with a target
+    fit: the bit widths that were chosen for a recipe with a target; what it says of calibrated weights does not hold
     fold: the fold of the checkpoint, of which the tensors are read
     ready: the weights whose codes a calibration has found; the recipe decides on the others
     """
@@ -132,7 +132,7 @@ class Quantize:
     def account(self) -> Account:
         """The recipe, the scales, and how a size was fitted."""
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
-        fit = {} if self.fit is None else {"fit": self.fit.describe()}
+        fit = {} if self.fit is None or self.ready is not None else {"fit": self.fit.describe()}
         fold = {} if self.fold is None else {"fold": self.fold.describe()}
         ready = {} if self.ready is None else {"calibrated": self.ready.describe()}
         return Account(MASTER, {"recipe": self.recipe.to_json()} | ready | awq | fit | fold)
@@ -241,7 +241,7 @@ class Quantize:
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
         """Return how a size was fitted if there was a target, and what a fold leaves as it is, or why it is none."""
-        document = {} if self.fit is None else {"fit": self.fit.to_json()}
+        document = {} if self.fit is None or self.ready is not None else {"fit": self.fit.to_json()}
         if self.fold is None:
             return Notes(warnings=() if self.ready is None else self.ready.warnings, document=document)
         return Notes(warnings=self.fold.warnings, document=document | {"fold": self.fold.to_json()})

@@ -288,7 +288,13 @@ class ResourceNeeds:
 
 
 def resource_needs(
-    plan: Plan, threads: int, *, fold: Fold | None = None, storages: Sequence[Storage] = (), is_elsewhere: bool = False
+    plan: Plan,
+    threads: int,
+    *,
+    fold: Fold | None = None,
+    storages: Sequence[Storage] = (),
+    is_elsewhere: bool = False,
+    calibration_bytes: int = 0,
 ) -> ResourceNeeds:
     """Return what fulfilling a plan takes.
 
@@ -296,13 +302,14 @@ def resource_needs(
     fold: the fold of the tensors that are read
     storages: where the files that are read lie
     is_elsewhere: see Store
+    calibration_bytes: what a calibration keeps on the disk of this machine
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
     held = 0 if fold is None else fold.memory_bytes
     held += sum(storage.memory_bytes for storage in storages)
     held += upload_bytes_held() if is_elsewhere else 0
     held += threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
-    beside = 0 if fold is None else fold.disk_bytes
+    beside = calibration_bytes + (0 if fold is None else fold.disk_bytes)
     json_files = 1024 * len(plan.tensors) + 65536
     result = plan.output_bytes + plan.companion_bytes + json_files
     return ResourceNeeds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_moments import inputs
 
+from pqweights.codecs import column_encoding
 from pqweights.codecs.column_encoding import (
     ColumnMeasures,
+    InputFactors,
     encode_columns,
     expected_bits,
+    moment_blocks,
+    output_energies,
     scaled_energies,
+    spread_of,
 )
-from pqweights.codecs.columns import ColumnCodes
+from pqweights.codecs.columns import ColumnCodes, ColumnCut
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.protocol import Floats
 from pqweights.codecs.trellis_tables import decode_tables
@@ -44,8 +50,13 @@ class Problem(NamedTuple):
 
     def encode(self, step: float = 0.02, **options: Any) -> tuple[ColumnCodes, ColumnMeasures]:
         """Encode the weight."""
-        given: dict[str, Any] = {"moments": self.moments, "gradients": self.gradients, "states": 8} | options
-        return encode_columns(self.weight, step=step, **given)
+        given: dict[str, Any] = {"gradients": self.gradients, "states": 8} | options
+        return encode_columns(self.weight, factorized(self.moments), step=step, **given)
+
+
+def factorized(moments: Doubles) -> InputFactors:
+    """The factors of H, or of its blocks."""
+    return InputFactors.of([moments[part, part] for part in moment_blocks(len(moments))])
 
 
 def problem(rows: int, size: int, seed: int = 1) -> Problem:
@@ -146,7 +157,8 @@ def test_all_weights_of_a_row_count_alike_where_inputs_are_independent() -> None
 @pytest.mark.parametrize(("rows", "size"), [(256, 384), (640, 100)])
 def test_bits_are_as_expected(rows: int, size: int, bits: int) -> None:
     given = problem(rows, size)
-    energies, spread = scaled_energies(given.weight, moments=given.moments, gradients=given.gradients)
+    inputs = factorized(given.moments)
+    energies, spread = scaled_energies(given.weight, inputs, gradients=given.gradients), spread_of(inputs)
     low, high = -20.0, 10.0  # log2 of the step
     for _ in range(40):
         middle = (low + high) / 2
@@ -155,6 +167,35 @@ def test_bits_are_as_expected(rows: int, size: int, bits: int) -> None:
     codes, _ = given.encode(2.0**high)
     found = 8 * (len(codes.trellis) + codes.lengths.nbytes)
     assert abs(found / (bits * given.weight.size) - 1) < 0.01
+
+
+def test_energies_of_outputs_are_those_of_the_moments() -> None:
+    given = problem(300, 70)
+    expected = ((given.weight.astype(np.float64) @ given.moments) * given.weight).sum(1)
+    np.testing.assert_allclose(output_energies(given.weight, factorized(given.moments)), expected, rtol=1e-4)
+
+
+def test_many_inputs_have_moments_in_blocks_of_whole_superblocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [(part.start, part.stop) for part in moment_blocks(8192)] == [(0, 8192)]
+    for size in (8193, 14336, 28672, 53248):
+        parts, width = moment_blocks(size), ColumnCut.of((1, size)).blocks
+        assert parts[0].start == 0 and parts[-1].stop == size and len(parts) == -(-size // 8192)
+        for part, after in itertools.pairwise(parts):
+            assert part.stop == after.start and part.stop % width == 0 and part.stop - part.start < 8192 + 768
+    monkeypatch.setattr(column_encoding, "MOST_INPUTS", 800)
+    given = problem(20, 1600)
+    parts = moment_blocks(1600)
+    assert len(parts) == 2
+    codes, measures = given.encode(0.1)
+    whole = decoded(codes)[0]
+    blocks = np.zeros_like(given.moments)
+    for part in parts:
+        blocks[part, part] = given.moments[part, part]
+    assert np.isclose(measures.weighed_error, given._replace(moments=blocks).cost(whole), rtol=1e-3)
+    monkeypatch.undo()
+    together = decoded(given.encode(0.1)[0])[0]
+    # The first block is as it would be; the second does not know of the errors of the first.
+    assert given.cost(together) < given.cost(whole)
 
 
 # --- special weights ---
@@ -186,6 +227,12 @@ def special(kind: str) -> dict[str, Any]:
     return {"weight": weight, "moments": moments, "gradients": gradients}
 
 
+def encoded(
+    *, moments: Doubles, step: float = 0.05, states: int = 8, **given: Any
+) -> tuple[ColumnCodes, ColumnMeasures]:
+    return encode_columns(inputs=InputFactors.of([moments]), step=step, states=states, **given)
+
+
 KINDS = (
     *("zero weight", "zero rows", "zero inputs", "no inputs", "one input", "zero gradients", "no gradients"),
     *("one large gradient", "one large input", "one large weight"),
@@ -198,7 +245,7 @@ def test_special_weights_are_encoded(kind: str, known: bool) -> None:
     given = special(kind)
     if not known:
         given["gradients"] = None
-    codes, measures = encode_columns(**given, step=0.05, states=8)
+    codes, measures = encoded(**given)
     weight, damaged = decoded(codes)
     assert damaged < 0 and np.array_equal(weight, read(codes))
     assert np.isfinite([*measures]).all()
@@ -214,7 +261,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str, number: float) -> No
     given = special("")
     given[name].reshape(-1)[0] = number
     with pytest.raises(ValueError, match=f"^{name}: expected finite numbers"):
-        encode_columns(**given, step=0.05, states=8)
+        encoded(**given)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +269,8 @@ def test_numbers_that_are_not_finite_are_refused(name: str, number: float) -> No
     [
         ({"weight": np.zeros((2, 3, 4), np.float32)}, "expected a weight"),
         ({"weight": np.zeros((0, 40), np.float32)}, "expected a weight"),
-        ({"moments": np.eye(39)}, "moments: expected shape"),
+        ({"moments": np.eye(39)}, "moments: expected those of 40 inputs, found those of 39"),
+        ({"moments": np.ones((40, 39))}, "moments: expected square blocks"),
         ({"gradients": np.ones(3)}, "gradients: expected shape"),
         ({"gradients": -np.ones(140)}, "gradients: expected means of squares"),
         ({"moments": -np.eye(40)}, "moments: expected means of squares"),
@@ -235,7 +283,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str, number: float) -> No
 )
 def test_what_cannot_be_encoded_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refused:
-        encode_columns(**(special("") | {"step": 0.05, "states": 8} | changes))
+        encoded(**(special("") | changes))
     assert "\n" not in str(refused.value)
 
 
@@ -246,7 +294,7 @@ def test_what_cannot_be_encoded_is_refused(changes: dict[str, Any], message: str
 @given(at=st.integers(0, 10_000), to=st.integers(1, 255), kind=st.sampled_from(["zero rows", "zero weight"]))
 def test_damage_is_found_where_the_page_finds_it(at: int, to: int, kind: str) -> None:
     given = special(kind)
-    codes, _ = encode_columns(**given, step=0.1, states=8)
+    codes, _ = encoded(**given, step=0.1)
     trellis = codes.trellis.copy()
     trellis[at % len(trellis)] ^= to
     weight, damaged = decoded(codes, trellis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,10 @@ pytest.importorskip("transformers")
 import torch
 
 import pqweights
+from pqweights.checkpoint import writer
+from pqweights.codecs import column_encoding, columns
 from pqweights.errors import EvaluationError, OutputError, PqweightsError, RecipeError, SourceError
-from pqweights.quality import calibrated_master
+from pqweights.quality import calibrated, calibrated_master
 
 TOKENS, WINDOW = 2048, 64
 SHORT: dict[str, Any] = {"calibration_tokens": TOKENS, "threads": 1}
@@ -35,19 +38,20 @@ def short_windows() -> Iterator[None]:
         yield
 
 
+def sharpened(model: Any) -> None:
+    """Make some channels matter much more than others, and predictions sharp."""
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight.mul_(torch.exp(torch.randn(128)))
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: Any) -> Path:
     """A model of which some channels matter much more than others, and whose predictions are sharp."""
-
-    def change(model: Any) -> None:
-        with torch.no_grad():
-            model.lm_head.weight.mul_(12)
-            for layer in model.model.layers:
-                for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                    norm.weight.mul_(torch.exp(torch.randn(128)))
-
     small = families.causal("Llama", hidden_size=128, intermediate_size=256, head_dim=64)
-    return families.build(small, tmp_path_factory.mktemp("sharp"), change)
+    return families.build(small, tmp_path_factory.mktemp("sharp"), sharpened)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +157,9 @@ def test_weights_that_do_nothing_or_would_grow_are_left(tmp_path: Path) -> None:
     assert codecs["model.layers.0.self_attn.q_proj.weight"] == "hadamard-trellis"
     assert codecs["model.layers.1.self_attn.k_proj.weight"] == "hadamard-trellis"  # of 64 rows
     assert codecs["model.layers.1.self_attn.q_proj.weight"] == "hadamard-trellis-columns"
-    assert any("not calibrated" in line for line in report.warnings)
+    why = "and 3 more: not calibrated, because it is not a matrix of 128 rows or more"
+    assert sum(why in line for line in report.warnings) == 1 and "0.self_attn.k_proj" in report.warnings[0]
+    assert any("fewer than 64 tokens of the sample reached it" in line for line in report.warnings)
 
 
 def test_a_source_that_changed_is_calibrated_anew(source: Path, tmp_path: Path) -> None:
@@ -212,16 +218,124 @@ def test_tied_weights_are_calibrated_as_one(tmp_path: Path, tmp_path_factory: An
     assert codecs["model.embed_tokens.weight"] == "hadamard-trellis-columns"
 
 
-def test_what_no_linear_layer_multiplies_by_stays_as_it_would_be(tmp_path: Path, tmp_path_factory: Any) -> None:
-    name = "mixtral"  # whose experts transformers fuses
-    folder = families.model(tmp_path_factory.getbasetemp(), name)
-    report = pqweights.quantize(folder, tmp_path / "out", "t4", calibrate="self", **SHORT)
-    assert any("not calibrated" in line for line in report.warnings)
-    codecs = {t["name"]: t["codec"] for t in manifest(tmp_path / "out")["tensors"]}
-    experts = [codec for tensor, codec in codecs.items() if ".experts." in tensor and codec]
-    assert set(experts) <= {"hadamard-trellis"}
-    assert list(codecs.values()).count("hadamard-trellis-columns") >= 4
-    families.load(tmp_path / "out", families.FAMILIES[name])
+EXPERTS: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "num_experts_per_tok": 2}
+MIXTURES = {
+    "mixtral": families.causal("Mixtral", **EXPERTS, intermediate_size=128, num_local_experts=4),
+    "qwen3_moe": families.causal("Qwen3Moe", **EXPERTS, moe_intermediate_size=128, num_experts=4),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_calibrated_each_on_its_own_tokens(name: str, tmp_path: Path) -> None:
+    """The last expert of the first layer gets no token."""
+
+    def change(model: Any) -> None:
+        sharpened(model)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0] = 0.1  # of all tokens, and the first router dislikes it
+            for layer, least in zip(model.model.layers, (-50, 0), strict=True):
+                layer.mlp.gate.weight[:, 0] = torch.tensor([0, 0, 0, least])
+                layer.self_attn.o_proj.weight[0] = 0
+                layer.post_attention_layernorm.weight[0] = 1
+
+    folder, out = families.build(MIXTURES[name], tmp_path / "source", change), tmp_path / "out"
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what == "encoding layer 0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(folder, out, "t3", calibrate="self", **SHORT, calibration_progress=stop)
+    report = pqweights.quantize(folder, out, "t3", calibrate="self", **SHORT)
+    pqweights.quantize(folder, tmp_path / "whole", "t3", calibrate="self", **SHORT)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
+    codecs = {t["name"]: t["codec"] for t in manifest(out)["tensors"] if ".experts." in t["name"]}
+    left = {tensor for tensor, codec in codecs.items() if codec == "hadamard-trellis"}
+    assert len(codecs) == 24 and len(left) == 3 and all(".0." in tensor and ".3." in tensor for tensor in left)
+    assert any(f"{min(left)!r} and 2 more: not calibrated, because fewer than" in line for line in report.warnings)
+    pqweights.quantize(folder, tmp_path / "plain", "t3")
+    assert divergence(out, folder) < 0.6 * divergence(tmp_path / "plain", folder)
+    assert pqweights.verify(out).ok
+
+
+@pytest.mark.parametrize("target", [{"target_size": "330kB"}, {"target_bpw": 3.4}], ids=["size", "bits"])
+def test_a_target_is_met_and_decides_how_many_bits_there_are(
+    target: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    report = pqweights.quantize(source, tmp_path / "out", "t4", calibrate="self", **SHORT, **target)
+    assert not any("after the last attempt" in line for line in report.warnings)
+    if "target_size" in target:
+        (file,) = (tmp_path / "out").glob("*.safetensors")
+        assert 0.985 < file.stat().st_size / 330_000 <= 1
+    else:
+        assert 0.985 < report.totals.bits_per_weight / 3.4 <= 1
+    assert "fit" not in manifest(tmp_path / "out")
+    again = pqweights.quantize(source, tmp_path / "out", "t4", calibrate="self", **SHORT, **target)
+    assert again.already_done and pqweights.verify(tmp_path / "out").ok
+
+
+def test_a_size_that_is_missed_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "_TOLERANCE", 1e-9)
+    out, encoded = tmp_path / "out", []
+
+    def stop(done: int, total: int, what: str) -> None:
+        encoded.append(what)
+        if encoded.count("encoding layer 1") == 2:  # of the second attempt
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.quantize(source, out, "t3", calibrate="self", **SHORT, calibration_progress=stop)
+    assert len(list(tmp_path.glob(".out.calibration/codes-*"))) == 1
+    report = pqweights.quantize(source, out, "t3", calibrate="self", **SHORT)
+    pqweights.quantize(source, tmp_path / "whole", "t3", calibrate="self", **SHORT)
+    assert folder_bytes(out) == folder_bytes(tmp_path / "whole")
+    line = next(line for line in report.warnings if "after the last attempt" in line)
+    assert re.search(r"^`calibrate`: the calibrated weights take \d+ bytes .* (99\.\d|100\.\d)% of the \d+ that", line)
+
+
+def test_a_plan_says_what_a_calibration_takes(source: Path, tmp_path: Path, made: tuple[Path, Any]) -> None:
+    planned = pqweights.plan(source, "t3", calibrate="self", calibration_tokens=TOKENS)
+    assert planned.calibration is not None and planned.calibration.weights == 16  # the embedding that is only read, too
+    hidden_states = 2 * TOKENS * 128 * (2 + 3)
+    assert planned.calibration.disk_bytes == hidden_states + planned.calibration.weight_bytes
+    assert planned.needs.peak_disk_bytes > pqweights.plan(source, "t3").needs.peak_disk_bytes + hidden_states
+    shown = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", "--dry-run").stdout
+    assert f"calibrated: 16 weights of about {planned.calibration.weight_bytes} bytes together" in shown
+    with pytest.raises(RecipeError, match="`calibrate` is for matrices"):
+        pqweights.plan(source, "q4", calibrate="self")
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_computed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "free_bytes", lambda folder: 1_000_000)
+    with pytest.raises(OutputError, match=r"a calibration needs 2.* take fewer `calibration_tokens`"):
+        pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
+
+
+def test_pickled_weights_are_calibrated_if_they_may_be_read(source: Path, master: Path, tmp_path: Path) -> None:
+    import transformers
+
+    pickled = tmp_path / "pickled"
+    shutil.copytree(source, pickled)
+    (pickled / "model.safetensors").unlink()
+    state = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
+    torch.save(state, pickled / "pytorch_model.bin")
+    with pytest.raises(SourceError, match="`allow_pickle`"):
+        pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", allow_pickle=True, **SHORT)
+    assert manifest(tmp_path / "out")["calibrated"]["weights"] == 15
+
+
+def test_a_model_of_many_inputs_is_calibrated_with_moments_in_blocks(
+    tmp_path: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_MOST", 64)  # columns of a superblock
+    monkeypatch.setattr(column_encoding, "MOST_INPUTS", 128)
+    folder = families.model(tmp_path_factory.getbasetemp(), "llama-tied")  # of 256 and 512 inputs
+    pqweights.quantize(folder, tmp_path / "out", "t3", calibrate="self", **SHORT)
+    pqweights.quantize(folder, tmp_path / "plain", "t3")
+    assert divergence(tmp_path / "out", folder) < 0.9 * divergence(tmp_path / "plain", folder)
 
 
 def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
@@ -237,7 +351,6 @@ def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
     ("options", "error", "says"),
     [
         ({"recipe": "q4", "calibrate": "self"}, RecipeError, "`calibrate` is for matrices with the codec hadamard-t"),
-        ({"recipe": "t4", "calibrate": "self", "target_size": "9MB"}, RecipeError, "with a target .* with `bits`"),
         ({"recipe": "t4", "calibrate": "self", "ray": "local"}, PqweightsError, "`ray`: a calibration runs on one"),
         ({"recipe": "t4", "calibrate": "self", "low_disk": True}, PqweightsError, "`low_disk`: a calibration reads"),
         ({"recipe": "t4", "calibrate": "self", "awq": "FILE"}, PqweightsError, "leave out `awq` or `calibrate`"),
@@ -276,6 +389,6 @@ def test_texts_and_models_that_cannot_be_used_are_refused(source: Path, tmp_path
 def test_the_command_says_what_came_of_it(source: Path, tmp_path: Path) -> None:
     tokens = ("--calibration-tokens", str(TOKENS), "--threads", "1")
     result = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", *tokens)
-    assert "not calibrated" in result.stderr
+    assert "not calibrated" in result.stderr and result.stdout.count("worst calibrated: ") == 5
     says = refused("quantize", source, tmp_path / "other", "-r", "q4", "--calibrate", "self", *tokens)
     assert "--calibrate is for matrices with the codec" in says

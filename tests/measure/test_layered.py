@@ -8,7 +8,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from helpers import read_all, write_checkpoint
+from helpers import as_float32, read_all, write_checkpoint
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -17,8 +17,8 @@ import torch
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
-from pqweights.quality.layer_statistics import LayerStatistics
-from pqweights.quality.layered import OUTSIDE, LayeredModel
+from pqweights.quality.layer_statistics import InputMoments, LayerStatistics
+from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
 
 IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 490, (3, 24)))
 # Those whose text model is a causal language model of transformers.
@@ -27,6 +27,12 @@ CAUSAL = [name for name, family in families.FAMILIES.items() if family.model.end
 
 def opened(folder: Path) -> LayeredModel:
     return LayeredModel(open_local(folder), folder)
+
+
+def shrunk(moments: torch.Tensor, count: int) -> torch.Tensor:
+    """Moments of `count` inputs and 64 without correlations."""
+    uncorrelated = torch.diag(moments.diagonal())
+    return (count * moments + 64 * uncorrelated) / (count + 64)
 
 
 def whole(folder: Path) -> Any:
@@ -99,15 +105,64 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
         after.backward(leaf.grad)
     assert torch.allclose(inputs.grad, states.hidden_states[layer].grad, rtol=1e-3, atol=1e-5)
     names = [name for name in expected if f".{layer}." in name]
-    assert sorted(statistics.products) == sorted(names) and len(names) == 7
-    for name in names:
-        moments, squares = expected[name]
-        assert torch.allclose(statistics.mean_moments(name).double(), moments, rtol=1e-4, atol=1e-5)
-        found = statistics.mean_squares(name)
-        assert found is not None
-        np.testing.assert_allclose(found, squares.numpy(), rtol=1e-3)
-    shared = {statistics.products[f"model.layers.1.self_attn.{which}_proj.weight"].vector for which in "qkv"}
+    assert sorted(matrix.parameter for matrix in statistics.products) == sorted(names) and len(names) == 7
+    shared = {statistics.products[Matrix(f"model.layers.1.self_attn.{which}_proj.weight")].vector for which in "qkv"}
     assert len(shared) == 1 and len(statistics.moments) == 4
+    for matrices, count, (found,) in statistics.inputs():
+        assert count == IDS.numel()
+        for matrix in matrices:
+            moments, squares = expected[matrix.parameter]
+            assert torch.allclose(found.double(), shrunk(moments, count), rtol=1e-4, atol=1e-5)
+            g = statistics.mean_squares(matrix, IDS.numel())
+            assert g is not None
+            np.testing.assert_allclose(g, squares.numpy(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_factory: Any) -> None:
+    model, layer = opened(families.model(tmp_path_factory.getbasetemp(), name)), 1
+    with model.loaded(OUTSIDE), torch.no_grad():
+        hidden, calls = model.begin(IDS)
+    hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    with model.loaded(layer):
+        experts = next(module for path, module in model.model.named_modules() if path.endswith(f"{layer}.mlp.experts"))
+        seen: list[Any] = []
+        hook = experts.register_forward_pre_hook(lambda module, given: seen.append(given))
+        with LayerStatistics(model.parameters_of(layer)) as statistics:
+            for batch in (slice(0, 2), slice(2, 3)):
+                model.run(layer, hidden[batch].requires_grad_(), _cut(calls[layer], batch)).sum().backward()
+                statistics.next_batch()
+        hook.remove()
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+        found = {matrix: (count, moments) for matrices, count, (moments,) in statistics.inputs() for matrix in matrices}
+        for expert in range(4):
+            rows = torch.cat([x[(chosen == expert).any(1)] for x, chosen, _ in seen]).detach().double()
+            count, moments = found[Matrix(name, expert)]
+            assert count == len(rows) > 0
+            assert torch.allclose(moments.double(), shrunk(rows.T @ rows / count, count), rtol=1e-4, atol=1e-5)
+            g = statistics.mean_squares(Matrix(name, expert), IDS.numel())
+            assert g is not None and g.shape == (256,)
+
+
+def _cut(call: LayerCall, batch: slice) -> LayerCall:
+    """The call of a layer for fewer windows."""
+    windows = len(IDS)
+
+    def of(value: Any) -> Any:
+        return value[batch] if isinstance(value, torch.Tensor) and value.shape[0] == windows else value
+
+    return LayerCall(tuple(map(of, call.args)), {name: of(value) for name, value in call.kwargs.items()})
+
+
+def test_moments_of_many_inputs_are_blocks_of_the_whole() -> None:
+    rows = torch.randn(50, 9, generator=torch.Generator().manual_seed(4))
+    parts = [slice(0, 4), slice(4, 8), slice(8, 9)]
+    moments = InputMoments(parts)
+    for batch in rows.split([1, 3, 40, 6]):
+        moments.add(batch)
+    expected = shrunk(rows.T.double() @ rows.double() / 50, 50)
+    for part, block in zip(parts, moments.mean(), strict=True):
+        assert torch.allclose(block.double(), expected[part, part], rtol=1e-5)
 
 
 def test_what_is_tied_and_what_is_changed_is_known(tmp_path_factory: Any) -> None:
@@ -115,9 +170,25 @@ def test_what_is_tied_and_what_is_changed_is_known(tmp_path_factory: Any) -> Non
     assert opened(families.model(base, "llama-tied")).tied == "model.embed_tokens.weight"
     assert opened(families.model(base, "llama")).tied is None
     mixtral = opened(families.model(base, "mixtral"))
-    assert mixtral.parameter_of("model.layers.0.block_sparse_moe.experts.0.w1.weight") is None  # fused in the model
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert mixtral.parameter_of(name) == name
+    assert mixtral.place_of(name) == Place(Matrix(name), slice(0, 256))
+    assert mixtral.place_of("model.layers.0.input_layernorm.weight") is None
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_matrices_of_experts_are_where_the_model_says(name: str, tmp_path_factory: Any) -> None:
+    folder = families.model(tmp_path_factory.getbasetemp(), name)
+    model, tensors = opened(folder), read_all(folder)
+    for layer in range(model.layers):
+        with model.loaded(layer):
+            parameters = model.parameters_of(layer)
+            experts = [tensor.name for tensor in model.tensors_of(layer) if ".experts." in tensor.name]
+            assert len(experts) == 12
+            for expert in experts:
+                place = model.place_of(expert)
+                assert place is not None
+                found = place.of(parameters[place.matrix.parameter])
+                np.testing.assert_array_equal(found.numpy(), as_float32(tensors[expert]))
 
 
 def test_models_without_a_list_of_decoder_layers_are_refused(tmp_path: Path, tmp_path_factory: Any) -> None:

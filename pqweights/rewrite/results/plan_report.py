@@ -13,8 +13,9 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.memory_advice import MemoryAdvice, advise
 from pqweights.exports.possible import planned_master, possible_exports
+from pqweights.planning.calibration import PlannedCalibration, check_calibration
 from pqweights.planning.fit import Fit
-from pqweights.planning.options import MemoryOptions, QuantizeOptions
+from pqweights.planning.options import CalibrateOptions, MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.folding.fold import Fold
@@ -57,6 +58,7 @@ class PlanReport:
     hub: traffic with the Hub; None for a local source
     exports: what the result can be exported to
     memory: which exports a memory has room for; None if nobody asked
+    calibration: what `calibrate` would do, with which the bytes of its weights are about those; None without it
     """
 
     plan: Plan
@@ -66,6 +68,7 @@ class PlanReport:
     hub: HubTraffic | None
     exports: tuple[PossibleExport, ...]
     memory: MemoryAdvice | None = None
+    calibration: PlannedCalibration | None = None
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -98,6 +101,7 @@ class PlanReport:
             "exports": [export.to_json() for export in self.exports],
             "left_out_tensors": self.plan.left_out_tensors,
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
+            **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
             **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),
@@ -126,21 +130,35 @@ def report_plan(
     out: Store | None = None,
     *,
     memory: MemoryOptions | None = None,
+    calibrate: CalibrateOptions | None = None,
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 
     threads: the number of threads for which the memory is estimated
     out: where the result is to be written; by default a local folder
     memory: what exports are to fit into; None if nobody asks
+    calibrate: whether and how weights are calibrated; None for no
 
     Raises SourceError, RecipeError or HubError.
     """
     checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    calibration = None
+    if calibrate is not None and calibrate.calibrate is not None:
+        check_calibration(options)
+        tokens = calibrate.calibration_tokens
+        calibration = PlannedCalibration.of(recipe, plan.tensors, checkpoint.config, tokens)
     fold = transform.fold
     is_elsewhere = out is not None and out.is_elsewhere
     master = planned_master(checkpoint, plan.tensors)
     exports = possible_exports(master)
-    needs = resource_needs(plan, threads, fold=fold, storages=[checkpoint.storage], is_elsewhere=is_elsewhere)
+    needs = resource_needs(
+        plan,
+        threads,
+        fold=fold,
+        storages=[checkpoint.storage],
+        is_elsewhere=is_elsewhere,
+        calibration_bytes=0 if calibration is None else calibration.disk_bytes,
+    )
     return PlanReport(
         plan=plan,
         fit=transform.fit,
@@ -149,6 +167,7 @@ def report_plan(
         hub=_traffic(checkpoint),
         exports=exports,
         memory=None if memory is None or memory.memory is None else advise(master, exports, memory),
+        calibration=calibration,
     )
 
 

@@ -1,0 +1,96 @@
+"""What a calibration would do with a plan, before any of it: which weights it encodes, and the disk space it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pqweights.checkpoint.header import TensorSpec, entry_bytes
+from pqweights.checkpoint.master import column_specs
+from pqweights.codecs.columns import ColumnCut
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.errors import OptionError, RecipeError
+from pqweights.planning.context_memory import layers_and_width
+from pqweights.planning.options import QuantizeOptions
+from pqweights.planning.plan import TensorPlan
+from pqweights.planning.recipe import Recipe
+
+# A weight of fewer rows does not fill a strip, and would grow.
+FEWEST_ROWS = 128
+
+
+def check_calibration(options: QuantizeOptions, *, ray: bool = False) -> None:
+    """Raise OptionError for what a calibration cannot be combined with."""
+    for name, given, why in (
+        ("awq", options.awq, "the calibration scales channels itself"),
+        ("ray", ray, "a calibration runs on one machine"),
+        ("low_disk", options.low_disk, "a calibration reads the whole checkpoint several times"),
+    ):
+        if given:
+            raise OptionError(f"`{name}`: {why}; leave out `{name}` or `calibrate`")
+
+
+def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, float]:
+    """Return how many bits the weights that are calibrated are to take, by name, if none gave of its bits to others.
+
+    A target size counts headers, in which these weights take more than without a calibration.
+
+    Raises RecipeError if there is no such weight.
+    """
+    wanted: dict[str, float] = {}
+    for tensor in tensors:
+        if tensor.codec == HadamardTrellis.name and len(tensor.shape) == 2 and tensor.shape[0] >= FEWEST_ROWS:
+            columns = column_specs(tensor.name, ColumnCut.of(tensor.shape), tensor.bytes)
+            counts_headers = recipe.target is not None and recipe.target.output_bytes is not None
+            more = _header_bytes(columns) - _header_bytes(tensor.stored) if counts_headers else 0
+            wanted[tensor.name] = 8.0 * (tensor.bytes - more)
+    if not wanted:
+        raise RecipeError(
+            f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {HadamardTrellis.name}, and it gives "
+            "it to none here; choose a recipe such as t4"
+        )
+    return wanted
+
+
+def _header_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(len(spec.name) + entry_bytes(spec.dtype, spec.shape) for spec in specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCalibration:
+    """What a plan says of a calibration.
+
+    weights: how many are calibrated, if the sample reaches them
+    weight_bytes: about how many they take together; each gets its own
+    disk_bytes: see work_bytes
+    """
+
+    weights: int
+    weight_bytes: int
+    disk_bytes: int
+
+    @staticmethod
+    def of(
+        recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, tokens: int
+    ) -> PlannedCalibration:
+        """Return what follows from the plan of a model. Raises RecipeError if nothing would be calibrated."""
+        wanted = wanted_bits(recipe, tensors)
+        return PlannedCalibration(
+            weights=len(wanted),
+            weight_bytes=round(sum(wanted.values()) / 8),
+            disk_bytes=work_bytes(config, tokens, wanted),
+        )
+
+
+def work_bytes(config: Mapping[str, Any] | None, tokens: int, wanted: Mapping[str, float]) -> int:
+    """Return the disk space that a calibration takes beside its result, in bytes, while it runs.
+
+    That is for the hidden states before each layer and after the last, in BF16, the gradients at two of them, and the
+    codes.
+
+    tokens: of the sample
+    wanted: see wanted_bits
+    """
+    layers, width = layers_and_width(config)
+    return 2 * tokens * width * (layers + 3) + int(sum(wanted.values()) / 8)
