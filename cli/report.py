@@ -142,7 +142,7 @@ def already_quantized_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
     formats: dict[tuple[int, str], int] = defaultdict(int)
     for tensor in tensors:
-        if tensor.action == "quantize" and tensor.dtype in PACKED_DTYPES:
+        if tensor.action == "quantize" and tensor.codec != "native" and tensor.dtype in PACKED_DTYPES:
             formats[PACKED_DTYPES[tensor.dtype]] += 1
     return [
         f"{counted(count, 'weight')} already quantized to {bits} bits by {name}: a second rounding adds to its loss"
@@ -264,15 +264,20 @@ def quality_lines(pairs: Pairs) -> list[str]:
     """
     from pqweights.rewrite.records import exceeds, is_rescued, total_relative_mse
 
-    measured = [(tensor, record) for tensor, record in pairs if record.relative_mse is not None]
+    measured = [(tensor, record) for tensor, record in pairs if record.energy is not None]
     if not measured:
-        return []
+        return ["lossless: weights are the numbers of the source, bit for bit"] if any_native(pairs) else []
     return [
         f"relative MSE of the quantized weights: {total_relative_mse([record for _, record in pairs]):.6f}",
         *_worst_lines(measured),
         *(_rescued_line(*pair) for pair in measured if is_rescued(*pair)),
         *(_warning(*pair) for pair in measured if exceeds(*pair)),
     ]
+
+
+def any_native(pairs: Pairs) -> bool:
+    """Whether weights were stored without loss."""
+    return any(tensor.codec == "native" for tensor, _ in pairs)
 
 
 def _worst_lines(pairs: Pairs) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import ByteReads
 from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels.groups import AWQ_ORDER, unpack_bits
@@ -34,15 +34,19 @@ class DecodedTensor:
     parts: all stored tensors, the values first
     """
 
-    storage: Storage
+    storage: ByteReads
     name: str
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...]
     plain_dtype: str = "BF16"
 
+    def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
+        """See LogicalTensor."""
+        raise NotImplementedError
 
-def read_scales(storage: Storage, stored: StoredTensor, start: int, count: int) -> Floats:
+
+def read_scales(storage: ByteReads, stored: StoredTensor, start: int, count: int) -> Floats:
     """Read scales of a floating dtype; those in U8 are E8M0 (OCP microscaling formats specification 1.0)."""
     size = item_bytes(stored.dtype)
     raw = np.empty(count * size, dtype=np.uint8)
@@ -51,7 +55,7 @@ def read_scales(storage: Storage, stored: StoredTensor, start: int, count: int) 
 
 
 def read_columns(
-    storage: Storage, stored: StoredTensor, columns: slice, *, rows: int, row_bytes: int, first_row: int = 0
+    storage: ByteReads, stored: StoredTensor, columns: slice, *, rows: int, row_bytes: int, first_row: int = 0
 ) -> Bytes:
     """Read a column of bytes or several of a stored matrix, in runs of whole rows: u8 [rows, columns]."""
     result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)

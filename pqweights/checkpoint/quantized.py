@@ -22,7 +22,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.packed import DecodedTensor, read_columns, read_scales
 from pqweights.checkpoint.packed_sources import packed_tensors, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import CODECS, MASTER_CODECS
 from pqweights.common.dtypes import (
     FLOAT4_VALUES,
@@ -74,7 +74,7 @@ class ModelTensors(NamedTuple):
     left_out: dict[str, str]
 
 
-def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
+def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
     """Return the logical tensors of a source checkpoint.
 
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
@@ -101,7 +101,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
 
 
 def _decoded(
-    storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]
+    storage: ByteReads, stored: dict[str, StoredTensor], settings: dict[str, Any]
 ) -> Iterator[Float8Tensor | Mxfp4Tensor]:
     """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)

@@ -19,7 +19,7 @@ from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.quantizing import plan_quantize
-from pqweights.rewrite.task import PossibleExport, ResourceNeeds, resource_needs
+from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
 from pqweights.storage.hub.storage import LOW_DISK_FILES
 
@@ -135,7 +135,7 @@ def report_plan(
 
     Raises SourceError, RecipeError or HubError.
     """
-    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    checkpoint, transform, plan = plan_quantize(source, recipe, options, run=RunOptions(threads=threads))
     fold = transform.fold
     is_elsewhere = out is not None and out.is_elsewhere
     master = planned_master(checkpoint, plan.tensors)
