@@ -325,8 +325,21 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     return [
         *(f"  {form}: {counted(number, 'tensor')}" for form, number in forms.items()),
         *(f"plain: {group}" for group in lines_by_reason(plain)),
+        *_identical_lines(pairs),
         *_rounding_lines(pairs),
         *_integer_error_lines([record for _, record in pairs], measured=measured),
+    ]
+
+
+def _identical_lines(pairs: Pairs) -> list[str]:
+    """Return how many weights have the very numbers of the original, if any have."""
+    integers = [(tensor, record) for tensor, record in pairs if tensor.action == "integer"]
+    same = [tensor for tensor, record in integers if record.total_mse == record.relative_mse == 0]
+    if not same:
+        return []
+    return [
+        f"bit-identical values: {len(same)} of {counted(len(integers), 'tensor')} hold the very numbers of the "
+        f"original, which was checked: {first_names([tensor.name for tensor in same])}"
     ]
 
 

@@ -6,8 +6,9 @@ Model-Optimizer, AutoGPTQ and GPTQModel, and AutoAWQ's GEMM. packed_sources.py f
 
 from __future__ import annotations
 
+import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,28 @@ WORD = 32
 RUN_BYTES = 1 << 20
 
 
+class Aspect(enum.Enum):
+    """What is read of the elements of a tensor in the format of another tool, as float32.
+
+    VALUES: the weights
+    CODES: the number of each code, of FP8 its byte
+    SCALES: the scale of each weight, without the unit of NVFP4
+    ZEROS: the code that stands for 0; none of floats
+    """
+
+    VALUES = enum.auto()
+    CODES = enum.auto()
+    SCALES = enum.auto()
+    ZEROS = enum.auto()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodedTensor:
     """What tensors in the formats of other tools have in common; see LogicalTensor. Most models compute in BF16.
 
     storage: where the stored tensors lie
     parts: all stored tensors, the values first
+    aspect: what is read
     """
 
     storage: ByteReads
@@ -40,6 +57,7 @@ class DecodedTensor:
     dtype: str
     parts: tuple[StoredTensor, ...]
     plain_dtype: str = "BF16"
+    aspect: Aspect = Aspect.VALUES
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
         """See LogicalTensor."""
@@ -113,6 +131,8 @@ class PackedSourceTensor(DecodedTensor):
         groups = self._groups(first, last)
         low = int(groups.min())
         among, high = groups - low, int(groups.max()) + 1
+        if self.aspect != Aspect.VALUES:
+            return self._aspect(row, codes, low, high)[:, among if self.aspect != Aspect.CODES else slice(None)]
         values = FLOAT4_VALUES[codes] if self.is_float else codes.astype(np.float32)
         if self.zeros is not None:
             values -= self._zeros(self.zeros, row, rows, low, high)[:, among]
@@ -121,6 +141,16 @@ class PackedSourceTensor(DecodedTensor):
         with np.errstate(all="ignore"):  # what is not finite is found where values are used
             values *= self._factors(row, rows, low, high)[:, among]
         return values
+
+    def _aspect(self, row: int, codes: Bytes, low: int, high: int) -> Floats:
+        """Return the codes of some rows, or what is the same within groups [low, high)."""
+        rows = len(codes)
+        if self.aspect == Aspect.CODES:
+            return codes.astype(np.float32)
+        if self.aspect == Aspect.SCALES:
+            return replace(self, unit=None)._factors(row, rows, low, high)
+        middle = np.full((rows, high - low), 1 << (self.bits - 1), dtype=np.float32)
+        return middle if self.zeros is None else self._zeros(self.zeros, row, rows, low, high)
 
     def _groups(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return the group of each column."""
