@@ -75,7 +75,7 @@ def show_plan(
     from pqweights.rewrite.task import usable_cores
 
     room = asked.part(MemoryOptions)
-    with output.status("reading the headers"):
+    with output.status("reading the weights" if asked.lossless else "reading the headers"):
         made = report_plan(str(asked.source), recipe, asked, threads or usable_cores(), out, memory=room)
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in () if made.memory is None else made.memory.warnings:

@@ -206,7 +206,7 @@ class _Settings(Document, frozen=True, kw_only=True):
     overrides: dict[str, dict[str, Any]]
     kept: tuple[str, ...]
     source: dict[str, Any] | None = None
-    coded: dict[str, _CodedPart] = {}
+    coded: dict[str, _CodedPart] | None = None
 
 
 class _CodedPart(Document, frozen=True, kw_only=True):
@@ -274,8 +274,10 @@ class _Reader:
 
     def natives(self, storage: Storage, stored: Mapping[str, StoredTensor]) -> list[NativeTensor]:
         """Return the weights of the codec `native`. stored: the stored tensors, without those of other weights"""
-        if self._source is None:
-            return []
+        if self._source is None or self._coded is None:
+            if (self._source, self._coded) == (None, None) and self._settings.get("codec") != native.Native.name:
+                return []
+            raise _damaged(f"expected source and coded beside weights of {native.Native.name}, found one alone or none")
         parts = self._native_parts({name: tensor for name, tensor in stored.items() if name not in self.kept})
         image = NativeImage(storage, parts)
         by_name = {part.tensor.name: part for part in parts}
@@ -315,7 +317,7 @@ class _Reader:
 
     def _coded_spec(self, name: str) -> TensorSpec:
         """Return what the source said of a stored tensor that is coded."""
-        own = self._coded.get(name)
+        own = (self._coded or {}).get(name)
         stated = own or as_document(
             {key: value for key, value in self._merged(name).items() if key in _CodedPart.__struct_fields__},
             _CodedPart,

@@ -36,6 +36,7 @@ from hostile.case import (
 )
 from restated import restate_hashes
 
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.quantizing import quantize as quantize_source
 from pqweights.rewrite.ready import ReadyWeights
@@ -86,10 +87,20 @@ def _make_columns_master(folder: Path) -> None:
     shutil.rmtree(folder / "ready")
 
 
+def _make_native_master(folder: Path) -> None:
+    """A weight of two chunks, and one of one."""
+    weights = {UP: normal(23, 90, 800), DOWN: normal(24, 40, 128), NORM: VECTOR}
+    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
+    options = QuantizeOptions(lossless=True)
+    quantize_source(folder / "src", folder / "master", load_recipe("q5"), options=options)
+    shutil.rmtree(folder / "src")
+
+
 MAKE = {
     "trellis": make_trellis_master,
     "polar": make_polar_master,
     "columns": remembered(_make_columns_master),
+    "native": remembered(_make_native_master),
 }
 
 Damage = Callable[[Path], None]  # damages the folder of a master
