@@ -6,6 +6,7 @@ the same format must have its very bytes; of others, the runtime's own package d
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,38 @@ def test_mlx_decodes_the_numbers_of_the_source(
             parts[0], parts[1] if scales is None else scales, biases, **how, dtype=mx.float32, stream=mx.cpu
         )
         assert np.array_equal(np.array(decoded), expected), weight
+
+
+def test_experts_of_gpt_oss_are_the_same_numbers_split_and_transposed(base: Path, tmp_path: Path) -> None:
+    """The source has gate and up in alternating rows, and matrices that the model holds transposed."""
+    mx = pytest.importorskip("mlx.core")
+    pytest.importorskip("mlx_lm")
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    source = Path(shutil.copytree(families.model(base, "gpt_oss"), tmp_path / "source"))
+    tensors, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, depth, rows = tensors.pop(name).shape
+        shape = (experts, rows, depth // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 130, shape, generator=generator).to(torch.uint8)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_bytes())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    out, shown = exported(tmp_path, source, "--target", "mlx", "--format", "mxfp4")
+    assert "bit-identical values: 6 of " in shown
+    loaded = mx.load(str(next(out.glob("*.safetensors"))))
+    originals = {tensor.name: values_of(tensor) for tensor in open_local(source).tensors if tensor.dtype == "MXFP4"}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        both = originals[f"{experts}.gate_up_proj"].swapaxes(1, 2)
+        expected = {"gate_proj": both[:, ::2], "up_proj": both[:, 1::2]}
+        expected["down_proj"] = originals[f"{experts}.down_proj"].swapaxes(1, 2)
+        for name, values in expected.items():
+            weight, scales = (loaded[f"{experts}.{name}.{part}"] for part in ("weight", "scales"))
+            how: Any = {"mode": "mxfp4", "group_size": 32, "bits": 4, "dtype": mx.float32, "stream": mx.cpu}
+            assert np.array_equal(np.array(mx.dequantize(weight, scales, **how)), values), name
 
 
 def test_another_grid_is_rounded_to_and_not_called_identical(base: Path, tmp_path: Path) -> None:
