@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import helpers
 import numpy as np
 import pytest
@@ -161,9 +162,11 @@ def test_independent_decoder_finds_every_stored_byte_of_the_source(name: str, tm
     assert found == {stored: array.tobytes() for stored, (_, array) in expected.items()}
 
 
-def test_export_gives_the_bytes_of_the_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["source", "bf16"])
+def test_export_gives_the_bytes_of_the_source(dtype: str, tmp_path: Path) -> None:
+    """What is not in the dtype of the model keeps its own."""
     source = plain_source(tmp_path / "source")
-    export(made(tmp_path, source), tmp_path / "out", "bf16", ExportOptions(dtype="source"))
+    export(made(tmp_path, source), tmp_path / "out", "bf16", ExportOptions(dtype=dtype))
     exported = helpers.read_safetensors(tmp_path / "out" / "model-00001-of-00001.safetensors")
     for name, (dtype, array) in helpers.read_safetensors(source / "model.safetensors").items():
         assert (exported[name][0], exported[name][1].tobytes()) == (dtype, array.tobytes()), name
@@ -191,6 +194,16 @@ def test_plan_states_the_bytes_that_the_run_writes(tmp_path: Path) -> None:
     assert actions.pop("model.layers.0.input_layernorm.weight") is None
     assert actions.pop("model.position_ids") is None
     assert set(actions.values()) == {"native"}
+
+
+def test_advice_and_cards_know_that_loading_decodes_a_master_without_loss(tmp_path: Path) -> None:
+    source = families.model(tmp_path, "llama")
+    master = made(tmp_path, source)
+    done("card", master)
+    card = (master / "README.md").read_text()
+    assert "bit for bit" in card and "packed=True" not in card
+    planned = json.loads(done("plan", source, "--lossless", "--memory", "1GB", "--json").stdout)
+    assert not any("packed" in str(proposal) for proposal in planned["memory"]["proposals"])
 
 
 def test_second_run_of_the_same_command_finds_its_result(tmp_path: Path) -> None:
