@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ _SCALE_DTYPES = {"float-tiles-inverse": "F32", "fp8-rows": "F32"}
 # The dtypes of scales that are small floats, by the kind of a FloatRule, and the sources that have such codes.
 _SMALL_SCALES = {"mxfp4": "F8_E8M0", "mxfp8": "F8_E8M0", "nvfp4": "F8_E4M3"}
 _FLOAT_SOURCES = {"mxfp4": "MXFP4", "mxfp8": "F8_E4M3", "nvfp4": "NVFP4", "fp8": "F8_E4M3"}
+# Layouts of NVFP4 whose readers divide scales by a number.
+DIVIDING = ("nvfp4-pack-quantized", "nvfp4-pack-quantized-inputs")
 # Types of GGUF that hold integers: the bits of a code, and whether a number is added to the products.
 _INTEGER_BLOCKS = {"Q4_0": (4, False), "Q4_1": (4, True), "Q8_0": (8, False)}
 
@@ -41,7 +43,7 @@ class SourceGrid:
     """The codes of a weight, and the grid on which they lie.
 
     dtype: the format of the source, of all that the weight is made of
-    unit: what the scales of NVFP4 are multiplied by
+    unit: that of NVFP4
     codes, scales, zeros: the same weight with these in place of the values; see Aspect
     """
 
@@ -49,20 +51,20 @@ class SourceGrid:
     codes: LogicalTensor
     scales: LogicalTensor
     zeros: LogicalTensor | None
-    unit: float | None
+    unit: SourceUnit | None
 
     @staticmethod
     def of(tensor: LogicalTensor) -> SourceGrid | None:
         """Return the grid of a weight, as a runtime holds it; None if it is not made of codes of one format."""
         dtypes: set[str | None] = set()
-        units: set[float | None] = set()
+        units: set[SourceUnit | None] = set()
 
         def of_aspect(aspect: Aspect) -> LogicalTensor | None:
             def leaf(native: LogicalTensor) -> LogicalTensor | None:
                 of = native.carried if isinstance(native, NativeTensor) else None
                 is_decoded = isinstance(of, DecodedTensor) and len(of.parts) > 1
                 dtypes.add(of.dtype if of is not None and is_decoded else None)
-                units.add(_unit(of) if isinstance(of, PackedSourceTensor) else None)
+                units.add(SourceUnit.of(of) if isinstance(of, PackedSourceTensor) else None)
                 has_zeros = isinstance(of, PackedSourceTensor) and not of.is_float
                 if not isinstance(of, DecodedTensor) or not is_decoded or (aspect == Aspect.ZEROS and not has_zeros):
                     return None
@@ -99,33 +101,44 @@ class SourceGrid:
             scale_dtype=_SCALE_DTYPES.get(rounding.layout, "BF16"),
         )
         groups = rows.groups(rule)
-        if groups is None or not (self._has_unit(rule) or np.array_equal(rule.decode(groups).reshape(-1), values)):
+        if groups is None:
+            return None
+        if not self._has_divisor(rounding) and not np.array_equal(rule.decode(groups).reshape(-1), values):
             return None
         return replace(groups, energies=sums_of_squares(values.reshape(len(groups.energies), -1)))
 
-    def _has_unit(self, rule: Rule) -> bool:
-        """Whether scales are those of the source with its unit: then the codes say all that there is to say.
+    def _has_divisor(self, rounding: Rounding) -> bool:
+        """Whether source and format divide the scales by the same number, so that codes and scales say all.
 
-        Values need not be the same: compressed-tensors divides by a unit, and the rule multiplies by its inverse.
+        The rule multiplies by its inverse, which may give other values in the last place.
         """
-        return isinstance(rule, FloatRule) and rule.kind == "nvfp4" and rule.unit == self.unit
+        unit, rule = self.unit, rounding.rule
+        if unit is None or not unit.divides or rounding.layout not in DIVIDING:
+            return False
+        return isinstance(rule, FloatRule) and rule.unit == unit.factor
 
 
-def _unit(tensor: PackedSourceTensor) -> float | None:
-    """Return what scales are multiplied by; None without a unit."""
-    if tensor.unit is None:
-        return None
-    (number,) = read_scales(tensor.storage, tensor.unit, 0, 1).tolist()
-    if not tensor.unit.name.endswith("_global_scale"):
-        return float(number)
-    return 1 / number if number else None
+class SourceUnit(NamedTuple):
+    """What the scales of NVFP4 are multiplied by. divides: whether the source has its inverse, by which it divides"""
+
+    factor: float
+    divides: bool
+
+    @staticmethod
+    def of(tensor: PackedSourceTensor) -> SourceUnit | None:
+        """Return that of a weight; None without one."""
+        if tensor.unit is None:
+            return None
+        (number,) = read_scales(tensor.storage, tensor.unit, 0, 1).tolist()
+        divides = tensor.unit.name.endswith("_global_scale")
+        return SourceUnit(1 / number if divides else number, divides) if number else None
 
 
 def carried_unit(tensors: Sequence[LogicalTensor]) -> float | None:
     """Return the unit that the sources of some weights have in common; None if they have none, or several."""
     grids = [SourceGrid.of(tensor) for tensor in tensors]
-    units = {None if grid is None else grid.unit for grid in grids}
-    return units.pop() if len(units) == 1 else None
+    factors = {None if grid is None or grid.unit is None else grid.unit.factor for grid in grids}
+    return factors.pop() if len(factors) == 1 else None
 
 
 def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalTensor | None]) -> LogicalTensor | None:
