@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -127,7 +127,7 @@ format: $(READY) ## format the code
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
 # MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
-PAGES ?= docs/benchmarks.md docs/calibration.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/quality.md docs/running-a-master.md docs/scale.md docs/trellis.md README.md
+PAGES ?= docs/benchmarks.md docs/calibration.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/lossless.md docs/quality.md docs/running-a-master.md docs/scale.md docs/trellis.md README.md
 EXTRAS ?= bench
 BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
@@ -188,6 +188,10 @@ bench-exports: $(READY) ## errors of integer exports on real and heavy-tailed we
 
 bench-loading: $(READY) ## a master in transformers, packed and not: time and memory of loading
 	$(call BENCHMARK,loading) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-lossless: $(READY) ## sizes and rates of masters without loss; MODELS="DIR ..." beside all-MiniLM
+	$(call BENCHMARK,lossless) $(MODELS) $(ARGS)
 	$(REPORT)
 
 bench-attention: $(READY) ## products with packed keys and values beside BF16

@@ -31,6 +31,7 @@ import hub
 import kv_cache
 import kv_speed
 import loading
+import lossless
 import numpy as np
 import peers
 import phases
@@ -61,6 +62,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "exports": exports.sections,
     "gguf_types": gguf_types.sections,
     "loading": loading.sections,
+    "lossless": lossless.sections,
     "running": running.sections,
     "attention": attention.sections,
     "kv_cache": kv_cache.sections,

@@ -76,7 +76,7 @@ def show_plan(
     from pqweights.rewrite.task import usable_cores
 
     room = asked.part(MemoryOptions)
-    with output.status("reading the headers"):
+    with output.status("reading the weights" if asked.lossless else "reading the headers"):
         made = report_plan(
             str(asked.source),
             recipe,

@@ -142,7 +142,7 @@ def already_quantized_lines(tensors: Sequence[TensorPlan]) -> list[str]:
 
     formats: dict[tuple[int, str], int] = defaultdict(int)
     for tensor in tensors:
-        if tensor.action == "quantize" and tensor.dtype in PACKED_DTYPES:
+        if tensor.action == "quantize" and tensor.codec != "native" and tensor.dtype in PACKED_DTYPES:
             formats[PACKED_DTYPES[tensor.dtype]] += 1
     return [
         f"{counted(count, 'weight')} already quantized to {bits} bits by {name}: a second rounding adds to its loss"
@@ -265,9 +265,9 @@ def quality_lines(pairs: Pairs) -> list[str]:
     """
     from pqweights.rewrite.records import exceeds, is_rescued, total_relative_mse
 
-    measured = [(tensor, record) for tensor, record in pairs if record.relative_mse is not None]
+    measured = [(tensor, record) for tensor, record in pairs if record.energy is not None]
     if not measured:
-        return []
+        return ["lossless: weights are the numbers of the source, bit for bit"] if any_native(pairs) else []
     return [
         f"relative MSE of the quantized weights: {total_relative_mse([record for _, record in pairs]):.6f}",
         *_worst_lines(measured),
@@ -275,6 +275,11 @@ def quality_lines(pairs: Pairs) -> list[str]:
         *(_rescued_line(*pair) for pair in measured if is_rescued(*pair)),
         *(_warning(*pair) for pair in measured if exceeds(*pair)),
     ]
+
+
+def any_native(pairs: Pairs) -> bool:
+    """Whether weights were stored without loss."""
+    return any(tensor.codec == "native" for tensor, _ in pairs)
 
 
 def _worst_lines(pairs: Pairs) -> list[str]:
@@ -329,8 +334,21 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     return [
         *(f"  {form}: {counted(number, 'tensor')}" for form, number in forms.items()),
         *(f"plain: {group}" for group in lines_by_reason(plain)),
+        *_identical_lines(pairs),
         *_rounding_lines(pairs),
         *_integer_error_lines([record for _, record in pairs], measured=measured),
+    ]
+
+
+def _identical_lines(pairs: Pairs) -> list[str]:
+    """Return how many weights have the very numbers of the original, if any have."""
+    integers = [(tensor, record) for tensor, record in pairs if tensor.action == "integer"]
+    same = [tensor for tensor, record in integers if record.total_mse == record.relative_mse == 0]
+    if not same:
+        return []
+    return [
+        f"bit-identical values: {len(same)} of {counted(len(integers), 'tensor')} hold the very numbers of the "
+        f"original, which was checked: {first_names([tensor.name for tensor in same])}"
     ]
 
 

@@ -31,6 +31,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "decode": (0, 1),
     "decode_trellis": (0,),
     "decode_columns": (0,),
+    "decode_lossless": (0,),
     "restore_levels": (1, 2),
     "hadamard_scores": (1, 2, 3),
     "weighted_values": (1, 2, 4, 5),
@@ -39,6 +40,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "product_f32": (1, 2, 4),
     "encode": (0,),
     "encode_trellis": (0,),
+    "encode_lossless": (0,),
     "load_columns": (0, 1, 2),
     "search_columns": (0, 1, 2),
     "pack_columns": (),  # it packs what a search found

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights.checkpoint import quantized
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
+from pqweights.checkpoint.native import NativeImage, NativePart, NativeTensor, coded_specs
+from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.readers import (
     BlockTensor,
     ColumnTensor,
@@ -23,15 +26,15 @@ from pqweights.checkpoint.readers import (
     scale_shape,
 )
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, WITHDRAWN, withdrawn
-from pqweights.codecs.columns import Coding, ColumnCoding, ColumnCut, HadamardTrellisColumns, MasterCodec, bits_of
+from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, WITHDRAWN, Coding, MasterCodec, native, withdrawn
+from pqweights.codecs.columns import ColumnCoding, ColumnCut, HadamardTrellisColumns, bits_of
 from pqweights.codecs.protocol import Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.common.advice import instead
 from pqweights.common.documents import Document, Number, Size, as_document
-from pqweights.common.dtypes import FLOAT_DTYPES, PACKED_DTYPES
+from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
-from pqweights.errors import MasterError, RecipeError
+from pqweights.errors import MasterError, RecipeError, SourceError
 
 QUANT_METHOD = "pqweights"
 LOGICAL_DTYPES = (*FLOAT_DTYPES, *PACKED_DTYPES)
@@ -92,8 +95,30 @@ def column_specs(name: str, cut: ColumnCut, total: int) -> tuple[TensorSpec, ...
     )
 
 
-def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> dict[str, Any]:
-    """Return the quantization_config of a master with these weights; the most common settings become the defaults."""
+@dataclass(frozen=True, kw_only=True)
+class NativeSource:
+    """What a master with weights of the codec `native` says of its source.
+
+    settings: the source's quantization_config; {} without one
+    coded: of each stored tensor that is coded and is not called as a weight, dtype and shape
+    """
+
+    settings: Mapping[str, Any]
+    coded: Mapping[str, TensorSpec]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its keys in a quantization_config."""
+        coded = {name: {"dtype": spec.dtype, "shape": list(spec.shape)} for name, spec in self.coded.items()}
+        return {"source": dict(self.settings), "coded": coded}
+
+
+def quantization_config(
+    encodings: Sequence[Encoding], kept: Sequence[str], source: NativeSource | None = None
+) -> dict[str, Any]:
+    """Return the quantization_config of a master with these weights; the most common settings become the defaults.
+
+    source: what it says of its source, if a weight has the codec `native`
+    """
     codecs = [MASTER_CODECS[e.coder.codec] for e in encodings]
     defaults: dict[str, Any] = {
         "codec": _most_common([e.coder.codec for e in encodings]),
@@ -117,6 +142,7 @@ def quantization_config(encodings: Sequence[Encoding], kept: Sequence[str]) -> d
         "levels": levels,
         "overrides": overrides,
         "kept": list(kept),
+        **({} if source is None else source.to_json()),
     }
 
 
@@ -157,8 +183,10 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
         for stored_name in stored
         if stored_name not in settings.kept and (name := settings.weight_of(stored_name)) is not None
     ]
-    settings.check_codecs(encoded)
     taken = {part.name for tensor in encoded for part in tensor.parts}
+    encoded += settings.natives(storage, {name: tensor for name, tensor in stored.items() if name not in taken})
+    settings.check_codecs(encoded)
+    taken.update(part.name for tensor in encoded for part in tensor.parts)
     unknown = settings.overrides.keys() - {tensor.name for tensor in encoded}
     if unknown:
         raise _damaged(f"overrides: {min(unknown)!r} is not a quantized weight of this checkpoint")
@@ -177,6 +205,15 @@ class _Settings(Document, frozen=True, kw_only=True):
     levels: dict[str, dict[str, Any]]
     overrides: dict[str, dict[str, Any]]
     kept: tuple[str, ...]
+    source: dict[str, Any] | None = None
+    coded: dict[str, _CodedPart] | None = None
+
+
+class _CodedPart(Document, frozen=True, kw_only=True):
+    """What a configuration states of a stored tensor that is coded."""
+
+    dtype: str
+    shape: tuple[Size, ...]
 
 
 class _WeightSettings(Document, frozen=True, kw_only=True):
@@ -197,14 +234,21 @@ class _Reader:
         if type(version) is not int or not 1 <= version <= latest:
             expected = "1" if latest == 1 else f"1 to {latest}"
             raise _damaged(f"format_version: expected {expected}, found {version!r}; a newer pqweights may read it")
-        known = (*_Settings.__struct_fields__, *stated_defaults(MASTER_CODECS.values()))
+        fields = [
+            key
+            for key in _Settings.__struct_fields__
+            if version >= native.Native.format_version or key not in ("source", "coded")
+        ]
+        known = (*fields, *stated_defaults(MASTER_CODECS.values()))
         _check_keys("quantization_config", settings, known)
         stated = as_document(settings, _Settings, _damaged)
         self.kept, self.overrides, self._levels = frozenset(stated.kept), stated.overrides, stated.levels
         self._settings, self._version, self._block_size = settings, version, stated.block_size
         self._coders: dict[tuple[str, float], Coding] = {}
         # The longest first: one suffix may be the end of another.
-        self._first_suffixes = sorted({codec.suffixes[0] for codec in MASTER_CODECS.values()}, key=len, reverse=True)
+        blocks = (codec for codec in MASTER_CODECS.values() if codec.name != native.Native.name)
+        self._first_suffixes = sorted({codec.suffixes[0] for codec in blocks}, key=len, reverse=True)
+        self._source, self._coded = stated.source, stated.coded
 
     def check_codecs(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError unless version and block size are those of the codecs, or of the default one."""
@@ -227,6 +271,92 @@ class _Reader:
                 if named is None or named.suffixes[0] == suffix:
                     return name
         return None
+
+    def natives(self, storage: Storage, stored: Mapping[str, StoredTensor]) -> list[NativeTensor]:
+        """Return the weights of the codec `native`. stored: the stored tensors, without those of other weights"""
+        if self._source is None or self._coded is None:
+            if (self._source, self._coded) == (None, None) and self._settings.get("codec") != native.Native.name:
+                return []
+            raise _damaged(f"expected source and coded beside weights of {native.Native.name}, found one alone or none")
+        parts = self._native_parts({name: tensor for name, tensor in stored.items() if name not in self.kept})
+        image = NativeImage(storage, parts)
+        by_name = {part.tensor.name: part for part in parts}
+        try:
+            found = quantized.logical_tensors(
+                image, {name: part.tensor for name, part in by_name.items()}, {"quantization_config": self._source}
+            )
+        except SourceError as error:
+            raise _damaged(f"source: {error}") from None
+        if found.left_out:
+            raise _damaged(f"{min(found.left_out)!r} is not part of a weight, and not in kept")
+        return [self._native(storage, of, [by_name[part.name] for part in of.parts]) for of in found.tensors]
+
+    def _native_parts(self, stored: Mapping[str, StoredTensor]) -> list[NativePart]:
+        """Return the stored tensors of the source that these are, one after the other."""
+        parts, end = [], 0
+        for name, tensor in stored.items():
+            whole, lengths = (
+                name.removesuffix(native.CODED),
+                stored.get(name.removesuffix(native.CODED) + native.LENGTHS),
+            )
+            if name.endswith(native.LENGTHS) and name.removesuffix(native.LENGTHS) + native.CODED in stored:
+                continue
+            spec = TensorSpec(*tensor[:3])
+            held: tuple[StoredTensor, ...] = (tensor,)
+            if whole != name and lengths is not None:
+                spec, held = self._coded_spec(whole), (tensor, lengths)
+                for expected, part in zip(coded_specs(spec, tensor.byte_count), held, strict=True):
+                    if expected != TensorSpec(*part[:3]):
+                        raise MasterError(
+                            f"{part.file}: {part.name!r}: expected {expected.dtype} {list(expected.shape)} for "
+                            f"{spec.dtype} {list(spec.shape)}, found {part.dtype} {list(part.shape)}"
+                        )
+            parts.append(NativePart(StoredTensor(*spec, tensor.file, end, spec.byte_count), held))
+            end += spec.byte_count
+        return parts
+
+    def _coded_spec(self, name: str) -> TensorSpec:
+        """Return what the source said of a stored tensor that is coded."""
+        own = (self._coded or {}).get(name)
+        stated = own or as_document(
+            {key: value for key, value in self._merged(name).items() if key in _CodedPart.__struct_fields__},
+            _CodedPart,
+            lambda problem: _damaged(f"{name!r}: {problem}"),
+        )
+        if stated.dtype not in DTYPE_BITS or not 0 < math.prod(stated.shape) <= MAX_ELEMENTS:
+            raise _damaged(
+                f"{name!r}: expected the dtype and the shape of a stored tensor, found {stated.dtype} "
+                f"{list(stated.shape)}"
+            )
+        return TensorSpec(name, stated.dtype, stated.shape)
+
+    def _native(self, storage: Storage, of: LogicalTensor, parts: Sequence[NativePart]) -> NativeTensor:
+        """Return a weight that a reader of sources found."""
+        where, merged = f"{of.name!r}", self._merged(of.name)
+        _check_keys(f"overrides of {where}", self.overrides.get(of.name, {}), _WeightSettings.__struct_fields__)
+        own = as_document(merged, _WeightSettings, lambda problem: _damaged(f"{where}: {problem}"))
+        held = tuple(stored for part in parts for stored in part.held)
+        bits = native.bits_of(sum(stored.byte_count for stored in held), math.prod(of.shape))
+        is_native = isinstance(of, DecodedTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
+        stated = (own.codec, own.bits, own.dtype, own.shape)
+        if not is_native or stated != (native.Native.name, bits, of.dtype, of.shape):
+            raise _damaged(
+                f"{where}: expected a weight of {native.Native.name}, {bits} bits, {of.dtype}, {list(of.shape)}, as it "
+                f"is stored, or in kept; found {stated}"
+            )
+        assert isinstance(of, PlainTensor | DecodedTensor)
+        coder = native.NativeCoding(own.bits)
+        return NativeTensor(
+            storage=storage,
+            name=of.name,
+            shape=of.shape,
+            dtype=of.dtype,
+            coder=coder,
+            state=coder.parse_state({}),
+            encoded=held,
+            source=of,
+            source_parts=tuple(parts),
+        )
 
     def _merged(self, name: str) -> dict[str, Any]:
         """The settings of a weight: the defaults with its overrides."""
@@ -271,6 +401,7 @@ class _Reader:
             if own.bits != (bits := bits_of(cut, total)):
                 raise _damaged(f"{where}: bits: expected {bits}, which its stored tensors take, found {own.bits}")
             return ColumnTensor(**about, coder=coder, state=state)
+        assert not isinstance(coder, native.NativeCoding)
         coder = coder.sized(math.prod(shape))
         specs = encoded_specs(name, shape, coder, awq=awq is not None and len(shape) > 1)
         _check_shapes(specs, shape, coder=coder, parts=parts, awq=awq)
@@ -307,7 +438,7 @@ def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coding, first: 
         if math.prod(stated) > MAX_ELEMENTS:
             raise _damaged(f"{where}: shape: expected at most {MAX_ELEMENTS} elements, found {list(stated)}")
         return stated
-    if isinstance(coder, ColumnCoding) or coder.depends_on_size:
+    if isinstance(coder, ColumnCoding | native.NativeCoding) or coder.depends_on_size:
         raise _damaged(f"{where}: shape: expected that of the weight, as for all weights of {coder.codec}, found none")
     items = coder.parts[0].items_per_block
     per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)

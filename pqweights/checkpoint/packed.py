@@ -6,14 +6,15 @@ Model-Optimizer, AutoGPTQ and GPTQModel, and AutoAWQ's GEMM. packed_sources.py f
 
 from __future__ import annotations
 
+import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import ByteReads
 from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.kernels.groups import AWQ_ORDER, unpack_bits
@@ -26,23 +27,44 @@ WORD = 32
 RUN_BYTES = 1 << 20
 
 
+class Aspect(enum.Enum):
+    """What is read of the elements of a tensor in the format of another tool, as float32.
+
+    VALUES: the weights
+    CODES: the number of each code, of FP8 its byte
+    SCALES: the scale of each weight, without the unit of NVFP4
+    ZEROS: the code that stands for 0; none of floats
+    """
+
+    VALUES = enum.auto()
+    CODES = enum.auto()
+    SCALES = enum.auto()
+    ZEROS = enum.auto()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodedTensor:
     """What tensors in the formats of other tools have in common; see LogicalTensor. Most models compute in BF16.
 
     storage: where the stored tensors lie
     parts: all stored tensors, the values first
+    aspect: what is read
     """
 
-    storage: Storage
+    storage: ByteReads
     name: str
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...]
     plain_dtype: str = "BF16"
+    aspect: Aspect = Aspect.VALUES
+
+    def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
+        """See LogicalTensor."""
+        raise NotImplementedError
 
 
-def read_scales(storage: Storage, stored: StoredTensor, start: int, count: int) -> Floats:
+def read_scales(storage: ByteReads, stored: StoredTensor, start: int, count: int) -> Floats:
     """Read scales of a floating dtype; those in U8 are E8M0 (OCP microscaling formats specification 1.0)."""
     size = item_bytes(stored.dtype)
     raw = np.empty(count * size, dtype=np.uint8)
@@ -51,7 +73,7 @@ def read_scales(storage: Storage, stored: StoredTensor, start: int, count: int) 
 
 
 def read_columns(
-    storage: Storage, stored: StoredTensor, columns: slice, *, rows: int, row_bytes: int, first_row: int = 0
+    storage: ByteReads, stored: StoredTensor, columns: slice, *, rows: int, row_bytes: int, first_row: int = 0
 ) -> Bytes:
     """Read a column of bytes or several of a stored matrix, in runs of whole rows: u8 [rows, columns]."""
     result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)
@@ -109,6 +131,8 @@ class PackedSourceTensor(DecodedTensor):
         groups = self._groups(first, last)
         low = int(groups.min())
         among, high = groups - low, int(groups.max()) + 1
+        if self.aspect != Aspect.VALUES:
+            return self._aspect(row, codes, low, high)[:, among if self.aspect != Aspect.CODES else slice(None)]
         values = FLOAT4_VALUES[codes] if self.is_float else codes.astype(np.float32)
         if self.zeros is not None:
             values -= self._zeros(self.zeros, row, rows, low, high)[:, among]
@@ -117,6 +141,16 @@ class PackedSourceTensor(DecodedTensor):
         with np.errstate(all="ignore"):  # what is not finite is found where values are used
             values *= self._factors(row, rows, low, high)[:, among]
         return values
+
+    def _aspect(self, row: int, codes: Bytes, low: int, high: int) -> Floats:
+        """Return the codes of some rows, or what is the same within groups [low, high)."""
+        rows = len(codes)
+        if self.aspect == Aspect.CODES:
+            return codes.astype(np.float32)
+        if self.aspect == Aspect.SCALES:
+            return replace(self, unit=None)._factors(row, rows, low, high)
+        middle = np.full((rows, high - low), 1 << (self.bits - 1), dtype=np.float32)
+        return middle if self.zeros is None else self._zeros(self.zeros, row, rows, low, high)
 
     def _groups(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return the group of each column."""

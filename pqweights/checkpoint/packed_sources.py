@@ -16,7 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.packed import PackedSourceTensor, TransposedTensor
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import ByteReads
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
 
@@ -67,7 +67,7 @@ def why_not(settings: dict[str, Any]) -> str | None:
 
 
 def packed_tensors(
-    storage: Storage, stored: Mapping[str, StoredTensor], settings: dict[str, Any]
+    storage: ByteReads, stored: Mapping[str, StoredTensor], settings: dict[str, Any]
 ) -> Iterator[PackedSourceTensor]:
     """Yield the weights that are packed.
 
@@ -112,7 +112,7 @@ def _schemes(settings: dict[str, Any]) -> list[Scheme]:
 class _PackedSource:
     """The stored tensors of a source, in which the parts of weights are looked up."""
 
-    def __init__(self, storage: Storage, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, storage: ByteReads, stored: Mapping[str, StoredTensor]) -> None:
         self._storage, self._stored = storage, stored
 
     def integers(self, weight: str, codes: StoredTensor, schemes: list[Scheme]) -> PackedSourceTensor:

@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.packed import DecodedTensor, read_columns, read_scales
+from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
 from pqweights.checkpoint.packed_sources import packed_tensors, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import CODECS, MASTER_CODECS
 from pqweights.common.dtypes import (
     FLOAT4_VALUES,
@@ -74,7 +74,7 @@ class ModelTensors(NamedTuple):
     left_out: dict[str, str]
 
 
-def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
+def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
     """Return the logical tensors of a source checkpoint.
 
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
@@ -101,7 +101,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
 
 
 def _decoded(
-    storage: Storage, stored: dict[str, StoredTensor], settings: dict[str, Any]
+    storage: ByteReads, stored: dict[str, StoredTensor], settings: dict[str, Any]
 ) -> Iterator[Float8Tensor | Mxfp4Tensor]:
     """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)
@@ -283,9 +283,12 @@ class Float8Tensor(DecodedTensor):
         """Read the float32 products of value and scale, rounded once."""
         raw, stored = scratch("raw", count), self.parts[0]
         self.storage.read_into(stored.file, stored.offset + start, raw)
-        values = float8_table(self.dtype)[raw]
-        if len(self.parts) > 1:
-            self._multiply(values, start)
+        if self.aspect == Aspect.CODES:
+            values = raw.astype(np.float32)
+        else:
+            values = float8_table(self.dtype)[raw] if self.aspect == Aspect.VALUES else np.ones(count, np.float32)
+            if len(self.parts) > 1:
+                self._multiply(values, start)
         converted = from_float32(values, dtype)
         out[: len(converted)] = converted
 
@@ -367,9 +370,12 @@ class Mxfp4Tensor(DecodedTensor):
         exponents = read("scales", scales, slice(group, group + groups))
         values = np.empty((rows, groups, 16, 2), dtype=np.float32)
         by_group = codes.reshape(rows, groups, 16)
-        values[..., 0] = FLOAT4_VALUES[by_group & 15]
-        values[..., 1] = FLOAT4_VALUES[by_group >> 4]
-        values *= float8_table("F8_E8M0")[exponents][:, :, None, None]
+        table = np.arange(16, dtype=np.float32) if self.aspect == Aspect.CODES else FLOAT4_VALUES
+        values[..., 0], values[..., 1] = table[by_group & 15], table[by_group >> 4]
+        if self.aspect == Aspect.SCALES:
+            values[...] = 1
+        if self.aspect != Aspect.CODES:
+            values *= float8_table("F8_E8M0")[exponents][:, :, None, None]
         return np.ascontiguousarray(values.reshape(rows, groups * 32).T)
 
     def _read_columns(self, stored: StoredTensor, expert: int, columns: slice) -> npt.NDArray[np.uint8]:

@@ -19,7 +19,9 @@ import numpy.typing as npt
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.codecs.columns import Coding, ColumnCodes, ColumnCoding, ColumnCut, decode_codes
+from pqweights.checkpoint.storage import ByteReads
+from pqweights.codecs import Coding
+from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, decode_codes
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
@@ -81,14 +83,14 @@ class PlainTensor(NamedTuple):
     name, shape, dtype: those of the stored tensor; as fields, because a plan reads them a dozen times
     """
 
-    storage: Reads
+    storage: ByteReads
     stored: StoredTensor
     name: str
     shape: tuple[int, ...]
     dtype: str
 
     @staticmethod
-    def of(storage: Reads, stored: StoredTensor) -> PlainTensor:
+    def of(storage: ByteReads, stored: StoredTensor) -> PlainTensor:
         """Return a stored tensor as a logical one."""
         return PlainTensor(storage, stored, stored.name, stored.shape, stored.dtype)
 

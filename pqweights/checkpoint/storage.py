@@ -51,6 +51,14 @@ class WorkFolder(NamedTuple):
     first_line: bytes = b""
 
 
+class ByteReads(Protocol):
+    """What tensors are read through."""
+
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """See Storage."""
+        ...
+
+
 class Storage(Protocol):
     """Read access to a folder of files. Its text names it in messages. What has a default is that of a local folder."""
 

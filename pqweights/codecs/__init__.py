@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pqweights.codecs.columns import HadamardTrellisColumns, MasterCodec
+from pqweights.codecs.columns import ColumnCoding, HadamardTrellisColumns
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
+from pqweights.codecs.native import Native, NativeCoding
 from pqweights.codecs.polar import PolarAngles
-from pqweights.codecs.protocol import Codec, alternatives, check_effort, exact_rate, has_rate, rates_text
+from pqweights.codecs.protocol import Codec, Coder, alternatives, check_effort, exact_rate, has_rate, rates_text
 from pqweights.common.advice import instead
 from pqweights.errors import RecipeError
 
@@ -16,7 +17,10 @@ __all__ = [
     "CODECS",
     "DEFAULT_CODEC",
     "MASTER_CODECS",
+    "UNRATED",
     "WITHDRAWN",
+    "Coding",
+    "MasterCodec",
     "checked_effort",
     "checked_rate",
     "get_codec",
@@ -31,8 +35,15 @@ CODECS: dict[str, Codec] = {
     "hadamard-trellis": HadamardTrellis(),
     "polar": PolarAngles(),
 }
-# Those, which recipes name, and the one whose codes come from a calibration.
-MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, "hadamard-trellis-columns": HadamardTrellisColumns()}
+Coding = Coder | ColumnCoding | NativeCoding  # how a finished weight was encoded
+MasterCodec = Codec | HadamardTrellisColumns | Native
+# Those that recipes do not name, and whose weights take as many bytes as they take: that of calibrations, and the
+# source's own numbers.
+UNRATED: dict[str, HadamardTrellisColumns | Native] = {
+    "hadamard-trellis-columns": HadamardTrellisColumns(),
+    "native": Native(),
+}
+MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, **UNRATED}
 
 # Codecs for comparison that version 0.2.0 has.
 WITHDRAWN = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
@@ -46,7 +57,8 @@ def get_codec(name: str) -> Codec:
     if name in CODECS:
         return CODECS[name]
     if name in MASTER_CODECS:
-        raise RecipeError(f"codec: {name} takes a calibration and is not for recipes; expected {', '.join(CODECS)}")
+        takes = "takes whole checkpoints (`lossless`)" if name == NativeCoding.codec else "takes a calibration"
+        raise RecipeError(f"codec: {name} {takes} and is not for recipes; expected {', '.join(CODECS)}")
     if name in WITHDRAWN:
         raise RecipeError(f"codec: {withdrawn(name)}; expected {', '.join(CODECS)}")
     raise RecipeError(f"codec: no codec is called {name!r}; {instead(name, CODECS)}")

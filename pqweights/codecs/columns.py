@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.codecs.hadamard_trellis import REASONS, TRELLIS, HadamardTrellis
-from pqweights.codecs.protocol import Bytes, Codec, Coder, DamagedBlock, exact_rate
+from pqweights.codecs.protocol import Bytes, DamagedBlock, Unstated, exact_rate
 from pqweights.codecs.trellis_tables import decode_tables
-from pqweights.common.documents import Document
 from pqweights.common.dtypes import item_bytes
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
@@ -30,19 +29,6 @@ from pqweights.kernels.trellis import HEADER_BYTES
 _MOST = 768
 # What a scale that is stored as u stands for.
 _FACTORS = np.exp2((np.arange(256) - 128) / 16).astype(np.float32)
-
-
-class Unstated(Document, frozen=True):
-    """The state of a weight that has none."""
-
-    @property
-    def rescued(self) -> bool:
-        """See State."""
-        return False
-
-    def to_json(self) -> dict[str, Any]:
-        """See State."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -96,10 +82,6 @@ class HadamardTrellisColumns:
         if tables is not None:
             raise ValueError(f"expected none for {self.name}")
         return self.coder(bits)
-
-
-Coding = Coder | ColumnCoding  # how a finished weight was encoded
-MasterCodec = Codec | HadamardTrellisColumns
 
 
 class ColumnCut(NamedTuple):

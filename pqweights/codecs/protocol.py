@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.common.documents import Document
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import RecipeError
 
@@ -77,6 +78,19 @@ class State(Protocol):
 
         It may leave out a key whose default is 0, if that is the value.
         """
+
+
+class Unstated(Document, frozen=True):
+    """The state of a weight that has none."""
+
+    @property
+    def rescued(self) -> bool:
+        """See State."""
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        """See State."""
+        return {}
 
 
 class NormRange(NamedTuple):

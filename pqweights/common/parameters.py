@@ -43,7 +43,7 @@ class Parameter:
     choices: the values that there are
     least, most: bounds of a number
     needs: other parameters, one of which must be given as well, and why
-    excludes: another parameter that must not be given as well, and why
+    excludes: other parameters that must not be given as well, and why
     """
 
     help: str
@@ -56,7 +56,7 @@ class Parameter:
     least: float = -math.inf
     most: float = math.inf
     needs: tuple[tuple[str, ...], str] | None = None
-    excludes: tuple[str, str] | None = None
+    excludes: tuple[tuple[str, ...], str] | None = None
 
     def checked(self, name: str, value: Any) -> Any:
         """Return a value in the type that the library takes.
@@ -113,8 +113,9 @@ class Options:
             if needs is not None and not given & {*needs[0]}:
                 wanted = " or ".join(f"`{other}`" for other in needs[0])
                 raise OptionError(f"`{name}`: expected {wanted} as well, {needs[1]}")
-            if excludes is not None and excludes[0] in given:
-                raise OptionError(f"`{name}`: {excludes[1]}; leave out `{name}` or `{excludes[0]}`")
+            others, why = excludes or ((), "")
+            for other in given.intersection(others):
+                raise OptionError(f"`{name}`: {why}; leave out `{name}` or `{other}`")
 
     @property
     def given(self) -> set[str]:

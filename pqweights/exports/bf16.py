@@ -11,6 +11,7 @@ from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.models.names import role_name
+from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
@@ -125,7 +126,15 @@ def plain_plan(
 
 def stored_dtype(tensor: LogicalTensor, *, model: str, dtype: str | None) -> str:
     """Return the dtype of a tensor that is stored plainly. model, dtype: see plain_plan"""
-    return dtype if dtype is not None and (tensor.plain_dtype == model or is_encoded(tensor)) else tensor.plain_dtype
+    is_changed = dtype is not None and (tensor.plain_dtype == model or (is_encoded(tensor) and not is_native(tensor)))
+    return dtype if dtype is not None and is_changed else tensor.plain_dtype
+
+
+def is_native(tensor: LogicalTensor) -> bool:
+    """Whether the master holds all that a tensor is put together from without loss."""
+    if sources := sources_of(tensor):
+        return all(map(is_native, sources))
+    return isinstance(tensor, NativeTensor)
 
 
 def is_encoded(tensor: LogicalTensor) -> bool:

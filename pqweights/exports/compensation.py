@@ -206,6 +206,8 @@ def _vector_of(tensor: LogicalTensor, matrix: int, moments: Statistics, *, trans
 class _InformedJob(IntegerJob, abc.ABC):
     """The job of a weight of which inputs are known: the manifest says what was rounded how, and what that gained."""
 
+    carries = False
+
     def __init__(self, *arguments: Any, compensation: Compensation, **keywords: Any) -> None:
         """Prepare the job of one weight; see IntegerJob."""
         super().__init__(*arguments, **keywords)

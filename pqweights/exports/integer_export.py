@@ -21,12 +21,13 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.common.units import counted, size_text
 from pqweights.exports.bf16 import is_encoded, plain_plan, role_of, stored_dtype
+from pqweights.exports.carried import carried_unit
 from pqweights.exports.compensation import CompensatedJob, Compensation, WeightedJob
 from pqweights.exports.formats import BlockRule, Rounding, Stays
 from pqweights.exports.integers import IntegerJob, IntegerTarget, Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.exports.target import GPTQ, IMPORTANCE
-from pqweights.exports.units import UnitJob, fused_weights, with_unit
+from pqweights.exports.units import UnitJob, fused_weights, of_unit, with_unit
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.folded import FoldedTensor
@@ -156,6 +157,9 @@ class IntegerExport:
             return CopyJob(planned, tensor)
         if decision.unit_of is None:
             return self._rounding_job(planned, tensor, decision)
+        unit = None if self.original is not None else carried_unit(self.fused[tensor.name])
+        if unit is not None:
+            return self._rounding_job(planned, tensor, of_unit(decision, unit))
         return UnitJob(
             self.fused[tensor.name],
             lambda largest: self._rounding_job(planned, tensor, with_unit(decision, largest)),

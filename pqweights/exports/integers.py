@@ -20,6 +20,7 @@ from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
 from pqweights.exports.assignment import Assignment
+from pqweights.exports.carried import SourceGrid
 from pqweights.exports.formats import Rounding, Rule, Stays
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import sums_of_squares
@@ -108,6 +109,7 @@ class IntegerJob:
     """The job that turns one weight into integers; a chunk is some whole rows of one matrix."""
 
     row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
+    carries = True  # whether codes of a source that lie on the grid of the format are taken as they are
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class IntegerJob:
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._sums = np.zeros(2 if master is None else 3)
+        self._grid = SourceGrid.of(tensor) if self.carries and not is_original else None
 
     @property
     def chunks(self) -> int:
@@ -148,7 +151,8 @@ class IntegerJob:
         count = min(self._rows_per_chunk, self._rows - part * self._rows_per_chunk)
         first = matrix * self._rows + part * self._rows_per_chunk
         values = self._values(self._tensor, first, count, purpose="values")
-        groups, about = self._round(matrix, values)
+        carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
+        groups, about = self._round(matrix, values) if carried is None else (carried, None)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
         if not all(np.isfinite(array).all() for array in numbers):
             raise SourceError(

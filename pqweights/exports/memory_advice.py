@@ -18,6 +18,7 @@ from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
+from pqweights.codecs import UNRATED
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.exports import get_target
 from pqweights.exports.assignment import distortion
@@ -213,7 +214,7 @@ class _Model:
     @functools.cached_property
     def master_rise(self) -> float:
         """By how much the loss rises with the errors of the master."""
-        encoded = [plan for plan in self.master.planned if plan.action == QUANTIZE]
+        encoded = [plan for plan in self.master.planned if plan.action == QUANTIZE and plan.codec not in UNRATED]
         kinds = {(plan.codec, plan.bits, plan.weights): plan for plan in encoded}
         errors = {kind: coder_of(plan).least_squares().distortion for kind, plan in kinds.items()}
         return math.fsum(
@@ -229,7 +230,8 @@ class _Model:
         plain: Any = {"loaded_by": loaded_by, "target": SOURCE, "format": "as it is"}
         packed: Any = {"loaded_by": (TRANSFORMERS,), "target": MASTER, "format": "packed"}
         yield self._stored(**plain, bytes=stored, expected_rise=0.0)
-        yield self._stored(**packed, bytes=master, expected_rise=self.master_rise)
+        if not any(plan.codec in UNRATED for plan in self.master.planned):  # of which loading decodes what has no loss
+            yield self._stored(**packed, bytes=master, expected_rise=self.master_rise)
 
     def exported(self, target: ExportTarget[Any]) -> Iterator[Stored]:
         """Yield what each format of a target makes of the model, as far as it can.

@@ -65,7 +65,13 @@ def with_unit(rounding: Rounding, largest: float) -> Rounding:
         inverse = np.float32(LARGEST_SCALE * FLOAT4_LARGEST) / np.float32(largest)
         unit = float(np.float32(1) / inverse)
     # Without weights other than 0 any unit will do; what is not finite is refused when it is rounded.
-    return replace(rounding, rule=replace(rounding.rule, unit=unit if 0 < unit < np.inf else 1.0))
+    return of_unit(rounding, unit if 0 < unit < np.inf else 1.0)
+
+
+def of_unit(rounding: Rounding, unit: float) -> Rounding:
+    """Return how weights are rounded that have a unit already."""
+    assert isinstance(rounding.rule, FloatRule)
+    return replace(rounding, rule=replace(rounding.rule, unit=unit))
 
 
 class UnitJob:

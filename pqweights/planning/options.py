@@ -255,7 +255,7 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
         "Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
         default=None,
         metavar="FILE",
-        excludes=("fold", "its scales were searched for weights that are not folded"),
+        excludes=(("fold",), "its scales were searched for weights that are not folded"),
     )
     awq_any_codec: bool = option(
         "Accept scales that were searched for another codec or bit width.",
@@ -276,6 +276,18 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
         default=(),
         metavar="PATTERN",
     )
+    lossless: bool = option(
+        "Round nothing: store every weight in the source's own numbers, coded by their entropy, and bit for bit the "
+        "same when it is read. The source is read twice.",
+        default=False,
+        excludes=(
+            (
+                *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw", "sensitivity"),
+                *("fold", "awq", "calibrate", "low_disk"),
+            ),
+            "it has no recipe, and reads the source twice",
+        ),
+    )
     low_disk: bool = option(
         "For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
         default=False,
@@ -295,7 +307,7 @@ class CalibrateOptions(Options):
         checks.location,
         default=None,
         metavar="self|FILE",
-        excludes=("fold", "the calibration scales rows and columns itself"),
+        excludes=(("fold",), "the calibration scales rows and columns itself"),
     )
     calibration_tokens: int = option(
         "Number of tokens of the sample.",
@@ -526,7 +538,7 @@ class GenerationOptions(DeviceOption, DtypeOption, TokenizerOption):
         "System message, for models with a chat template that takes one.",
         default=None,
         metavar="TEXT",
-        excludes=("no_chat", "it is for conversations"),
+        excludes=(("no_chat",), "it is for conversations"),
     )
     no_chat: bool = option("Continue the prompt as it is, even if the model has a chat template.", default=False)
     max_tokens: int = option("Maximum number of tokens of a reply.", default=DEFAULT_MAX_TOKENS, metavar="N", least=1)

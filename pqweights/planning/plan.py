@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
-from pqweights.codecs import MASTER_CODECS, get_codec
-from pqweights.codecs.columns import Coding, ColumnCoding
+from pqweights.codecs import UNRATED, Coding, get_codec
 from pqweights.codecs.protocol import Coder
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
@@ -58,8 +57,8 @@ class TensorPlan(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """The bits by which weights can be told apart: None for one that was calibrated, which takes what it takes."""
-        return None if self.codec == ColumnCoding.codec else self.bits
+        """The bits by which weights can be told apart: None for one of a codec whose weights take what they take."""
+        return None if self.codec in UNRATED else self.bits
 
     @property
     def is_scaled(self) -> bool:
@@ -305,12 +304,12 @@ def coder_of(tensor: TensorPlan, effort: int | None = None) -> Coder:
 
 
 def coding_of(tensor: TensorPlan) -> Coding:
-    """Return how a quantized tensor is encoded, by a coder or by a calibration.
+    """Return how a quantized tensor is encoded.
 
     Raises RecipeError for a codec or bits that there are not.
     """
-    if tensor.codec == ColumnCoding.codec and tensor.bits is not None:
-        return MASTER_CODECS[tensor.codec].coder(tensor.bits)
+    if tensor.codec in UNRATED and tensor.bits is not None:
+        return UNRATED[tensor.codec].coder(tensor.bits)
     return coder_of(tensor)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs import MASTER_CODECS, WITHDRAWN, withdrawn
+from pqweights.codecs.native import Native
 from pqweights.codecs.protocol import exact_rate
 from pqweights.common.documents import Damaged, Document, Number, Size, as_document
 from pqweights.common.dtypes import DTYPE_BITS
@@ -104,8 +105,11 @@ def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any], hash_key: str) -
         stored=tuple(specs),
     )
     record = as_document(stated, TensorRecord, wrong)
-    if plan.action in (QUANTIZE, INTEGER) and (record.relative_mse is None or record.energy is None):
+    is_measured = plan.action in (QUANTIZE, INTEGER) and plan.codec != Native.name
+    if is_measured and (record.relative_mse is None or record.energy is None):
         raise wrong("expected relative_mse and energy, found none")
+    if plan.codec == Native.name and (record.relative_mse, record.energy) != (0, None):
+        raise wrong("expected a relative_mse of 0 and no energy of a weight without loss")
     return plan, replace(record, digests=digests, state=_checked_state(plan, stated, wrong))
 
 

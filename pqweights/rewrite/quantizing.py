@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype, model_facts
+from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.master import Encoding, encoded_specs, quantization_config
+from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -22,13 +21,15 @@ from pqweights.exports.possible import planned_master, possible_exports
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
-from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, coding_of, stored_bytes
+from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.planning.statistics_file import MOMENTS, AwqScales, open_awq, open_statistics
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
+from pqweights.rewrite.lossless import Lossless, measure
+from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
@@ -58,7 +59,7 @@ def quantize(
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
     store = open_store(out)
-    checkpoint, transform, plan = plan_quantize(source, recipe, options, ready)
+    checkpoint, transform, plan = plan_quantize(source, recipe, options, ready, run=run)
     if checkpoint.storage.origin is not None and str(Path(source)) == str(store):
         raise OutputError(
             f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
@@ -81,8 +82,12 @@ def plan_quantize(
     recipe: Recipe,
     options: QuantizeOptions = QuantizeOptions(),
     ready: ReadyWeights | FinishedWeights | None = None,
-) -> tuple[Checkpoint, Quantize, Plan]:
-    """Open a source, and decide from its headers alone what quantizing it would do.
+    *,
+    run: RunOptions = RunOptions(),
+) -> tuple[Checkpoint, Quantize | Lossless, Plan]:
+    """Open a source, and decide what quantizing it would do: from its headers alone, but for `lossless`.
+
+    run: with how many threads to find out how small weights become without loss, and how to show progress
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
@@ -94,6 +99,10 @@ def plan_quantize(
         allow_pickle=options.allow_pickle,
         include=options.include_files,
     )
+    if options.lossless:
+        refuse_master(checkpoint)
+        lossless = Lossless(lengths=measure(checkpoint, run.threads, run.progress))
+        return checkpoint, lossless, make_plan(checkpoint, lossless, options.max_shard_bytes)
     awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)
     transform = Quantize(recipe=recipe, strict=options.strict, awq=awq, ready=ready)
     if recipe.target is not None:
@@ -107,6 +116,12 @@ def plan_quantize(
         transform = replace(transform, fold=Fold(checkpoint, plain=kept, moments=moments))
     plan = make_plan(checkpoint, transform, options.max_shard_bytes)
     return checkpoint if transform.fold is None else transform.fold.folded, transform, plan
+
+
+def refuse_master(checkpoint: Checkpoint) -> None:
+    """Raise SourceError for a checkpoint that is a master."""
+    if checkpoint.is_master:
+        raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +163,7 @@ class Quantize:
     @property
     def output(self) -> Output:
         """Safetensors files, and a config.json with a quantization_config of ours."""
-        return Output(config=_config)
+        return Output(config=master_config)
 
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Decide what becomes of each tensor.
@@ -169,8 +184,7 @@ class Quantize:
         Raises SourceError if the checkpoint is a master; RecipeError if the recipe names a tensor that is not there.
         """
         decisions = decide(self.recipe, checkpoint.tensors, text_model(checkpoint.config))
-        if checkpoint.is_master:
-            raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
+        refuse_master(checkpoint)
         return RatePlanner(
             tensors=checkpoint.tensors,
             decisions=decisions,
@@ -245,24 +259,6 @@ class Quantize:
         if self.fold is None:
             return Notes(warnings=() if self.ready is None else self.ready.warnings, document=document)
         return Notes(warnings=self.fold.warnings, document=document | {"fold": self.fold.to_json()})
-
-
-def _config(checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, Any]:
-    """Return the config.json of a master, with a quantization_config of ours."""
-    dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-    quantization = quantization_config(encodings(tensors, records), [t.name for t in tensors if t.action == KEEP])
-    return guarded_config(edited_config(checkpoint.config, dtype, old_dtype=dtype), quantization)
-
-
-def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
-    """Return how each quantized tensor of a finished plan is stored."""
-    return [
-        Encoding(
-            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coding_of(tensor), state=record.state or {}
-        )
-        for tensor, record in zip(tensors, records, strict=True)
-        if tensor.action == QUANTIZE
-    ]
 
 
 def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, max_shard_bytes: int) -> Fit:

@@ -1,13 +1,13 @@
-"""The golden masters of format versions 2 to 4: weights of hadamard-trellis and of polar, made by the command, and of
-hadamard-trellis-columns, of ready codes.
+"""The golden masters of format versions 2 to 5: weights of hadamard-trellis and of polar, made by the command, of
+hadamard-trellis-columns, of ready codes, and of native, made by the command without a recipe.
 
 `trellis/` has the same step in all blocks of a superblock and errors of least squares, as the first masters.
 
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
-writes `trellis/`, `steps/`, `polar/`, `columns/` and what they decode to anew. Do so when the encoder of the trellis
-chooses other bytes on purpose. A change of a decoder would change the format: the old masters have to be decoded to the
-old values.
+writes `trellis/`, `steps/`, `polar/`, `columns/`, `native/` and what they decode to anew. Do so when the encoder of the
+trellis chooses other bytes on purpose. A change of a decoder would change the format: the old masters have to be
+decoded to the old values.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import column_decoder
 import column_writer
 import helpers
 import independent_reader
+import native_decoder
 import numpy as np
 import polar_decoder
 import trellis_decoder
+from commands import done
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 from independent_reader import Stored, Tensor
 
@@ -121,6 +123,29 @@ rules:
   - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
   - {name: "*.trellis.weight", codec: hadamard-trellis, bits: 2.5}
 """
+
+
+def native_source() -> Sources:
+    """Weights of every dtype, also of FP8 with scales, MXFP4 and values that no other codec takes."""
+    float8 = np.where(weights(64, 128, seed=61) < 0, 0x80, 0) + 0x30 + np.abs(weights(64, 128, seed=62) * 512) % 8
+    packed = (8 * (weights(2, 32, 2, 16, seed=63) > 0.01) + 3).astype(np.uint8)
+    odd = weights(40, 70, seed=64)
+    odd[3, :4] = [np.nan, np.inf, -np.inf, -0.0]
+    return {
+        "model.layers.rows.weight": helpers.bf16(weights(66, 1000, seed=60)),  # two chunks
+        "model.layers.half.weight": helpers.f16(weights(30, 129, seed=65)),
+        "model.layers.single.weight": helpers.f32(odd),
+        "model.layers.zero.weight": helpers.bf16(np.zeros((20, 128), np.float32)),
+        "model.layers.short.weight": helpers.bf16(weights(2, 70, seed=66)),
+        "model.layers.wide.weight": ("F64", weights(2, 70, seed=67).astype(np.float64) / 3),
+        "model.layers.float8.weight": ("F8_E4M3", float8.astype(np.uint8)),
+        "model.layers.float8.weight_scale_inv": helpers.f32(np.array([[0.0123]], np.float32)),
+        "model.layers.mlp.experts.down_proj_blocks": ("U8", packed),
+        "model.layers.mlp.experts.down_proj_scales": ("U8", np.arange(64, 192, dtype=np.uint8).reshape(2, 32, 2)),
+        "model.norm.weight": helpers.bf16(1 + weights(900, seed=68)),
+    }
+
+
 # The ready weights, each with about how many bits its blocks take.
 READY = {"strips": 2.0, "superblocks": 1.0, "one": 3.0, "zero": 1.0, "huge": 4.0}
 
@@ -193,6 +218,32 @@ class GoldenOfReadyCodes(Golden):
         quantize(source, out, recipe, run=RunOptions(threads=threads), ready=ready)
 
 
+@dataclass(frozen=True)
+class GoldenWithoutLoss(Golden):
+    """A golden master of the source's own numbers; what is read of it are the stored tensors of the source."""
+
+    def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
+        done("quantize", source, out, "--lossless", "--threads", threads, "--max-shard-size", "5GB")
+
+    def read_master(self, folder: Path) -> Iterator[Tensor]:
+        """The stored tensors of the source, by the independent decoder."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+        assert (config["format_version"], config["block_size"], config["source"]) == (self.version, 65536, {})
+        stored: dict[str, Stored] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            stored |= independent_reader.read_safetensors(path)
+        for name, entry in stored.items():
+            whole = name.removesuffix("_coded")
+            if whole == name and not name.endswith("_lengths"):
+                yield Tensor(name, entry.dtype, entry.shape, entry.data)
+            elif whole != name:
+                own = config["coded"].get(whole) or {"dtype": config["dtype"], **config["overrides"][whole]}
+                dtype, shape = own["dtype"], tuple(own["shape"])
+                yield Tensor(whole, dtype, shape, native_decoder.decode(
+                    entry.data, stored[f"{whole}_lengths"].data, dtype, shape
+                ))  # fmt: skip
+
+
 def _scalar(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
     return independent_reader.decode_weight(name, stored[name + "_codes"], stored[name + "_norms"], None, config)
 
@@ -252,9 +303,11 @@ TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trel
 STEPS = Golden("steps", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
 POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
 COLUMNS = GoldenOfReadyCodes("columns", 4, columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
+NATIVE = GoldenWithoutLoss("native", 5, native_source(), "", ())
 
 if __name__ == "__main__":
     write_golden(TRELLIS)
     write_golden(STEPS)
     write_golden(POLAR)
     write_golden(COLUMNS)
+    write_golden(NATIVE)

@@ -88,7 +88,7 @@ CASES: list[Case] = [
     part("column-scales-signed", put(COLUMNS, "I8", [800], bytes(800)), COLUMNS, "expected U8 [800]", "found I8"),
     part("scaled", put(UP + "_awq_scale", "F16", [800], bytes(1600)), UP + "_awq_scale", "expected no scales"),
     settings("columns-version-3", "format_version", to=3, export=("format_version", "4 or later", CODEC)),
-    settings("columns-version-5", "format_version", to=5, export=("format_version", "1 to 4", "found 5")),
+    settings("columns-version-6", "format_version", to=6, export=("format_version", "1 to 5", "found 6")),
     settings("columns-bits-other", "overrides", UP, "bits", to=3.5, export=(UP, "bits", "found 3.5")),
     settings("columns-bits-zero", "overrides", UP, "bits", to=0, export=(UP, "bits", "found 0")),
     settings("columns-bits-a-string", "overrides", UP, "bits", to="3", export=(UP, "bits", "a number")),

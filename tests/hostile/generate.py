@@ -15,10 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hostile.case import Case
 
 SUBJECTS = (
-    "headers sources gguf foreign pickles recipes outputs masters columns exports folds evaluation generation sizes"
+    "headers sources gguf foreign pickles recipes outputs masters columns native",
+    "exports folds evaluation generation sizes calibration",
 )
 CASES: list[Case] = [
-    case
-    for subject in [*SUBJECTS.split(), "calibration"]
-    for case in importlib.import_module(f"hostile.{subject}").CASES
+    case for subject in " ".join(SUBJECTS).split() for case in importlib.import_module(f"hostile.{subject}").CASES
 ]

@@ -36,6 +36,7 @@ from hostile.case import (
 )
 from restated import restate_hashes
 
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.quantizing import quantize as quantize_source
 from pqweights.rewrite.ready import ReadyWeights
@@ -86,10 +87,20 @@ def _make_columns_master(folder: Path) -> None:
     shutil.rmtree(folder / "ready")
 
 
+def _make_native_master(folder: Path) -> None:
+    """A weight of two chunks, and one of one."""
+    weights = {UP: normal(23, 90, 800), DOWN: normal(24, 40, 128), NORM: VECTOR}
+    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
+    options = QuantizeOptions(lossless=True)
+    quantize_source(folder / "src", folder / "master", load_recipe("q5"), options=options)
+    shutil.rmtree(folder / "src")
+
+
 MAKE = {
     "trellis": make_trellis_master,
     "polar": make_polar_master,
     "columns": remembered(_make_columns_master),
+    "native": remembered(_make_native_master),
 }
 
 Damage = Callable[[Path], None]  # damages the folder of a master
@@ -435,7 +446,7 @@ CASES = [
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
     settings("trellis-version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    settings("trellis-version-5", "format_version", to=5, export=("config.json", "format_version", "5")),
+    settings("trellis-version-6", "format_version", to=6, export=("config.json", "format_version", "6")),
     settings("trellis-bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     settings("trellis-bits-3", "bits", to=3, export=(TRELLIS, "expected U8", "at 3 bits")),
     settings("trellis-rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),

@@ -42,6 +42,7 @@ from pqweights.kernels import (
     gguf_encoding,
     groups,
     load_backend,
+    lossless,
     native,
 )
 from pqweights.kernels import columns as column_kernels
@@ -394,6 +395,33 @@ def decode_columns() -> Arrays:
             yield values
 
 
+def _lossless_items(width: int) -> npt.NDArray[np.uint8]:
+    """Items of two chunks: exponents as of weights, and noise."""
+    rng = np.random.default_rng(width)
+    exponents = 120 - rng.geometric(0.4, 70_000)
+    noise = rng.integers(0, 256, (70_000, width))
+    noise[:, -1] = exponents
+    noise[65_536:67_000, -1] = 7
+    return noise.astype(np.uint8).reshape(-1)
+
+
+def encode_lossless() -> Arrays:
+    """Code items of every width, also too few to fill the states."""
+    for width, count in itertools.product(lossless.WIDTHS, (33, 5000, 70_000)):
+        yield from lossless.encode(_lossless_items(width)[: count * width], width)
+
+
+def decode_lossless() -> Arrays:
+    """Decode what the encoder made, and the same with bytes that no encoder writes."""
+    for width, count in itertools.product(lossless.WIDTHS, (5000, 70_000)):
+        stream, lengths = lossless.encode(_lossless_items(width)[: count * width], width)
+        stream, values = stream.copy(), np.zeros(count * width, dtype=np.uint8)
+        yield np.array(lossless.decode(stream, lengths, values, width))
+        yield values
+        stream[1000] ^= 64
+        yield np.array(lossless.decode(stream, lengths, values, width))
+
+
 def prepare() -> Arrays:
     """Rotate inputs and make integers of them, with and without signs and scales."""
     for bits, rows, dtype in itertools.product((4, 5), (2, 3), ("BF16", "F16")):
@@ -473,6 +501,8 @@ KERNELS: dict[str, Callable[[], Arrays]] = {
     "search_columns": search_columns,
     "pack_columns": pack_columns,
     "decode_columns": decode_columns,
+    "encode_lossless": encode_lossless,
+    "decode_lossless": decode_lossless,
     "prepare": prepare,
     "prepare_f32": prepare_f32,
     "restore_levels": restore_levels,

@@ -12,6 +12,7 @@ from typing import Any
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import MASTER_CODECS
+from pqweights.codecs.native import Native
 from pqweights.common.markdown import code, fenced, table, words
 from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
@@ -105,19 +106,25 @@ def _link(repository: str) -> str:
     return f"[{repository}]({HUB}/{repository})"
 
 
+PACKED = "packed=True keeps them packed in memory (inference only)"
+
+
 def loading(target: ExportTarget[Any] | None, manifest: Manifest, model: LoadableModel) -> list[str]:
     """Return the paragraphs and code blocks of the section on loading. target: None for a master"""
     branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
-    return branch + (_load_master(model) if target is None else target.load_section(manifest.made_by, model))
+    if target is not None:
+        return branch + target.load_section(manifest.made_by, model)
+    is_lossless = any(tensor.codec == Native.name for tensor in manifest.tensors)
+    return branch + _load_master(model, "" if is_lossless else PACKED)
 
 
-def _load_master(model: LoadableModel) -> list[str]:
+def _load_master(model: LoadableModel, comment: str) -> list[str]:
     parts = ["config.json names no model type, so only pqweights can read this folder."]
     if model.opens:
         parts = [
             "With pqweights, which decodes the weights while it loads them:",
             shell("pip install 'pqweights[transformers]'"),
-            by_pqweights(model, comment="packed=True keeps them packed in memory (inference only)"),
+            by_pqweights(model, comment=comment),
         ]
         if model.auto_class:
             parts += [
@@ -143,6 +150,8 @@ def recipe(manifest: Manifest) -> list[str]:
     if not isinstance(stated, dict):
         return []
     width = "a width chosen for each group" if "fit" in made else f"{words(as_text(stated.get('bits')))} bits"
+    if "bits" not in stated:  # nothing is rounded
+        return [_recipe_line(stated, fitted=False)]
     effort = f", effort {words(as_text(stated['effort']))}" if "effort" in stated else ""
     rules = len(stated["rules"]) if isinstance(stated.get("rules"), list) else 0
     listed = f"{code(MANIFEST_FILE)} lists its {counted(rules, 'rule')} for other weights." if rules else "No rules."

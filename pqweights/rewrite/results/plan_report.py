@@ -20,7 +20,7 @@ from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.quantizing import plan_quantize
-from pqweights.rewrite.task import PossibleExport, ResourceNeeds, resource_needs
+from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
 from pqweights.storage.hub.storage import LOW_DISK_FILES
 
@@ -141,7 +141,7 @@ def report_plan(
 
     Raises SourceError, RecipeError or HubError.
     """
-    checkpoint, transform, plan = plan_quantize(source, recipe, options)
+    checkpoint, transform, plan = plan_quantize(source, recipe, options, run=RunOptions(threads=threads))
     calibration = None
     if calibrate is not None and calibrate.calibrate is not None:
         check_calibration(options)

@@ -30,7 +30,7 @@ from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.rewrite.manifest import MOST_BYTES, Manifest, read_manifest, shards_of
-from pqweights.rewrite.quantizing import encodings
+from pqweights.rewrite.master_config import encodings
 from pqweights.rewrite.results.evaluation_record import read_records
 
 Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name of the tensor
@@ -199,7 +199,7 @@ def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, 
     names = [tensor.name for tensor in manifest.tensors]
     for tensor in manifest.tensors:
         for spec in tensor.stored:
-            if tensor.action == QUANTIZE and not spec.name.startswith(tensor.name):
+            if tensor.action == QUANTIZE and not spec.name.startswith(tensor.name.removesuffix("weight")):
                 yield f"{MANIFEST_FILE}: tensor {tensor.name!r} lists the foreign name {spec.name!r}"
     if len(set(names)) != len(names):
         yield f"{MANIFEST_FILE}: a tensor is there twice"

@@ -1,0 +1,94 @@
+"""Bad inputs: damaged masters without loss."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from hostile.case import DOWN, UP, Case, Stored
+from hostile.masters import (
+    MANIFEST,
+    ONLY_SHARD,
+    cut,
+    damaged,
+    flip,
+    forged,
+    overwrite,
+    remove_key,
+    restored,
+    set_json,
+    settings,
+)
+
+CODED, LENGTHS = UP + "_coded", UP + "_lengths"
+Tensors = dict[str, Stored]
+
+
+def part(name: str, change: Callable[[Tensors], Any], *fragments: str) -> Case:
+    """Other stored tensors than those that the configuration implies, with a manifest that does not know them."""
+    return damaged(f"native-{name}", restored(change), verify=(MANIFEST,), export=fragments)
+
+
+def lengths(name: str, *numbers: int) -> Case:
+    def change(tensors: Tensors) -> None:
+        tensors[LENGTHS] = ("I32", [2], struct.pack("<2i", *numbers))
+
+    return part(name, change, LENGTHS, "expected lengths from 1 on whose sum is", "the master is damaged")
+
+
+def put(tensor: str, dtype: str, shape: list[int], data: bytes) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(tensor, (dtype, shape, data))
+
+
+def chunk(name: str, at: int, data: bytes, reason: str) -> Case:
+    """Bytes of the first chunk, whose hash in the manifest is theirs."""
+    return damaged(
+        f"native-{name}",
+        forged(overwrite(ONLY_SHARD, CODED, at=at, data=data)),
+        export=(ONLY_SHARD, CODED, "chunk 0", reason, "the master is damaged"),
+    )
+
+
+SETTINGS = ("config.json", "quantization_config")
+CASES: list[Case] = [
+    damaged("native-coded-flipped", flip(ONLY_SHARD, CODED), both=(ONLY_SHARD, CODED, "blake3_of_pieces")),
+    damaged("native-length-flipped", flip(ONLY_SHARD, LENGTHS), both=(ONLY_SHARD, LENGTHS, "blake3_of_pieces")),
+    damaged("native-cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "bytes", "found")),
+    chunk("kind-unknown", 0, b"\x02", "its frequencies are not those of a chunk"),
+    chunk("kind-stored", 0, b"\x00", "it is too short or too long"),
+    chunk("symbols-beyond-a-byte", 1, b"\xff\xff", "its frequencies are not those of a chunk"),
+    chunk("frequencies-of-zero", 3, bytes(100), "its frequencies are not those of a chunk"),
+    chunk("frequencies-of-all", 3, b"\xff" * 100, "its frequencies are not those of a chunk"),
+    lengths("length-0", 0, 1),
+    lengths("length-negative", -(2**31), 1),
+    lengths("lengths-of-more", 2**31 - 1, 2**31 - 1),
+    part("coded-missing", lambda tensors: tensors.pop(CODED), UP),
+    part("lengths-missing", lambda tensors: tensors.pop(LENGTHS), UP),
+    part("coded-of-floats", put(CODED, "F32", [4], bytes(16)), CODED, "expected U8"),
+    part("lengths-of-64-bits", put(LENGTHS, "I64", [2], bytes(16)), LENGTHS, "expected I32 [2]", "found I64 [2]"),
+    part("another-tensor", put("model.other.weight", "F32", [2], bytes(8)), "model.other.weight"),
+    settings("native-version-4", "format_version", to=4, export=("config.json", "unknown key 'source'")),
+    settings("native-source-a-list", "source", to=[], export=("config.json", "source")),
+    settings("native-source-of-another-tool", "source", to={"quant_method": "mlx"}, export=("source", "MLX")),
+    settings("native-source-missing", "source", to=None, export=("config.json", "expected source and coded")),
+    settings("native-coded-a-list", "coded", to=[], export=("config.json", "coded")),
+    settings("native-bits-other", "overrides", UP, "bits", to=3.5, export=(UP, "bits", "found")),
+    settings("native-shape-missing", "overrides", UP, to={}, export=(UP, "shape")),
+    settings("native-shape-empty", "overrides", UP, "shape", to=[0, 5], export=(UP, "shape")),
+    settings("native-shape-of-another", "overrides", UP, "shape", to=[1000, 900], export=(LENGTHS, "[1000, 900]")),
+    settings("native-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
+    settings("native-dtype-unknown", "overrides", DOWN, "dtype", to="BF17", export=(DOWN, "BF17")),
+    damaged(
+        "native-coded-key-missing",
+        remove_key(*SETTINGS, "coded"),
+        verify=("config.json", "bytes"),
+        export=("config.json", "expected source and coded"),
+    ),
+    damaged(
+        "native-manifest-with-an-error",
+        set_json(MANIFEST, "tensors", 0, "relative_mse", to=0.5),
+        verify=(MANIFEST,),
+        inspect=(MANIFEST, "relative_mse of 0"),
+    ),
+]

@@ -1,0 +1,30 @@
+"""Masters without loss of a model on the Hub, whose files are fetched to be measured, and to be stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from folding_models import llama
+from helpers import folder_bytes
+from hub_cases import SOURCE, Client, files_of
+from loopback_hub import LoopbackHub
+
+pytest.importorskip("huggingface_hub")
+# The official client's upload of large files.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+
+def test_master_is_that_of_a_local_run_and_files_are_fetched_twice(
+    hub: LoopbackHub, client: Client, tmp_path: Path
+) -> None:
+    folder = llama(tmp_path / "source", shards=4)
+    hub.commit(SOURCE, files_of(folder))
+    client.well("quantize", folder, tmp_path / "expected", "--lossless")
+    client.well("quantize", SOURCE, tmp_path / "out", "--lossless")
+    sent = sum(request.bytes_sent for request in hub.requests)
+    assert sent < 2.2 * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    files, others = folder_bytes(tmp_path / "out"), folder_bytes(tmp_path / "expected")
+    tensors, expected = (json.loads(part.pop("pqweights.json"))["tensors"] for part in (files, others))
+    assert files == others and tensors == expected
