@@ -6,6 +6,7 @@ No weight is read here.
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,19 @@ from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.gguf import gguf_package
-from pqweights.gguf.settings import Settings, add_rope, ignored_window, read_settings, rope_parameters, windowed_layers
+from pqweights.gguf.settings import (
+    Settings,
+    add_rope,
+    ignored_window,
+    layer_types,
+    read_settings,
+    rope_parameters,
+    windowed_layers,
+)
 from pqweights.gguf.tensors import gguf_tensors
 from pqweights.gguf.tokens import Vocabulary
 from pqweights.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
-from pqweights.models.llama_cpp import SETTINGS
+from pqweights.models.llama_cpp import SETTINGS, Setting
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.
@@ -131,10 +140,16 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str,
             f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: with longer "
             "texts it computes something else than transformers"
         )
-    if rope_parameters(settings)["rope_type"] == "longrope":
+    parameters = rope_parameters(settings)
+    if parameters["rope_type"] == "longrope":
         yield (
             "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, and "
             "transformers by the length of the text: with a larger context, short texts are computed otherwise"
+        )
+    if parameters["rope_type"] == "yarn" and parameters.get("truncate") is False:
+        yield (
+            "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
+            "are a little different, as in every GGUF file of this model"
         )
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
@@ -178,9 +193,10 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
     """Write the shape of the model."""
     architecture = settings.architecture
     writer.add_context_length(settings.number("max_position_embeddings"))
-    for parameter, key, real, optional in (*SETTINGS, architecture.norm, *architecture.settings):
-        if not optional or settings.get(key) is not None:
-            getattr(writer, f"add_{parameter}")(settings.real(key) if real else settings.number(key))
+    stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
+    for setting in stated.values():
+        if not setting.optional or settings.get(setting.key):
+            getattr(writer, f"add_{setting.parameter}")(_value(setting, settings))
     writer.add_vocab_size(rows)
     layers = windowed_layers(settings)
     if any(layers):
@@ -192,6 +208,18 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.stated_window:
         writer.add_sliding_window(0)
+
+
+def _value(setting: Setting, settings: Settings) -> Any:
+    """Return the value of a hyper-parameter: one, or one for each layer."""
+    if setting.truth:
+        return settings.truth(setting.key)
+    value = settings.real(setting.key) if setting.real else settings.number(setting.key)
+    if setting.of:
+        return getattr(gguf_package(), setting.of)(value)
+    if not setting.only:
+        return value
+    return [value if re.fullmatch(setting.only, kind) else 0 for kind in layer_types(settings)]
 
 
 class GgufTensor(NamedTuple):

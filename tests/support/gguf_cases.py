@@ -18,12 +18,32 @@ SETTINGS: dict[str, Any] = {
 WIDE_HEADS = {"head_dim": 32}
 WINDOWED = WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Behind one layer without experts.
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_hidden_layers": 3,
+}  # fmt: skip
+MLA = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DELTA_NET = WIDE_HEADS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+HYBRID = MAMBA | {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_hidden_layers": 3,
+    "shared_intermediate_size": 40,
+}
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 80}
 ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
 LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
+SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 LAYERED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
@@ -94,6 +114,67 @@ CASES = {
     "stablelm": Case(name="StableLm", settings={"use_qkv_bias": True}),
     "cohere": Case(name="Cohere", settings={"logit_scale": 0.3}),
     "cohere2": Case(name="Cohere2", settings={"logit_scale": 0.3, "sliding_window": 32, "num_hidden_layers": 5}),
+    "arcee": Case(name="Arcee", settings=WIDE_HEADS | {"tie_word_embeddings": True}),
+    "glm4": Case(name="Glm4", settings=WIDE_HEADS),
+    "seed_oss": Case(name="SeedOss", settings=WIDE_HEADS),
+    "exaone4": Case(name="Exaone4", settings={"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4 windows": Case(
+        name="Exaone4", settings={"hidden_size": 32, "sliding_window": 32, "num_hidden_layers": 64}, rope=LLAMA3
+    ),
+    "hunyuan": Case(
+        name="HunYuanDenseV1", settings=WIDE_HEADS, rope={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    ),
+    "ernie4_5": Case(name="Ernie4_5", settings=WIDE_HEADS),
+    "ministral3": Case(name="Ministral3", settings=WIDE_HEADS, rope=YARN | {"llama_4_scaling_beta": 0.1}),
+    "gpt-oss": Case(
+        name="GptOss", settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+        rope=YARN, tokens=200,
+    ),
+    "deepseek v3": Case(name="DeepseekV3", settings=MLA | ROUTED | {"n_group": 2}),
+    "deepseek v3 yarn": Case(name="DeepseekV3", settings=MLA | ROUTED, rope=SCALED_YARN, tokens=200),
+    "deepseek v2 lite": Case(
+        name="DeepseekV2", settings=MLA | ROUTED | {"q_lora_rank": None, "num_hidden_layers": 27}, rope=SCALED_YARN
+    ),
+    "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
+    "dots1": Case(name="Dots1", settings=ROUTED | {"num_key_value_heads": 4}),
+    "minimax m2": Case(
+        name="MiniMaxM2",
+        settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
+        rope={"partial_rotary_factor": 0.5},
+    ),
+    "ernie4_5 moe": Case(
+        name="Ernie4_5_Moe", settings={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}
+    ),
+    "hunyuan moe": Case(name="HunYuanMoEV1", settings=WIDE_HEADS | {"num_experts": 4, "moe_topk": 2}),
+    "olmoe": Case(name="Olmoe", settings=EXPERTS | {"num_key_value_heads": 4}),
+    "exaone moe": Case(
+        name="ExaoneMoe", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 32}
+    ),
+    "llama4": Case(
+        name="Llama4", settings=WIDE_HEADS | {"intermediate_size_mlp": 80, "num_local_experts": 4,
+        "interleave_moe_layer_step": 2, "num_hidden_layers": 4}, text=True,
+    ),
+    "granite moe": Case(name="GraniteMoe", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite moe shared": Case(
+        name="GraniteMoeShared",
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "granite hybrid": Case(
+        name="GraniteMoeHybrid", settings=HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "granite hybrid dense": Case(
+        name="GraniteMoeHybrid", settings=HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"}
+    ),
+    "lfm2": Case(name="Lfm2", settings={"layer_types": ["conv", "full_attention"]}),
+    "lfm2 moe": Case(
+        name="Lfm2Moe",
+        settings=EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_hidden_layers": 3},
+    ),
+    "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
+    "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),
+    "qwen3_5 moe": Case(name="Qwen3_5Moe", settings=DELTA_NET | SHARED_EXPERT, text=True),
 }  # fmt: skip
 
 
@@ -109,6 +190,11 @@ def build(case: Case) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif not parameter.any():  # as biases of experts start
+                parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of routers
+                buffer.normal_(0, 0.1)
     return model
 
 
