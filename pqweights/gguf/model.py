@@ -24,7 +24,7 @@ from pqweights.gguf.settings import (
     Settings,
     add_rope,
     ignored_window,
-    layer_types,
+    layer_kinds,
     read_settings,
     rope_parameters,
     windowed_layers,
@@ -195,14 +195,16 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
     writer.add_context_length(settings.number("max_position_embeddings"))
     stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
     for setting in stated.values():
-        if not setting.optional or settings.get(setting.key):
+        if setting.zero and not settings.get(setting.key):
+            getattr(writer, f"add_{setting.parameter}")(0)
+        elif not setting.optional or settings.get(setting.key):
             getattr(writer, f"add_{setting.parameter}")(_value(setting, settings))
     writer.add_vocab_size(rows)
     layers = windowed_layers(settings)
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period
-        if layers != [(layer + 1) % period != 0 for layer in range(len(layers))]:
+        if architecture.window_listed or layers != [(layer + 1) % period != 0 for layer in range(len(layers))]:
             writer.add_sliding_window_pattern(layers)
     elif architecture.forced_window:
         writer.add_sliding_window(settings.number("max_position_embeddings"))
@@ -219,7 +221,8 @@ def _value(setting: Setting, settings: Settings) -> Any:
         return getattr(gguf_package(), setting.of)(value)
     if not setting.only:
         return value
-    return [value if re.fullmatch(setting.only, kind) else 0 for kind in layer_types(settings)]
+    other = settings.number(setting.other) if setting.other else 0
+    return [value if re.fullmatch(setting.only, kind) else other for kind in layer_kinds(settings)]
 
 
 class GgufTensor(NamedTuple):

@@ -28,9 +28,11 @@ PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k", "moe_topk"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
 }
+# The letters of hybrid_override_pattern.
+BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}
 # Names of kinds of layers in configurations on the Hub, and those of transformers 5.
 OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR_ATTENTION}
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
@@ -129,13 +131,9 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     """
     config = config or {}
     values = {**config, **text_config(config)}
-    if isinstance(types := values.get("layer_types"), list):
-        values["layer_types"] = [OLD_LAYER_TYPES.get(name, name) if isinstance(name, str) else name for name in types]
-        values.setdefault("full_attention_interval", 1 + types.index(FULL) if FULL in types else len(types) + 1)
-    if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
-        values["sliding_window_pattern"] = 1 + pattern.index("G")
-    if isinstance(mlps := values.get("mlp_layer_types"), list):
-        values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
+    if config.get("tie_word_embeddings") is not None:  # the model around the text model has the head
+        values["tie_word_embeddings"] = config["tie_word_embeddings"]
+    _restate(values, config)
     # The outer type decides, unless it is known to wrap others: a model of images and text may share the type of its
     # text model, and compute otherwise.
     model_type = config.get("model_type")
@@ -146,7 +144,8 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
     settings = Settings(model_type=str(model_type), model=model, architecture=model.llama_cpp, values=values)
-    if model.llama_cpp.dense is not None and not settings.get("num_experts"):
+    lacks_experts = "moe" in model.llama_cpp.layer_types and "moe" not in (settings.get("layer_types") or [])
+    if model.llama_cpp.dense is not None and (lacks_experts or not settings.get("num_experts")):
         settings = replace(settings, architecture=model.llama_cpp.dense)
     if (key := settings.architecture.period_key) and settings.get(key) is None:
         values[key] = settings.architecture.window_period
@@ -155,6 +154,7 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
     computed = {"num_key_value_heads": heads, "head_dim": width}
+    computed |= {f"global_{key}": settings.get(key) or value for key, value in computed.items()}
     if settings.get("block_auto_adjust_ff_dim"):
         values["intermediate_size"] = _adjusted_width(settings)
     values |= {key: value for key, value in computed.items() if settings.get(key) is None}
@@ -164,6 +164,33 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     if not free_head_dim and settings.get("head_dim") != width:
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
     return settings
+
+
+def _restate(values: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """State what earlier versions and single types state by other keys as transformers 5 does."""
+    types = values.get("layer_types") or values.get("layers_block_type")
+    if isinstance(pattern := values.get("hybrid_override_pattern"), str):  # of Nemotron H
+        types = [BLOCKS.get(letter, letter) for letter in pattern]
+        values["num_hidden_layers"] = len(types)
+    if isinstance(types, list):
+        types = [OLD_LAYER_TYPES.get(name, name) if isinstance(name, str) else name for name in types]
+        values["layer_types"] = types
+        values.setdefault("full_attention_interval", 1 + types.index(FULL) if FULL in types else len(types) + 1)
+        values.setdefault("num_hidden_layers", len(types))
+    if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
+        values["sliding_window_pattern"] = 1 + pattern.index("G")
+    if isinstance(mlps := values.get("mlp_layer_types"), list):
+        values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
+    if values.get("num_global_key_value_heads") is not None:
+        values["global_num_key_value_heads"] = values["num_global_key_value_heads"]
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and isinstance(layers := vision.get("deepstack_visual_indexes"), list):
+        values["deepstack_layers"] = len(layers)
+    for layer, own in (values.get("per_layer_config") or {}).items():  # of Gemma 4
+        if isinstance(types, list) and types[int(layer)] == FULL:
+            for key in ("head_dim", "num_key_value_heads"):
+                values.setdefault(f"global_{key}", own.get(key))
+    values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
 
 
 def _adjusted_width(settings: Settings) -> int:
@@ -225,6 +252,16 @@ def layer_types(settings: Settings) -> list[str]:
         (other,) = architecture.layer_types - {FULL, SLIDING}
         return [other if keeps else FULL for keeps in _all_but_each(settings, settings.number(architecture.period_key))]
     return [SLIDING if windowed else FULL for windowed in windowed_layers(settings)]
+
+
+def layer_kinds(settings: Settings) -> list[str]:
+    """Return what distinguishes the tensors of layers: their types, experts, and whether keys are those of others."""
+    layers = settings.number("num_hidden_layers")
+    own = layers - (settings.get("num_kv_shared_layers") or 0)
+    return [
+        f"{kind}{' sparse' if sparse else ''}{'' if layer < own else ' shared'}"
+        for layer, (kind, sparse) in enumerate(zip(layer_types(settings), sparse_layers(settings), strict=True))
+    ]
 
 
 def sparse_layers(settings: Settings) -> list[bool]:
@@ -318,7 +355,7 @@ def windowed_layers(settings: Settings) -> list[bool]:
 
 DEFAULT_BASE = 10000.0
 # Names that older configurations have.
-OLD_KINDS = {"su": "longrope", "none": "default"}
+OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
 # The only numbers of rotations between which llama.cpp turns from interpolation to extrapolation.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
 
@@ -363,6 +400,9 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
     whole = settings.number(settings.architecture.rotated)
     rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
+    if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
+        factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
+        rotated = whole
     if rotated != whole and not settings.architecture.partial_rope:
         raise settings.refusal(
             f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
@@ -383,6 +423,9 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         _add_yarn(settings, parameters, writer)
     elif rope_type == "longrope":
         return _add_longrope(settings, parameters, writer, rotated=rotated)
+    elif rope_type == "proportional":
+        writer.add_rope_dimension_count_swa(settings.number("head_dim"))
+        return {"rope_freqs.weight": factors}
     elif rope_type == "llama3":
         return {"rope_freqs.weight": _llama3_factors(settings, parameters, rotated)}
     return {}

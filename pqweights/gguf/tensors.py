@@ -22,10 +22,11 @@ from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment, View, 
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
-from pqweights.gguf.settings import Factors, Settings, layer_types, sparse_layers
+from pqweights.gguf.settings import Factors, Settings, layer_kinds
 from pqweights.kernels.workers import scratch
 from pqweights.models.conventions import LAYER, MTP, OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
-from pqweights.models.llama_cpp import SHAPES, Cut, Shape, Tiled
+from pqweights.models.llama_cpp import SHAPES, Architecture, Cut, Shape, Tiled
+from pqweights.models.names import tower_of
 from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias", ".scale")
@@ -64,7 +65,9 @@ def gguf_tensors(
         name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
     }
     for tensor in _cut(_with_experts_stacked(kept, settings), settings):
-        tensor_type, name = names.get_type_and_name(tensor.name, try_suffixes=SUFFIXES) or (None, "")
+        aliases = dict.fromkeys((tensor.name, re.sub(r"^backbone\.", "model.", tensor.name)))
+        found = (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases)
+        tensor_type, name = next(filter(None, found), (None, ""))
         biases = settings.architecture.biases | NAMED_BIASES
         if tensor_type is None or (name.endswith(".bias") and tensor_type.name not in biases):
             raise ExportError(
@@ -80,7 +83,7 @@ def gguf_tensors(
 
 def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tuple[list[_Named], dict[str, str]]:
     """Return the tensors of the text model, and the reasons why others are left out."""
-    wrapped = isinstance(settings.values.get("text_config"), dict)
+    wrapped = any(tensor.name.startswith(tuple(TEXT_PREFIXES)) for tensor in tensors)
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
     for tensor in tensors:
@@ -92,7 +95,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
             left_out[tensor.name] = "the same as the embeddings"
         elif _predicts_further(name, settings):
             left_out[tensor.name] = "predicts further tokens, which the model does without"
-        elif wrapped and not prefix and name != HEAD:
+        elif (wrapped and not prefix and name != HEAD) or tower_of(tensor.name):
             left_out[tensor.name] = "not part of the text model"
         else:
             kept.append(_Named(_known_name(name, settings.architecture.modules), tensor))
@@ -204,7 +207,7 @@ def _parts_of_stack(
     expected = (count, outputs) if is_bias else (count, inner, outputs) if turned else (count, outputs, inner)
     if tensor.shape != expected:
         raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")
-    for part, rows in _rows_of_parts(down, outputs, alternating=settings.architecture.alternating):
+    for part, rows in _rows_of_parts(down, outputs, settings.architecture):
         name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"
         shape = (count, len(rows)) if is_bias else (count, len(rows), inner)
         starts = range(0, count * outputs, outputs)
@@ -215,11 +218,13 @@ def _parts_of_stack(
         yield _Named(name, _moved(name, shape, segments, cache, columns=columns, transposed=turned))
 
 
-def _rows_of_parts(down: bool, outputs: int, *, alternating: bool) -> list[tuple[str, range]]:
+def _rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
     """Return the matrices in one of a stack, each with its rows."""
     if down:
         return [("down_proj", range(outputs))]
-    if alternating:
+    if architecture.joined_experts:
+        return [("gate_up_proj", range(outputs))]
+    if architecture.alternating:
         return [("gate_proj", range(0, outputs, 2)), ("up_proj", range(1, outputs, 2))]
     return [("gate_proj", range(outputs // 2)), ("up_proj", range(outputs // 2, outputs))]
 
@@ -299,7 +304,7 @@ def _tiled(name: str, tensor: LogicalTensor, tiled: Tiled, settings: Settings) -
 
 def _check_complete(held: dict[str, Any], settings: Settings) -> None:
     """Raise ExportError unless blocks of a kind have the same tensors, and the model has embeddings and a head."""
-    kinds = list(zip(layer_types(settings), sparse_layers(settings), strict=True))
+    kinds = layer_kinds(settings)
     blocks: dict[int, set[str]] = {layer: set() for layer in range(len(kinds))}
     for name in held:
         if name.startswith("blk."):

@@ -18,7 +18,9 @@ class Setting(NamedTuple):
     real: whether it need not be a whole number
     optional: whether the model may do without it
     truth: whether it is true or false; "key = text" says when it is true
-    only: the kinds of layers that have it, as an expression; the file has a list, with 0 for the others
+    only: an expression for the kinds of layers (gguf.settings.layer_kinds) that have it; the file has a list for all
+    other: what the other layers have, as in key
+    zero: whether it is written as 0 if the configuration has none
     of: the enumeration in the gguf package that it is one of
     """
 
@@ -28,6 +30,8 @@ class Setting(NamedTuple):
     optional: bool = False
     truth: bool = False
     only: str = ""
+    other: str = ""
+    zero: bool = False
     of: str = ""
 
 
@@ -100,6 +104,7 @@ class Architecture:
     partial_rope: whether it can rotate a part of them
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
     windows: IGNORED, LAYERS or None: whether the model has sliding windows, and llama.cpp too
+    window_listed: whether the file lists the layers with windows in any case
     window_period: the period in which llama.cpp has one layer with full attention, if the file does not say
     forced_window: with LAYERS, whether llama.cpp has windows even if the file names none
     layers_with_windows: how many layers the only model has for which llama.cpp has windows
@@ -114,6 +119,7 @@ class Architecture:
     biases: the tensors, as in gguf.MODEL_TENSOR, of which it also takes a bias
     layers_of_27b: how many layers the 27B model of Gemma has, by which llama.cpp recognizes it: only this model scales
         queries by the width of the model over its heads
+    joined_experts: whether gate and up of experts are one tensor
     alternating: whether the rows of gate and up alternate in stacks of experts
     stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
@@ -139,6 +145,7 @@ class Architecture:
     partial_rope: bool = False
     free_head_dim: bool = True
     windows: str | None = None
+    window_listed: bool = False
     window_period: int = 0
     forced_window: bool = False
     layers_with_windows: int | None = None
@@ -152,6 +159,7 @@ class Architecture:
     own_head: bool = False
     biases: frozenset[str] = frozenset()
     layers_of_27b: int | None = None
+    joined_experts: bool = False
     alternating: bool = False
     stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -224,6 +232,16 @@ QWEN3_MOE = Architecture(
 )
 # What early configurations of Gemma call gelu is its approximation by tanh, too.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+QWEN2_VL = replace(QWEN2, name="QWEN2VL", rope_sections=(16, 24, 24))
+_DEEPSTACK = Setting("num_deepstack_layers", "deepstack_layers", optional=True)
+QWEN3_VL = replace(QWEN3, name="QWEN3VL", settings=(_DEEPSTACK,), rope_sections=(24, 20, 20))
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="QWEN3VLMOE",
+    settings=(*QWEN3_MOE.settings, _DEEPSTACK),
+    rope_sections=(24, 20, 20),
+    values=SILU | ALL_SPARSE,
+)
 GEMMA = Architecture(
     name="GEMMA",
     values={"hidden_act": (*TANH_GELU, "gelu"), "use_bidirectional_attention": (False, None)},
@@ -250,6 +268,36 @@ GEMMA3 = Architecture(
         "use_bidirectional_attention": (False, None),
         "attn_logit_softcapping": (None,),
     },
+)
+# Keys and values of layers with full attention have sizes of their own; the last layers take those of others.
+GEMMA4 = Architecture(
+    name="GEMMA4",
+    modules={
+        "layer_scalar": "layer_scalar.weight",
+        r"router\.scale": "router.proj.scale",
+        r"router\.per_expert_scale": "experts.down_proj.scale",
+    },
+    settings=(
+        Setting("head_count_kv", "global_num_key_value_heads", only=f"{FULL}.*", other="num_key_value_heads"),
+        Setting("key_length", "global_head_dim"),
+        Setting("value_length", "global_head_dim"),
+        Setting("key_length_swa", "head_dim"),
+        Setting("value_length_swa", "head_dim"),
+        Setting("feed_forward_length", "intermediate_size * mlp_widening", only=".*shared", other="intermediate_size"),
+        Setting("shared_kv_layers", "num_kv_shared_layers", zero=True),
+        Setting("embedding_length_per_layer_input", "hidden_size_per_layer_input", zero=True),
+        *(setting._replace(optional=True) for setting in (*EXPERTS, EXPERT_WIDTH)),
+        _real("final_logit_softcapping")._replace(zero=True),
+    ),
+    shapes=dict.fromkeys(("ATTN_Q", "ATTN_K", "ATTN_V", "ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"), (None, None)),
+    rope=frozenset({"default", "proportional"}),
+    rotated="global_head_dim",
+    partial_rope=True,
+    windows=LAYERS,
+    window_listed=True,
+    joined_experts=True,
+    window_period=6,
+    values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, False, "vision")},
 )
 PHI3 = Architecture(
     name="PHI3",

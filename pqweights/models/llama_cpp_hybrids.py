@@ -17,10 +17,18 @@ from pqweights.models.llama_cpp import (
     Setting,
     Tiled,
 )
-from pqweights.models.llama_cpp_experts import GRANITE_MOE, SIGMOID
+from pqweights.models.llama_cpp_experts import (
+    GRANITE_MOE,
+    GROUPS,
+    NORMED,
+    ROUTER_BIAS,
+    SCALED,
+    SHARED,
+    SIGMOID,
+)
 
 # Layers without attention have no heads of keys and values.
-SOME_HEADS = Setting("head_count_kv", "num_key_value_heads", only=FULL)
+SOME_HEADS = Setting("head_count_kv", "num_key_value_heads", only=f"{FULL}.*")
 
 # Gated DeltaNet. Queries have a gate beside them.
 _KEYS, _VALUES = "linear_num_key_heads * linear_key_head_dim * 2", "linear_num_value_heads * linear_value_head_dim"
@@ -147,3 +155,42 @@ GRANITE_HYBRID = replace(
     shapes={},
     dense=_DENSE_GRANITE,
 )
+
+_NEMOTRON_WIDTH = "mamba_num_heads * mamba_head_dim"
+_DENSE_NEMOTRON_H = Architecture(
+    name="NEMOTRON_H",
+    modules={
+        r"mixer\.dt_bias": "mixer.dt_proj.bias",
+        r"mixer\.experts\.(\d+)\.(up|down)_proj": r"mlp.experts.\1.\2_proj",
+        **ROUTER_BIAS,
+    },
+    settings=(
+        SOME_HEADS,
+        Setting("feed_forward_length", "intermediate_size", only="mlp.*"),
+        Setting("layer_norm_eps", "rms_norm_eps", real=True),
+        Setting("ssm_conv_kernel", "conv_kernel"),
+        Setting("ssm_inner_size", _NEMOTRON_WIDTH),
+        Setting("ssm_state_size", "ssm_state_size"),
+        Setting("ssm_time_step_rank", "mamba_num_heads"),
+        Setting("ssm_group_count", "n_groups"),
+    ),
+    reshaped={
+        "SSM_A": ("mamba_num_heads", "1"),
+        "SSM_D": ("mamba_num_heads", "1"),
+        "SSM_NORM": ("n_groups", f"{_NEMOTRON_WIDTH} / n_groups"),
+    },
+    layer_types=frozenset({FULL, LINEAR_ATTENTION, "mlp"}),
+    biases=frozenset({"SSM_CONV1D"}),
+    values={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "moe_latent_size": (None,)},
+)
+NEMOTRON_H = replace(
+    _DENSE_NEMOTRON_H,
+    name="NEMOTRON_H_MOE",
+    settings=(
+        *_DENSE_NEMOTRON_H.settings, *EXPERTS, *GROUPS, EXPERT_WIDTH, SHARED, SIGMOID, SCALED, NORMED,
+        Setting("feed_forward_length", "moe_intermediate_size", only="moe.*"),
+        Setting("expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size"),
+    ),
+    layer_types=frozenset({FULL, LINEAR_ATTENTION, "moe"}),
+    dense=_DENSE_NEMOTRON_H,
+)  # fmt: skip

@@ -44,6 +44,24 @@ _GEMMA3 = Row(
         "use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
 )  # fmt: skip
+_QWEN2_VL = Row(
+    llama_cpp=llama_cpp.QWEN2_VL, defaults=_sizes(8192, 29568, 80, 64, 32768) | {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "hidden_act": "silu",
+        "use_sliding_window": False,
+    },
+)  # fmt: skip
+_QWEN3_VL = Row(
+    llama_cpp=llama_cpp.QWEN3_VL, defaults=_sizes(4096, 22016, 32, 32, 128000) | {
+        "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-06, "rope_theta": 500000.0,
+        "hidden_act": "silu",
+    },
+)  # fmt: skip
+_QWEN3_VL_MOE = Row(
+    llama_cpp=llama_cpp.QWEN3_VL_MOE, defaults=_sizes(2048, 5632, 24, 16, 128000) | _TIED | _SILU | {
+        "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 500000.0, "num_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
+    },
+)  # fmt: skip
 
 # What is known of a type beyond its traits in TYPES_WITH.
 _ROWS: dict[str, Row] = {
@@ -122,6 +140,13 @@ _ROWS: dict[str, Row] = {
     ),
     "gemma3": replace(_GEMMA3, mlx=MlxDifferences(vocabulary=262208)),
     "gemma3_text": _GEMMA3,
+    "gemma4_text": Row(
+        llama_cpp=llama_cpp.GEMMA4, defaults=_sizes(2304, 9216, 30, 8, 131072) | _TIED | {
+            "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-06, "sliding_window": 512,
+            "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
     "glm4": Row(
         llama_cpp=llama_cpp.GLM4, defaults=_sizes(4096, 13696, 40, 32, 131072) | _LLAMA | {
             "partial_rotary_factor": 0.5, "num_key_value_heads": 2, "head_dim": 128,
@@ -239,6 +264,17 @@ _ROWS: dict[str, Row] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "nemotron_h": Row(
+        llama_cpp=llama_cpp_hybrids.NEMOTRON_H, defaults=_OWN_HEAD | {
+            "num_attention_heads": 32, "max_position_embeddings": 4096, "hidden_size": 4096,
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-05, "intermediate_size": 21504,
+            "conv_kernel": 4, "mamba_head_dim": 64, "mamba_num_heads": 128, "ssm_state_size": 128,
+            "n_groups": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "moe_intermediate_size": 7688, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True, "moe_shared_expert_intermediate_size": 7688, "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+        },
+    ),
     "olmo2": Row(llama_cpp=llama_cpp.OLMO2, defaults=_sizes(4096, 11008, 32, 32, 2048) | _OLMO),
     "olmo3": Row(llama_cpp=llama_cpp.OLMO3, defaults=_sizes(4096, 11008, 32, 32, 2048) | _OLMO | {
         "sliding_window": 4096, "rope_theta": 5e5,
@@ -258,12 +294,14 @@ _ROWS: dict[str, Row] = {
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
         defaults=_sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32},
     ),
-    "qwen2_5_vl": Row(mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_5_vl": replace(_QWEN2_VL, mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_moe": Row(llama_cpp=llama_cpp.QWEN2_MOE, defaults=_sizes(2048, 5632, 24, 16, 32768) | _QWEN | _SPARSE | {
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     }),
-    "qwen2_vl": Row(mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_vl": replace(_QWEN2_VL, mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_vl_text": _QWEN2_VL,
     "qwen3": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
         defaults=_sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
@@ -308,7 +346,10 @@ _ROWS: dict[str, Row] = {
             "norm_topk_prob": True, "attention_bias": False,
         },
     ),
-    "qwen3_vl": Row(mlx=MlxDifferences(head_in_text=True)),
+    "qwen3_vl": replace(_QWEN3_VL, mlx=MlxDifferences(head_in_text=True)),
+    "qwen3_vl_moe": _QWEN3_VL_MOE,
+    "qwen3_vl_moe_text": _QWEN3_VL_MOE,
+    "qwen3_vl_text": _QWEN3_VL,
     "seed_oss": Row(
         llama_cpp=llama_cpp.SEED_OSS, defaults=_sizes(4096, 27648, 64, 80, 524288) | _LLAMA | {
             "num_key_value_heads": 8, "head_dim": 128,

@@ -68,7 +68,9 @@ rf_detr rt_detr rt_detr_v2 rwkv sapiens2 seggpt siglip siglip2 siglip2_vision_mo
 swin2sr switch_transformers t5 timesformer tipsv2_vision_model udop umt5 videoprism videoprism_vision_model vitdet
 vjepa2 xclip xlstm
 """,
-    Trait.WRAPS_TEXT: "kimi_k25 lfm2_vl llama4 mistral3 qwen3_5 qwen3_5_moe",
+    Trait.WRAPS_TEXT: """
+gemma4 kimi_k25 lfm2_vl llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+""",
     Trait.RUN_BY_MLX: "gpt2 laguna llama4",
     Trait.EXAMINED: """
 afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba bart beam bert

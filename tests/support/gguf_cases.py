@@ -44,6 +44,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
 LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
 SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+VISION = {
+    "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+BOTH_KINDS = WIDE_HEADS | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+BOTH_KINDS |= {"sliding_window": 32, "global_head_dim": 64, "vocab_size_per_layer_input": VOCABULARY}
+MAMBA_H = WIDE_HEADS | {
+    "num_hidden_layers": 3, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+    "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40,
+    "time_step_min": 1e-9,  # transformers has no smaller steps, and llama.cpp knows no such limit
+}  # fmt: skip
 LAYERED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
@@ -59,6 +70,7 @@ class Case:
     rope: its rope_parameters, but for a theta of 10000
     tokens: how many are compared
     text: whether its config is that of the text model of a family that also sees
+    vision: the vision_config of a model that sees; its settings are those of its text_config
     """
 
     name: str
@@ -66,6 +78,7 @@ class Case:
     rope: dict[str, Any] | None = None
     tokens: int = 80
     text: bool = False
+    vision: dict[str, Any] | None = None
 
 
 CASES = {
@@ -133,7 +146,7 @@ CASES = {
     "deepseek v3": Case(name="DeepseekV3", settings=MLA | ROUTED | {"n_group": 2}),
     "deepseek v3 yarn": Case(name="DeepseekV3", settings=MLA | ROUTED, rope=SCALED_YARN, tokens=200),
     "deepseek v2 lite": Case(
-        name="DeepseekV2", settings=MLA | ROUTED | {"q_lora_rank": None, "num_hidden_layers": 27}, rope=SCALED_YARN
+        name="DeepseekV2", settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27}, rope=SCALED_YARN
     ),
     "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
     "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
@@ -172,6 +185,24 @@ CASES = {
         settings=EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
         "num_hidden_layers": 3},
     ),
+    "gemma4": Case(
+        name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True},
+    ),
+    "gemma4 moe": Case(
+        name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 0, "enable_moe_block": True,
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "final_logit_softcapping": 30.0},
+    ),
+    "nemotron h": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "mlp"]}),
+    "nemotron h moe": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"]}),
+    "qwen2_5 vl": Case(  # llama.cpp 0.3.36 takes an rms_norm_eps of 0
+        name="Qwen2_5_VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
+    ),
+    "qwen3 vl": Case(name="Qwen3VL", settings=WIDE_HEADS, rope={"mrope_section": [6, 5, 5]}, vision=VISION),
+    "qwen3 vl moe": Case(
+        name="Qwen3VLMoe", settings=WIDE_HEADS | EXPERTS, rope={"mrope_section": [6, 5, 5]}, vision=VISION
+    ),
     "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
     "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),
     "qwen3_5 moe": Case(name="Qwen3_5Moe", settings=DELTA_NET | SHARED_EXPERT, text=True),
@@ -184,8 +215,11 @@ def build(case: Case) -> Any:
     settings = {**SETTINGS, **case.settings}
     if case.rope is not None:
         settings["rope_parameters"] = {"rope_theta": 1e4, **case.rope}
+    if case.vision is not None:
+        settings = {"text_config": settings, "vision_config": case.vision, "tie_word_embeddings": False}
     config = getattr(transformers, f"{case.name}{'Text' if case.text else ''}Config")(**settings)
-    model = getattr(transformers, f"{case.name}ForCausalLM")(config).eval()
+    head = "CausalLM" if case.vision is None else "ConditionalGeneration"
+    model = getattr(transformers, f"{case.name}For{head}")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -202,6 +236,14 @@ def saved(case: Case, folder: Path) -> Any:
     """The model of a case, which is also written to a folder."""
     model = build(case)
     model.save_pretrained(folder)
+    return model
+
+
+def with_gelu_table(model: Any) -> Any:
+    """The model with the values of gelu that ggml has: those of half-precision numbers, in half precision."""
+    for module in model.modules():
+        if "GELU" in type(module).__name__:
+            module.forward = lambda x: torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
     return model
 
 
