@@ -147,6 +147,7 @@ LLAMA4 = Architecture(
         Setting("expert_feed_forward_length", "intermediate_size"),
         Setting("interleave_moe_layer_step", "interleave_moe_layer_step"),
     ),
+    unrotated_period=4,
     shapes={
         "FFN_GATE": ("intermediate_size_mlp", "hidden_size"),
         "FFN_UP": ("intermediate_size_mlp", "hidden_size"),

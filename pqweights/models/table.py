@@ -216,6 +216,8 @@ _ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-05, "num_experts": 1, "num_experts_per_tok": 1,
         },
     ),
+    # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
+    "kimi_k2": Row(llama_cpp=llama_cpp_experts.DEEPSEEK2, defaults=_OWN_HEAD | _SILU | {"rope_interleave": True}),
     "lfm2": Row(
         llama_cpp=llama_cpp_hybrids.LFM2, defaults=_sizes(2560, 12288, 32, 32, 128000) | _TIED | {
             "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_auto_adjust_ff_dim": True,

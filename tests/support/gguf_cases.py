@@ -146,7 +146,8 @@ CASES = {
     "deepseek v3": Case(name="DeepseekV3", settings=MLA | ROUTED | {"n_group": 2}),
     "deepseek v3 yarn": Case(name="DeepseekV3", settings=MLA | ROUTED, rope=SCALED_YARN, tokens=200),
     "deepseek v2 lite": Case(
-        name="DeepseekV2", settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27}, rope=SCALED_YARN
+        name="DeepseekV2", rope=SCALED_YARN,
+        settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27},
     ),
     "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
     "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
