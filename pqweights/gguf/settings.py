@@ -279,6 +279,8 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     architecture = settings.architecture
     for key, taken in architecture.values.items():
         value = settings.get(key)
+        if isinstance(value, list) and value.count(value[:1][0] if value else None) == len(value) > 0:
+            value = value[0]  # the same for each layer
         if value not in taken:
             expected = " or ".join(repr(value) for value in taken)
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {value!r}")
@@ -474,6 +476,7 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
     beta = _optional(settings, parameters, "llama_4_scaling_beta")
     if beta is not None and settings.architecture.temperature:
         writer.add_attn_temperature_scale(beta)
+        writer.add_attn_temperature_length(int(_number(settings, parameters, "original_max_position_embeddings")))
     attention = _optional(settings, parameters, "attention_factor")
     own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
     if settings.architecture.yarn_scales_attention:

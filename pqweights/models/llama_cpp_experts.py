@@ -80,6 +80,30 @@ DEEPSEEK2_SOFTMAX = replace(
     settings=(*(setting for setting in DEEPSEEK2.settings if setting != SIGMOID), SOFTMAX),
     values={**DEEPSEEK2.values, "topk_method": ("greedy", None), "norm_topk_prob": (False,)},
 )
+MISTRAL4 = replace(
+    DEEPSEEK2,
+    name="MISTRAL4",
+    settings=(*(setting for setting in DEEPSEEK2.settings if setting != SIGMOID), SOFTMAX),
+    rotated="qk_nope_head_dim + qk_rope_head_dim",
+    partial_rope=True,
+    temperature=True,
+    layers_without={},
+)
+# Attention to the tokens that an indexer chooses.
+GLM_DSA = replace(
+    DEEPSEEK2,
+    name="GLM_DSA",
+    settings=(
+        *DEEPSEEK2.settings,
+        Setting("indexer_head_count", "index_n_heads"),
+        Setting("indexer_key_length", "index_head_dim"),
+        Setting("indexer_top_k", "index_topk"),
+    ),
+    layers_without={},
+    layer_types=frozenset({"indexed_attention"}),
+    biases=frozenset({"INDEXER_K_NORM"}),
+    values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
+)
 GLM4_MOE = Architecture(
     name="GLM4_MOE",
     modules=ROUTER_BIAS,

@@ -170,6 +170,16 @@ _ROWS: dict[str, Row] = {
             "rope_interleave": True, "attention_bias": False,
         },
     ),
+    "glm_moe_dsa": Row(
+        llama_cpp=llama_cpp_experts.GLM_DSA, defaults=_sizes(6144, 12288, 78, 64, 202752) | _LLAMA | {
+            "num_key_value_heads": 64, "head_dim": 64, "rms_norm_eps": 1e-05, "q_lora_rank": 2048,
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256,
+            "num_experts": 256, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5, "norm_topk_prob": True, "index_n_heads": 32,
+            "index_head_dim": 128, "index_topk": 2048, "attention_bias": False,
+        },
+    ),
     "gpt2": Row(mlx=MlxDifferences(layout=UNPREFIXED)),
     "gpt_neox": Row(mlx=MlxDifferences(
         rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
@@ -258,6 +268,16 @@ _ROWS: dict[str, Row] = {
     "mistral": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.MISTRAL,
         defaults=_sizes(4096, 14336, 32, 32, 131072) | _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "mistral4": Row(
+        llama_cpp=llama_cpp_experts.MISTRAL4, defaults=_sizes(4096, 12288, 36, 32, 1048576) | _LLAMA | {
+            "partial_rotary_factor": 0.5, "num_key_value_heads": 32, "q_lora_rank": 1024,
+            "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128,
+            "num_experts": 128, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
+            "moe_intermediate_size": 2048, "first_k_dense_replace": 0, "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0, "norm_topk_prob": True, "rope_interleave": True,
+            "attention_bias": False,
+        },
     ),
     "mixtral": Row(
         flow=layers.MIXTRAL, llama_cpp=llama_cpp.MIXTRAL,

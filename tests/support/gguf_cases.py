@@ -151,6 +151,14 @@ CASES = {
     ),
     "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
     "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
+    # All tokens are chosen: llama.cpp compares those that are not in half precision.
+    "glm dsa": Case(
+        name="GlmMoeDsa", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "rms_norm_eps": 1e-6}
+    ),
+    "mistral4": Case(
+        name="Mistral4", settings=MLA | ROUTED | {"head_dim": 24},
+        rope=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
+    ),
     "dots1": Case(name="Dots1", settings=ROUTED | {"num_key_value_heads": 4}),
     "minimax m2": Case(
         name="MiniMaxM2",
