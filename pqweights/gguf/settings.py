@@ -98,6 +98,17 @@ class Settings:
         """Return a positive number. Raises ExportError if there is none."""
         return self.positive(self.get(key), key)
 
+    def product(self, expression: str) -> float:
+        """Return the product of keys as in Scaled.by. Raises ExportError if one is no positive number."""
+        result = 1.0
+        for key in expression.split(" * "):
+            name, _, place = key.partition(".")
+            value = self.get(name)
+            if place and isinstance(value, list | tuple) and len(value) > int(place):
+                value = value[int(place)]
+            result *= self.positive(value, key)
+        return result
+
     def truth(self, expression: str) -> bool:
         """Return a truth value, or whether "key = text" holds. Raises ExportError if it is none."""
         key, equals, text = expression.partition(" = ")

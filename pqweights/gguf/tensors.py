@@ -124,9 +124,9 @@ def _known_name(name: str, modules: Mapping[str, str]) -> str:
 
 
 def _of_layer(name: str, known: Mapping[str, T]) -> T | None:
-    """Return what is known of a module or a parameter of a layer, by the first expression that matches its name."""
+    """Return what is known of a module or a parameter, by the first expression that matches its name in the layer."""
     match = LAYER.fullmatch(name)
-    module = match[3].removesuffix(".weight") if match else ""
+    module = (match[3] if match else name).removesuffix(".weight")
     return next((value for expression, value in known.items() if re.fullmatch(expression, module)), None)
 
 
@@ -257,6 +257,12 @@ def _view(tensor: _Named, tensor_type: str, name: str, settings: Settings) -> Lo
         reads = RenamedTensor.of(name, reads, shape=shape)
     if (tiled := _of_layer(tensor.name, architecture.tiled)) is not None:
         reads = _tiled(name, reads, tiled, settings)
+    if (scaled := _of_layer(tensor.name, architecture.scaled)) is not None:
+        sizes = [settings.number(size) for size in scaled.blocks] or [math.prod(reads.shape[:-1])]
+        factors = np.repeat(np.array([settings.product(by) for by in scaled.by], dtype=np.float32), sizes)
+        if len(factors) != math.prod(reads.shape[:-1]):
+            raise ExportError(f"tensor {reads.name!r}: expected {len(factors)} rows, as config.json has it")
+        return ScaledTensor.of(name, reads, factors=factors)
     if tensor_type == "SSM_A":
         return DecayTensor.of(name, reads, dtype="F32", plain_dtype="F32")
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
@@ -447,6 +453,21 @@ class OffsetTensor(RenamedTensor):
         self.source.read(start, count, "F32", raw)
         values = raw.view(np.float32)
         values += np.float32(self.offset)
+        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaledTensor(RenamedTensor):
+    """A matrix with each row multiplied by a number, in float32. factors: [rows] f32"""
+
+    factors: npt.NDArray[np.float32]
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source, and multiply them."""
+        raw = np.empty(count * 4, dtype=np.uint8)
+        self.source.read(start, count, "F32", raw)
+        values = raw.view(np.float32)
+        values *= self.factors[np.arange(start, start + count) // self.shape[-1]]
         out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
 
 

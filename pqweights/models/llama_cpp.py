@@ -66,6 +66,17 @@ class Tiled(NamedTuple):
     columns: bool = False
 
 
+class Scaled(NamedTuple):
+    """Multipliers of the model that llama.cpp expects in the weights.
+
+    by: products of keys, one for each block of rows; "key.2" is the third number of a list
+    blocks: the sizes of the blocks, as in Setting.key; without them, all rows are one
+    """
+
+    by: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
+
+
 def _real(parameter: str, key: str = "") -> Setting:
     """Return a hyper-parameter that need not be a whole number; by default, its key has the same name."""
     return Setting(parameter, key or parameter, real=True)
@@ -88,6 +99,7 @@ class Architecture:
         those that it does
     cuts: expressions for modules that it holds as several
     tiled: expressions for modules or parameters with value heads in another order
+    scaled: expressions for modules, whole names outside of layers among them, whose weights are multiplied
     norm: the setting of its norms
     settings: the hyper-parameters that it has beside those of all models, or instead of them
     shapes: the rows and columns of tensors, as in gguf.MODEL_TENSOR, where they are not those of SHAPES
@@ -129,6 +141,7 @@ class Architecture:
     modules: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
+    scaled: Mapping[str, Scaled] = field(default_factory=dict)
     norm: Setting = RMS
     settings: tuple[Setting, ...] = ()
     shapes: Mapping[str, Shape] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from pqweights.models.llama_cpp import (
     SILU,
     Architecture,
     Cut,
+    Scaled,
     Setting,
     Tiled,
 )
@@ -194,3 +195,34 @@ NEMOTRON_H = replace(
     layer_types=frozenset({FULL, LINEAR_ATTENTION, "moe"}),
     dense=_DENSE_NEMOTRON_H,
 )  # fmt: skip
+
+# Attention and Mamba side by side.
+_STATES = "mamba_n_groups * mamba_d_state"
+FALCON_H1 = Architecture(
+    name="FALCON_H1",
+    modules={r"mamba\.dt_bias": "mamba.dt_proj.bias"},
+    scaled={
+        "model.embed_tokens": Scaled(("embedding_multiplier",)),
+        "lm_head": Scaled(("lm_head_multiplier",)),
+        r"self_attn\.[qv]_proj": Scaled(("attention_in_multiplier",)),
+        r"self_attn\.k_proj": Scaled(("attention_in_multiplier * key_multiplier",)),
+        r"self_attn\.o_proj": Scaled(("attention_out_multiplier",)),
+        r"feed_forward\.gate_proj": Scaled(("mlp_multipliers.0",)),
+        r"feed_forward\.down_proj": Scaled(("mlp_multipliers.1",)),
+        r"mamba\.out_proj": Scaled(("ssm_out_multiplier",)),
+        r"mamba\.in_proj": Scaled(
+            tuple(f"ssm_in_multiplier * ssm_multipliers.{part}" for part in range(5)),
+            ("mamba_d_ssm", "mamba_d_ssm", _STATES, _STATES, "mamba_n_heads"),
+        ),
+    },
+    settings=(
+        Setting("ssm_conv_kernel", "mamba_d_conv"),
+        Setting("ssm_inner_size", "mamba_d_ssm"),
+        Setting("ssm_state_size", "mamba_d_state"),
+        Setting("ssm_time_step_rank", "mamba_n_heads"),
+        Setting("ssm_group_count", "mamba_n_groups"),
+    ),
+    reshaped=MAMBA2,
+    biases=frozenset({"SSM_CONV1D"}),
+    values={**SILU, "mamba_rms_norm": (False,), "tie_word_embeddings": (False,)},
+)

@@ -125,7 +125,16 @@ _ROWS: dict[str, Row] = {
             "num_shared_experts": 1,
         },
     ),
-    "falcon_h1": Row(mlx=MlxDifferences(other_head_dim=True)),
+    "falcon_h1": Row(
+        mlx=MlxDifferences(other_head_dim=True),
+        llama_cpp=llama_cpp_hybrids.FALCON_H1, defaults=_sizes(4096, 14336, 32, 32, 8192) | _LLAMA | {
+            "key_multiplier": 1.0, "attention_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
+            "lm_head_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0,
+            "embedding_multiplier": 1.0, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "mamba_d_conv": 4,
+            "mamba_d_ssm": 1024, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba_n_groups": 1,
+            "mamba_rms_norm": False,
+        },
+    ),
     "gemma": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.GEMMA, traits=_ZERO_CENTRED,
         defaults=_sizes(3072, 24576, 28, 16, 8192) | _GEMMA | {

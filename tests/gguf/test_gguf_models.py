@@ -471,8 +471,11 @@ def keys_of(architecture: Architecture) -> set[str]:
     expressions += [
         size for shape in (*architecture.shapes.values(), *architecture.reshaped.values()) for size in shape if size
     ]
+    expressions += [size for scaled in architecture.scaled.values() for size in scaled.blocks]
     expressions += [architecture.rotated, architecture.period_key]
     keys = {key for expression in expressions for key in keys_in(expression)} | architecture.values.keys()
+    factors = [by for scaled in architecture.scaled.values() for by in scaled.by]
+    keys |= {key.partition(".")[0] for by in factors for key in keys_in(by)}
     keys |= set() if architecture.dense is None else keys_of(architecture.dense)
     return keys | (set() if architecture.windows is None else {"sliding_window"})
 

@@ -194,6 +194,12 @@ CASES = {
         settings=EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
         "num_hidden_layers": 3},
     ),
+    "falcon h1": Case(
+        name="FalconH1", settings=WIDE_HEADS | MAMBA | {"mamba_d_ssm": 128, "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 1.3, "embedding_multiplier": 2.0, "key_multiplier": 0.8, "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.6, 1.4], "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9,
+        "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2]},
+    ),
     "gemma4": Case(
         name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True},
