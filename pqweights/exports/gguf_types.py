@@ -24,7 +24,15 @@ from pqweights.exports.assignment import (
     made_of,
 )
 from pqweights.exports.bf16 import role_of
-from pqweights.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
+from pqweights.gguf.mixes import (
+    PLAIN_TYPES,
+    Mix,
+    Shape,
+    find_mix,
+    fitting_type,
+    layers_with_values,
+    may_be_quantized,
+)
 from pqweights.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models import text_model
@@ -146,6 +154,7 @@ def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
         tied=all(tensor.name != "output.weight" for tensor in model.tensors),
         large=model.architecture in ("llama", "qwen2") and layers == 80 and per_group > 1,
         imatrix=imatrix,
+        with_values=layers_with_values(tensor.name for tensor in model.tensors),
     )
 
 
