@@ -134,14 +134,41 @@ def test_any_range_of_a_tensor_can_be_read(dtype: str, encoded: bool, tmp_path: 
     if encoded:
         quantize(folder, tmp_path / "master", parse_recipe("bits: 5", "recipe"))
         folder = tmp_path / "master"
-    random = np.random.default_rng(1)
+    check_ranges(folder, dtype)
+
+
+def check_ranges(folder: Path, dtype: str) -> None:
+    random, size = np.random.default_rng(1), item_bytes(dtype)
     for tensor in converted(folder).tensors:
         count = element_count(tensor)
         whole = read(tensor, 0, count, dtype)
-        size = item_bytes(dtype)
         for _ in range(12):
             first, last = sorted(random.integers(0, count + 1, 2).tolist())
             assert read(tensor, first, last - first, dtype) == whole[first * size : last * size], tensor.name
+
+
+# Cuts, turned halves of heads, alternating rows of transposed stacks, value heads in another order, multipliers.
+REARRANGED = {
+    "deepseek v3": ({"v_head_dim": 19}, "config.json asks for|as config.json has it"),
+    "gpt-oss": ({"num_local_experts": 3}, r"expected shape \(3, 96, 64\)"),
+    "qwen3 next": ({"linear_num_value_heads": 4}, "as config.json has it"),
+    "qwen3_5": ({"linear_value_head_dim": 8, "linear_key_head_dim": 8}, "config.json"),
+    "falcon h1": ({"mamba_n_heads": 4}, "config.json"),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_any_range_of_a_rearranged_tensor_can_be_read(name: str, tmp_path: Path) -> None:
+    """And a configuration with other sizes than the tensors have is refused."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
+    check_ranges(tmp_path, "F32")
+    changed, message = REARRANGED[name]
+    edit_config(tmp_path, changed)
+    with pytest.raises(ExportError, match=message):
+        converted(tmp_path)
 
 
 def moe_config(**changed: Any) -> dict[str, Any]:
