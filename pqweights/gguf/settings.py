@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from pqweights.errors import ExportError
 from pqweights.gguf import gguf_package
-from pqweights.models import described, has_trait, text_config, text_model
+from pqweights.gguf.restated import restated
+from pqweights.models import described, has_trait, text_model
 from pqweights.models.description import ModelDescription, stated_or_default
-from pqweights.models.llama_cpp import FULL, IGNORED, LAYERS, LINEAR_ATTENTION, SLIDING, Architecture
+from pqweights.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture
 from pqweights.models.table import MODELS
 from pqweights.models.traits import Trait
 
@@ -31,10 +32,6 @@ OTHER_NAMES = {
     "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
 }
-# The letters of hybrid_override_pattern.
-BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}
-# Names of kinds of layers in configurations on the Hub, and those of transformers 5.
-OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR_ATTENTION}
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
 # llama.cpp holds numbers in 32 bits, and has no room for more layers (LLAMA_MAX_LAYERS).
 MOST_OF_ANY = 2**31 - 1
@@ -141,10 +138,7 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     Raises ExportError if the architecture is not covered, or a value of the configuration is not.
     """
     config = config or {}
-    values = {**config, **text_config(config)}
-    if config.get("tie_word_embeddings") is not None:  # the model around the text model has the head
-        values["tie_word_embeddings"] = config["tie_word_embeddings"]
-    _restate(values, config)
+    values = restated(config)
     # The outer type decides, unless it is known to wrap others: a model of images and text may share the type of its
     # text model, and compute otherwise.
     model_type = config.get("model_type")
@@ -155,53 +149,38 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
     settings = Settings(model_type=str(model_type), model=model, architecture=model.llama_cpp, values=values)
-    lacks_experts = "moe" in model.llama_cpp.layer_types and "moe" not in (settings.get("layer_types") or [])
-    if model.llama_cpp.dense is not None and (lacks_experts or not settings.get("num_experts")):
-        settings = replace(settings, architecture=model.llama_cpp.dense)
+    dense = model.llama_cpp.dense
+    if dense is not None and not _has_experts(settings):
+        settings = replace(settings, architecture=dense)
     if (key := settings.architecture.period_key) and settings.get(key) is None:
         values[key] = settings.architecture.window_period
     _check_types(settings, config)
     _check_values(settings, config)
+    _check_layers(settings)
+    values |= _sizes_of_heads(settings)
+    if settings.get("block_auto_adjust_ff_dim"):
+        values["intermediate_size"] = _adjusted_width(settings)
+    return settings
+
+
+def _has_experts(settings: Settings) -> bool:
+    types = settings.get("layer_types")
+    if "moe" in settings.architecture.layer_types:  # layers of experts and nothing else
+        return isinstance(types, list) and "moe" in types
+    return bool(settings.get("num_experts"))
+
+
+def _sizes_of_heads(settings: Settings) -> dict[str, int]:
+    """Return those that the configuration leaves out. Raises ExportError if llama.cpp takes no others than these."""
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
     computed = {"num_key_value_heads": heads, "head_dim": width}
     computed |= {f"global_{key}": settings.get(key) or value for key, value in computed.items()}
-    if settings.get("block_auto_adjust_ff_dim"):
-        values["intermediate_size"] = _adjusted_width(settings)
-    values |= {key: value for key, value in computed.items() if settings.get(key) is None}
-    free_head_dim = settings.architecture.free_head_dim
-    if not free_head_dim and (width * heads != settings.number("hidden_size")):
+    if not settings.architecture.free_head_dim and width * heads != settings.number("hidden_size"):
         raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
-    if not free_head_dim and settings.get("head_dim") != width:
+    if not settings.architecture.free_head_dim and settings.get("head_dim") not in (None, width):
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
-    return settings
-
-
-def _restate(values: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """State what earlier versions and single types state by other keys as transformers 5 does."""
-    types = values.get("layer_types") or values.get("layers_block_type")
-    if isinstance(pattern := values.get("hybrid_override_pattern"), str):  # of Nemotron H
-        types = [BLOCKS.get(letter, letter) for letter in pattern]
-        values["num_hidden_layers"] = len(types)
-    if isinstance(types, list):
-        types = [OLD_LAYER_TYPES.get(name, name) if isinstance(name, str) else name for name in types]
-        values["layer_types"] = types
-        values.setdefault("full_attention_interval", 1 + types.index(FULL) if FULL in types else len(types) + 1)
-        values.setdefault("num_hidden_layers", len(types))
-    if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
-        values["sliding_window_pattern"] = 1 + pattern.index("G")
-    if isinstance(mlps := values.get("mlp_layer_types"), list):
-        values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
-    if values.get("num_global_key_value_heads") is not None:
-        values["global_num_key_value_heads"] = values["num_global_key_value_heads"]
-    vision = config.get("vision_config")
-    if isinstance(vision, dict) and isinstance(layers := vision.get("deepstack_visual_indexes"), list):
-        values["deepstack_layers"] = len(layers)
-    for layer, own in (values.get("per_layer_config") or {}).items():  # of Gemma 4
-        if isinstance(types, list) and types[int(layer)] == FULL:
-            for key in ("head_dim", "num_key_value_heads"):
-                values.setdefault(f"global_{key}", own.get(key))
-    values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
+    return {key: value for key, value in computed.items() if settings.get(key) is None}
 
 
 def _adjusted_width(settings: Settings) -> int:
@@ -234,7 +213,7 @@ def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
 def _check_layer_types(settings: Settings) -> None:
     layers, known = settings.number("num_hidden_layers"), settings.architecture.layer_types
     types = settings.get("layer_types")
-    fitting = isinstance(types, list) and len(types) == layers and all(layer in known for layer in types)
+    fitting = isinstance(types, list) and len(types) == layers and all(layer in [*known] for layer in types)
     if types is not None and not fitting:
         expected = " or ".join(sorted(known))
         raise settings.refusal(f"expected {expected} for each of {layers} layers as layer_types, found {types!r:.80}")
@@ -268,7 +247,7 @@ def layer_types(settings: Settings) -> list[str]:
 def layer_kinds(settings: Settings) -> list[str]:
     """Return what distinguishes the tensors of layers: their types, experts, and whether keys are those of others."""
     layers = settings.number("num_hidden_layers")
-    own = layers - (settings.get("num_kv_shared_layers") or 0)
+    own = layers - (settings.number("num_kv_shared_layers") if settings.get("num_kv_shared_layers") else 0)
     return [
         f"{kind}{' sparse' if sparse else ''}{'' if layer < own else ' shared'}"
         for layer, (kind, sparse) in enumerate(zip(layer_types(settings), sparse_layers(settings), strict=True))
@@ -290,24 +269,31 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     architecture = settings.architecture
     for key, taken in architecture.values.items():
         value = settings.get(key)
-        if isinstance(value, list) and value.count(value[:1][0] if value else None) == len(value) > 0:
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]  # the same for each layer
         if value not in taken:
             expected = " or ".join(repr(value) for value in taken)
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {value!r}")
-    layers = settings.number("num_hidden_layers")
+    for one, other in architecture.equal:
+        if settings.number(one) != settings.number(other):
+            raise settings.refusal(
+                f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
+                f"{settings.number(other)}"
+            )
+    scalar = settings.get("query_pre_attn_scalar")
+    if scalar is not None and scalar != (divisor := _scalar(settings)):
+        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
+
+
+def _check_layers(settings: Settings) -> None:
+    """Raise ExportError if llama.cpp would compute some layers otherwise."""
+    architecture, layers = settings.architecture, settings.number("num_hidden_layers")
     for key, without in architecture.layers_without.items():
         if (settings.get(key) is None) != (layers in without):
             but = " or ".join(map(str, without))
             raise settings.refusal(
                 f"llama.cpp expects {key} of all models but those of {but} layers, found {settings.get(key)} with "
                 f"{layers}"
-            )
-    for one, other in architecture.equal:
-        if settings.number(one) != settings.number(other):
-            raise settings.refusal(
-                f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
-                f"{settings.number(other)}"
             )
     if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
@@ -320,9 +306,6 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     period = architecture.unrotated_period
     if period and _rotated_layers(settings) != _all_but_each(settings, period):
         raise settings.refusal(f"llama.cpp computes every {period}th layer without rotary embeddings")
-    scalar = settings.get("query_pre_attn_scalar")
-    if scalar is not None and scalar != (divisor := _scalar(settings)):
-        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
 
 
 def _scalar(settings: Settings) -> int:
@@ -421,7 +404,10 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
             f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
         )
     writer.add_rope_dimension_count(rotated)
-    if sections := parameters.get("mrope_section") or settings.architecture.rope_sections:
+    sections = parameters.get("mrope_section") or settings.architecture.rope_sections
+    if not isinstance(sections, list | tuple) or not all(isinstance(size, int) for size in sections):
+        raise settings.refusal(f"expected a list of numbers as mrope_section, found {sections!r}")
+    if sections:
         writer.add_rope_dimension_sections([*sections, 0][:4])
     base = _number(settings, parameters, "rope_theta")
     if rope_type == "dynamic":  # of HunYuan, with another base at once instead of one by the length of the text

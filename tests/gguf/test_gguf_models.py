@@ -385,6 +385,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not predict text"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
         ({"rope_parameters": {"rope_type": "new"}}, "with rope_type default, .* only, found 'new'"),
+        (
+            {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": 3}},
+            "expected a list of numbers as mrope_section, found 3",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
         ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows for it"),
