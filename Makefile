@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands dist clean
+.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands docs-families dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -285,6 +285,10 @@ bad-inputs: $(READY) ## write docs/bad-inputs.md: the line that every bad input 
 docs-commands: $(READY) ## write docs/commands.md from the command line
 	$(BIN)/python tools/commands_page.py > $(VENV)/commands.md
 	mv $(VENV)/commands.md docs/commands.md
+
+docs-families: $(READY) ## write docs/families.md from the tests and the table of models
+	$(BIN)/python tools/families_page.py > $(VENV)/families.md
+	mv $(VENV)/families.md docs/families.md
 
 # The site and the packages are built in environments of their own, without the dependencies of the project.
 SITE ?= site

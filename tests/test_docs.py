@@ -64,6 +64,12 @@ def test_commands_page_is_up_to_date_on_any_terminal(monkeypatch):
     assert (DOCS / "commands.md").read_text(encoding="utf-8") == tool("commands_page").page(), "run make docs-commands"
 
 
+def test_page_of_families_is_up_to_date():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert (DOCS / "families.md").read_text(encoding="utf-8") == tool("families_page").page(), "run make docs-families"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_relative_links_and_anchors_exist(page):
     for link in links(page):

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pqweights.checkpoint.gguf.mixes import PLAIN_TYPES, Mix, Shape, find_mix, fitting_type, may_be_quantized
+from pqweights.checkpoint.gguf.mixes import (
+    PLAIN_TYPES,
+    Mix,
+    Shape,
+    find_mix,
+    fitting_type,
+    layers_with_values,
+    may_be_quantized,
+)
 from pqweights.checkpoint.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.models import text_model
@@ -146,6 +154,7 @@ def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
         tied=all(tensor.name != "output.weight" for tensor in model.tensors),
         large=model.architecture in ("llama", "qwen2") and layers == 80 and per_group > 1,
         imatrix=imatrix,
+        with_values=layers_with_values(tensor.name for tensor in model.tensors),
     )
 
 

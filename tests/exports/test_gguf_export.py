@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from cards import change_manifest
 from commands import answer, done, invoke, refused
+from external_runtimes import need
 from helpers import read_all, run_command
 
 from pqweights.exports.gguf import MODELFILE
 from pqweights.exports.gguf_types import type_bytes
+from pqweights.inference.runtimes.models import open_model
 from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.rewrite.manifest import read_manifest
@@ -236,6 +238,20 @@ def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
     assert read_manifest(tmp_path / "out").made_by["rounding"] == "importance"
     for name in ("out", "folded"):
         assert done("verify", tmp_path / name).stdout.startswith(f"{tmp_path / name}: ok")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
+def test_stacks_and_hybrids_compute_what_the_master_does(name, base, tmp_path):
+    """Stacks that are transposed with alternating rows, and value heads in another order, read from encoded weights."""
+    need("llama.cpp")
+    shutil.copytree(families.master(base, name), tmp_path / "master")
+    language_models.with_tokenizer(tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "bf16")
+    expected = families.logits(families.load(tmp_path / "bf16", families.FAMILIES[name]))
+    found = open_model(export(tmp_path / "master", tmp_path / "out", type="q8_0")).logits(
+        np.array(families.IDS[0]), len(families.IDS[0])
+    )
+    assert np.sqrt(np.mean(np.square(found - expected))) < 0.05 * expected.std()
 
 
 def test_a_modelfile_and_a_card_say_how_to_run_it(master, tmp_path):

@@ -18,7 +18,7 @@ from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkp
 
 from pqweights.checkpoint.gguf.model import GgufModel, MetadataEntry
 from pqweights.checkpoint.gguf.settings import OTHER_NAMES
-from pqweights.checkpoint.models.llama_cpp import SETTINGS
+from pqweights.checkpoint.models.llama_cpp import SETTINGS, Architecture
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
@@ -134,14 +134,41 @@ def test_any_range_of_a_tensor_can_be_read(dtype: str, encoded: bool, tmp_path: 
     if encoded:
         quantize(folder, tmp_path / "master", parse_recipe("bits: 5", "recipe"))
         folder = tmp_path / "master"
-    random = np.random.default_rng(1)
+    check_ranges(folder, dtype)
+
+
+def check_ranges(folder: Path, dtype: str) -> None:
+    random, size = np.random.default_rng(1), item_bytes(dtype)
     for tensor in converted(folder).tensors:
         count = element_count(tensor)
         whole = read(tensor, 0, count, dtype)
-        size = item_bytes(dtype)
         for _ in range(12):
             first, last = sorted(random.integers(0, count + 1, 2).tolist())
             assert read(tensor, first, last - first, dtype) == whole[first * size : last * size], tensor.name
+
+
+# Cuts, turned halves of heads, alternating rows of transposed stacks, value heads in another order, multipliers.
+REARRANGED = {
+    "deepseek v3": ({"v_head_dim": 19}, "config.json asks for|as config.json has it"),
+    "gpt-oss": ({"num_local_experts": 3}, r"expected shape \(3, 96, 64\)"),
+    "qwen3 next": ({"linear_num_value_heads": 4}, "as config.json has it"),
+    "qwen3_5": ({"linear_value_head_dim": 8, "linear_key_head_dim": 8}, "config.json"),
+    "falcon h1": ({"mamba_n_heads": 4}, "config.json"),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_any_range_of_a_rearranged_tensor_can_be_read(name: str, tmp_path: Path) -> None:
+    """And a configuration with other sizes than the tensors have is refused."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
+    check_ranges(tmp_path, "F32")
+    changed, message = REARRANGED[name]
+    edit_config(tmp_path, changed)
+    with pytest.raises(ExportError, match=message):
+        converted(tmp_path)
 
 
 def moe_config(**changed: Any) -> dict[str, Any]:
@@ -317,6 +344,34 @@ def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
         assert (metadata(model)["llama.context_length"], model.notes) == (128, ())
 
 
+@pytest.mark.parametrize(
+    "name", ["layers.2.mlp.up_proj", "layers.3.eh_proj", "mtp.fc", "model.mtp_block.0.mlp.up_proj"]
+)
+def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Path) -> None:
+    """As published files have them: numbered behind the last (DeepSeek, GLM), or under names of their own (Qwen)."""
+    whole = f"{'model.' if name.startswith('layers') else ''}{name}.weight"
+    model = converted(write_llama(tmp_path, **{whole.replace(".", "__"): bf16(gaussian(4, 4))}))
+    assert model.left_out == {whole: "predicts further tokens, which the model does without"}
+    assert named(model).keys() == named(converted(write_llama(tmp_path / "without"))).keys()
+
+
+def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:
+    """Mistral 3 of images and text, with the prefixes of its published files."""
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "ministral3"}
+    text["head_dim"] = 8
+    text |= {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}
+    tensors = {f"language_model.{name}": value for name, value in llama_tensors().items()}
+    tensors["vision_tower.patch_conv.weight"] = bf16(gaussian(4, 4))
+    config = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    model = converted(write_checkpoint(tmp_path, tensors, config=config))
+    assert model.architecture == "mistral3"
+    assert metadata(model)["mistral3.attention.temperature_scale"] == 0.1
+    assert model.left_out == {"vision_tower.patch_conv.weight": "not part of the text model"}
+    assert named(model).keys() == named(converted(write_llama(tmp_path / "llama"))).keys()
+
+
+MLA = {"model_type": "deepseek_v3", "q_lora_rank": 4, "first_k_dense_replace": 1}
+DELTA_NET = {"model_type": "qwen3_5_text", "linear_value_head_dim": 8, "linear_key_head_dim": 8}
 GEMMA2 = GEMMA3 | {"model_type": "gemma2"}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -324,12 +379,16 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: cohere, .*, qwen3_moe"),
+        ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
         ({"model_type": None}, "GGUF cannot hold a model of type None"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not predict text"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
         ({"rope_parameters": {"rope_type": "new"}}, "with rope_type default, .* only, found 'new'"),
+        (
+            {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": 3}},
+            "expected a list of numbers as mrope_section, found 3",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
         ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows for it"),
@@ -367,6 +426,15 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
             {"model_type": "gemma3_text", "hidden_act": None, "head_dim": 8},
             "with query_pre_attn_scalar 8 only, found 256",
         ),
+        (MLA | {"num_hidden_layers": 27}, "q_lora_rank of all models but those of 26 or 27 layers, found 4 with 27"),
+        (MLA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
+         "YaRN with equal mscale and mscale_all_dim only, found 1.0 and 0.5"),
+        (MLA | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is .'sparse', 'dense'."),
+        (DELTA_NET | {"linear_key_head_dim": 4}, "equal linear_value_head_dim and linear_key_head_dim only, found 8"),
+        (DELTA_NET | {"layer_types": ["full_attention", "linear_attention"]}, "full attention in every 1th layer"),
+        (DELTA_NET | {"layer_types": ["full_attention", "conv"]}, "full_attention or linear_attention for"),
+        ({"model_type": "exaone4", "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "windows for 64"),
+        ({"model_type": "llama4_text", "moe_layers": [1]}, "in every interleave_moe_layer_step-th layer"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "computes every 4th layer without rotary embeddings"),
         (
             {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -406,8 +474,20 @@ def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
 
 # The keys of which the meaning of their absence matters.
 ARCHITECTURES = {name: model.llama_cpp for name, model in MODELS.items() if model.llama_cpp is not None}
-KEYS = {key for _, key, *_ in SETTINGS} | {
+
+
+def keys_in(expression: str) -> set[str]:
+    """The keys of an expression as in Setting.key."""
+    return {key for key in re.split(r" [+*/] ", expression.partition(" = ")[0]) if key and not key.isdigit()}
+
+
+# What wraps a text model with a configuration of its own, and a type that transformers does not have.
+OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "max_position_embeddings",
+    "block_auto_adjust_ff_dim",
+    "block_multiple_of",
+    "block_ffn_dim_multiplier",
     "no_rope_layer_interval",
     "original_max_position_embeddings",
     "query_pre_attn_scalar",
@@ -415,23 +495,42 @@ KEYS = {key for _, key, *_ in SETTINGS} | {
 }
 
 
-@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES.keys() - {"gemma3"}))
+def keys_of(architecture: Architecture) -> set[str]:
+    """The keys that an architecture reads."""
+    expressions = [setting.key for setting in (architecture.norm, *architecture.settings)]
+    expressions += [size for cut in architecture.cuts.values() for size in (*cut.blocks, cut.times)]
+    expressions += [
+        size for shape in (*architecture.shapes.values(), *architecture.reshaped.values()) for size in shape if size
+    ]
+    expressions += [size for scaled in architecture.scaled.values() for size in scaled.blocks]
+    expressions += [architecture.rotated, architecture.period_key]
+    keys = {key for expression in expressions for key in keys_in(expression)} | architecture.values.keys()
+    factors = [by for scaled in architecture.scaled.values() for by in scaled.by]
+    keys |= {key.partition(".")[0] for by in factors for key in keys_in(by)}
+    keys |= set() if architecture.dense is None else keys_of(architecture.dense)
+    return keys | (set() if architecture.windows is None else {"sliding_window"})
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES.keys() - OTHERS))
 def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    values = {field.name: field.default for field in dataclasses.fields(known)}
+    values = {
+        field.name: field.default for field in dataclasses.fields(known) if field.default is not dataclasses.MISSING
+    }
     architecture = ARCHITECTURES[model_type]
-    keys = KEYS | architecture.values.keys() | {key for _, key, *_ in (architecture.norm, *architecture.settings)}
-    keys |= set() if architecture.windows is None else {"sliding_window"}
-    expected = {key: values.get(key, values.get(OTHER_NAMES.get(key, ""))) for key in keys}
+    expected = {
+        key: next((values[name] for name in (key, *OTHER_NAMES.get(key, ())) if values.get(name) is not None), None)
+        for key in KEYS | keys_of(architecture)
+    }
     if model_type == "cohere2":
         del expected["head_dim"]  # which the class computes anyway
     base = known.default_theta
     expected["rope_theta"] = base["global"] if isinstance(base, dict) else base
     expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
-    if model_type == "stablelm":  # set after the fields are
-        expected["partial_rotary_factor"] = known().rope_parameters["partial_rotary_factor"]
+    partial = (getattr(known(), "rope_parameters", None) or {}).get("partial_rotary_factor")  # set after the fields are
+    expected |= {} if partial in (None, 1.0) else {"partial_rotary_factor": partial}
     found = {"rope_theta": 1e4} | MODELS[model_type].defaults
     assert found == {key: value for key, value in expected.items() if value is not None}
 
@@ -482,7 +581,7 @@ def test_tensors_of_other_shapes_are_refused(
 def test_every_architecture_is_one_of_the_package() -> None:
     for architecture in ARCHITECTURES.values():
         assert architecture.name in gguf.MODEL_ARCH.__members__
-        for parameter, *_ in (architecture.norm, *architecture.settings):
-            assert hasattr(gguf.GGUFWriter, f"add_{parameter}")
+        for setting in (architecture.norm, *architecture.settings):
+            assert hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")
         for name in architecture.biases:
             assert name in gguf.MODEL_TENSOR.__members__

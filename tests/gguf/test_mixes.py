@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from external_runtimes import need
+from gguf_files import converted, write_gguf
 from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.mixes import (
@@ -25,9 +27,11 @@ from pqweights.checkpoint.gguf.mixes import (
     may_be_quantized,
     role_of,
 )
+from pqweights.checkpoint.source import open_local
 from pqweights.codecs import CODECS
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.errors import OptionError
+from pqweights.exports.gguf_types import TypeOptions, chosen_types
 from pqweights.inference.runtimes import llama_library
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -142,6 +146,27 @@ def check_types(model, imatrix, folder):
             assert {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors} == expected, (
                 mix.name
             )
+
+
+@pytest.mark.parametrize("name", ["lfm2 moe", "gemma4", "qwen3_5 moe", "nemotron h moe"])
+def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path):
+    """Where only some layers have values, llama.cpp counts these to choose wider types."""
+    need("llama.cpp")
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    case = gguf_cases.CASES[name]
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
+    gguf_cases.saved(dataclasses.replace(case, settings=case.settings | sizes), tmp_path)
+    plain, out, library = write_gguf(tmp_path), tmp_path / "quantized.gguf", llama_library.library().functions
+    model = converted(tmp_path)
+    for mix in (MIXES[name] for name in ("Q4_K_M", "Q3_K_M")):
+        settings = library.llama_model_quantize_default_params()
+        settings.ftype = int(gguf.LlamaFileType[mix.file_type])
+        assert library.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(settings)) == 0
+        types = chosen_types(TypeOptions(mix=mix), model, open_local(tmp_path), imatrix=False)
+        expected = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+        assert {name: choice.type for name, choice in types.items()} == expected
 
 
 def test_an_importance_matrix_widens_the_first_eighth_of_ffn_down():

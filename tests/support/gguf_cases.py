@@ -18,12 +18,43 @@ SETTINGS: dict[str, Any] = {
 WIDE_HEADS = {"head_dim": 32}
 WINDOWED = WIDE_HEADS | {"sliding_window": 32, "query_pre_attn_scalar": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Behind one layer without experts.
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_hidden_layers": 3,
+}  # fmt: skip
+MLA = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DELTA_NET = WIDE_HEADS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+HYBRID = MAMBA | {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_hidden_layers": 3,
+    "shared_intermediate_size": 40,
+}
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 80}
 ORIGINAL = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
 LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
+SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+VISION = {
+    "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+BOTH_KINDS = WIDE_HEADS | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+BOTH_KINDS |= {"sliding_window": 32, "global_head_dim": 64, "vocab_size_per_layer_input": VOCABULARY}
+MAMBA_H = WIDE_HEADS | {
+    "num_hidden_layers": 3, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+    "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40,
+    "time_step_min": 1e-9,  # transformers has no smaller steps, and llama.cpp knows no such limit
+}  # fmt: skip
 LAYERED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
@@ -39,6 +70,7 @@ class Case:
     rope: its rope_parameters, but for a theta of 10000
     tokens: how many are compared
     text: whether its config is that of the text model of a family that also sees
+    vision: the vision_config of a model that sees; its settings are those of its text_config
     """
 
     name: str
@@ -46,6 +78,7 @@ class Case:
     rope: dict[str, Any] | None = None
     tokens: int = 80
     text: bool = False
+    vision: dict[str, Any] | None = None
 
 
 CASES = {
@@ -94,6 +127,100 @@ CASES = {
     "stablelm": Case(name="StableLm", settings={"use_qkv_bias": True}),
     "cohere": Case(name="Cohere", settings={"logit_scale": 0.3}),
     "cohere2": Case(name="Cohere2", settings={"logit_scale": 0.3, "sliding_window": 32, "num_hidden_layers": 5}),
+    "arcee": Case(name="Arcee", settings=WIDE_HEADS | {"tie_word_embeddings": True}),
+    "glm4": Case(name="Glm4", settings=WIDE_HEADS),
+    "seed_oss": Case(name="SeedOss", settings=WIDE_HEADS),
+    "exaone4": Case(name="Exaone4", settings={"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4 windows": Case(
+        name="Exaone4", settings={"hidden_size": 32, "sliding_window": 32, "num_hidden_layers": 64}, rope=LLAMA3
+    ),
+    "hunyuan": Case(
+        name="HunYuanDenseV1", settings=WIDE_HEADS, rope={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    ),
+    "ernie4_5": Case(name="Ernie4_5", settings=WIDE_HEADS),
+    "ministral3": Case(name="Ministral3", settings=WIDE_HEADS, rope=YARN | {"llama_4_scaling_beta": 0.1}),
+    "gpt-oss": Case(
+        name="GptOss", settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+        rope=YARN, tokens=200,
+    ),
+    "deepseek v3": Case(name="DeepseekV3", settings=MLA | ROUTED | {"n_group": 2}),
+    "deepseek v3 yarn": Case(name="DeepseekV3", settings=MLA | ROUTED, rope=SCALED_YARN, tokens=200),
+    "deepseek v2 lite": Case(
+        name="DeepseekV2", rope=SCALED_YARN,
+        settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27},
+    ),
+    "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
+    # All tokens are chosen: llama.cpp compares those that are not in half precision.
+    "glm dsa": Case(
+        name="GlmMoeDsa", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "rms_norm_eps": 1e-6}
+    ),
+    "mistral4": Case(
+        name="Mistral4", settings=MLA | ROUTED | {"head_dim": 24},
+        rope=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
+    ),
+    "dots1": Case(name="Dots1", settings=ROUTED | {"num_key_value_heads": 4}),
+    "minimax m2": Case(
+        name="MiniMaxM2",
+        settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
+        rope={"partial_rotary_factor": 0.5},
+    ),
+    "ernie4_5 moe": Case(
+        name="Ernie4_5_Moe", settings={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}
+    ),
+    "hunyuan moe": Case(name="HunYuanMoEV1", settings=WIDE_HEADS | {"num_experts": 4, "moe_topk": 2}),
+    "olmoe": Case(name="Olmoe", settings=EXPERTS | {"num_key_value_heads": 4}),
+    "exaone moe": Case(
+        name="ExaoneMoe", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 32}
+    ),
+    "llama4": Case(
+        name="Llama4", settings=WIDE_HEADS | {"intermediate_size_mlp": 80, "num_local_experts": 4,
+        "interleave_moe_layer_step": 2, "num_hidden_layers": 4}, text=True,
+    ),
+    "granite moe": Case(name="GraniteMoe", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite moe shared": Case(
+        name="GraniteMoeShared",
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "granite hybrid": Case(
+        name="GraniteMoeHybrid", settings=HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "granite hybrid dense": Case(
+        name="GraniteMoeHybrid", settings=HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"}
+    ),
+    "lfm2": Case(name="Lfm2", settings={"layer_types": ["conv", "full_attention"]}),
+    "lfm2 moe": Case(
+        name="Lfm2Moe",
+        settings=EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+        "num_hidden_layers": 3},
+    ),
+    "falcon h1": Case(
+        name="FalconH1", settings=WIDE_HEADS | MAMBA | {"mamba_d_ssm": 128, "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 1.3, "embedding_multiplier": 2.0, "key_multiplier": 0.8, "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.6, 1.4], "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9,
+        "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2]},
+    ),
+    "gemma4": Case(
+        name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True},
+    ),
+    "gemma4 moe": Case(
+        name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 0, "enable_moe_block": True,
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "final_logit_softcapping": 30.0},
+    ),
+    "nemotron h": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "mlp"]}),
+    "nemotron h moe": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"]}),
+    "qwen2_5 vl": Case(  # llama.cpp 0.3.36 takes an rms_norm_eps of 0
+        name="Qwen2_5_VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
+    ),
+    "qwen3 vl": Case(name="Qwen3VL", settings=WIDE_HEADS, rope={"mrope_section": [6, 5, 5]}, vision=VISION),
+    "qwen3 vl moe": Case(
+        name="Qwen3VLMoe", settings=WIDE_HEADS | EXPERTS, rope={"mrope_section": [6, 5, 5]}, vision=VISION
+    ),
+    "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
+    "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),
+    "qwen3_5 moe": Case(name="Qwen3_5Moe", settings=DELTA_NET | SHARED_EXPERT, text=True),
 }  # fmt: skip
 
 
@@ -103,12 +230,20 @@ def build(case: Case) -> Any:
     settings = {**SETTINGS, **case.settings}
     if case.rope is not None:
         settings["rope_parameters"] = {"rope_theta": 1e4, **case.rope}
+    if case.vision is not None:
+        settings = {"text_config": settings, "vision_config": case.vision, "tie_word_embeddings": False}
     config = getattr(transformers, f"{case.name}{'Text' if case.text else ''}Config")(**settings)
-    model = getattr(transformers, f"{case.name}ForCausalLM")(config).eval()
+    head = "CausalLM" if case.vision is None else "ConditionalGeneration"
+    model = getattr(transformers, f"{case.name}For{head}")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif not parameter.any():  # as biases of experts start
+                parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of routers
+                buffer.normal_(0, 0.1)
     return model
 
 
@@ -116,6 +251,14 @@ def saved(case: Case, folder: Path) -> Any:
     """The model of a case, which is also written to a folder."""
     model = build(case)
     model.save_pretrained(folder)
+    return model
+
+
+def with_gelu_table(model: Any) -> Any:
+    """The model with the values of gelu that ggml has: those of half-precision numbers, in half precision."""
+    for module in model.modules():
+        if "GELU" in type(module).__name__:
+            module.forward = lambda x: torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
     return model
 
 

@@ -138,6 +138,8 @@ _MADE: dict[str, Callable[[], Tokenizer]] = {
     "llama3": lambda: byte_level(vocabulary.LLAMA3, whole_words=True, starts=True),
     "llama3 with merges": lambda: byte_level(vocabulary.LLAMA3), "qwen2": lambda: byte_level(vocabulary.QWEN2),
     "qwen3.5": lambda: byte_level(vocabulary.QWEN35),
+    "exaone moe": lambda: byte_level(vocabulary.EXAONE_MOE),
+    "seed": lambda: byte_level(vocabulary.SEED),
     "tekken": lambda: byte_level(vocabulary.TEKKEN, whole_words=True, starts=True),
     "gpt-4o": lambda: byte_level(vocabulary.GPT4O),
     "deepseek3": lambda: byte_level(r"\p{N}{1,3}", vocabulary.CJK, vocabulary.DEEPSEEK3),

@@ -6,7 +6,7 @@ The mixes are those of llama.cpp (src/llama-quant.cpp), so that a file of that n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class Shape(NamedTuple):
     tied: whether the output has no weights of its own
     large: whether it has 80 layers and shared keys and values, where llama.cpp stores values wider
     imatrix: whether importances are known
+    with_values: the layers that have values, if not all have: of these, llama.cpp counts those alone
     """
 
     layers: int
@@ -66,6 +67,7 @@ class Shape(NamedTuple):
     tied: bool
     large: bool
     imatrix: bool
+    with_values: tuple[int, ...] = ()
 
 
 def _is_more(layer: int, shape: Shape) -> bool:
@@ -138,6 +140,8 @@ class Mix:
             return "Q4_K" if least else "Q8_0"
         if model.experts == 8 and role == ATTENTION_OUTPUT:
             return "Q5_K" if least or self.name in _WIDE_OUTPUT_OF_EIGHT else self.type
+        if role == VALUES and layer in model.with_values:
+            layer, model = model.with_values.index(layer), model._replace(layers=len(model.with_values))
         others = (type_ for of, layers, type_ in self.others if of == role and LAYERS[layers](layer, model))
         chosen = next(others, self.type)
         large = model.large and role == VALUES and not least
@@ -233,6 +237,12 @@ def find_mix(asked: str) -> Mix:
 def role_of(name: str) -> str | None:
     """Return the kind of a tensor, by its name in the file; None for one that the mixes do not tell apart."""
     return next((role for role, pattern in _ROLES if pattern.fullmatch(name)), None)
+
+
+def layers_with_values(names: Iterable[str]) -> tuple[int, ...]:
+    """Return the numbers of the layers that have values, in order, from the names of all tensors in the file."""
+    matches = (_LAYER.match(name) for name in names if role_of(name) == VALUES)
+    return tuple(sorted({int(match[1]) for match in matches if match is not None}))
 
 
 def may_be_quantized(name: str, shape: tuple[int, ...]) -> bool:

@@ -6,6 +6,7 @@ No weight is read here.
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pqweights.checkpoint.gguf.settings import (
     Settings,
     add_rope,
     ignored_window,
+    layer_kinds,
     read_settings,
     rope_parameters,
     windowed_layers,
@@ -28,7 +30,7 @@ from pqweights.checkpoint.gguf.tensors import gguf_tensors
 from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SETTINGS
+from pqweights.checkpoint.models.llama_cpp import SETTINGS, Setting
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 
@@ -138,10 +140,16 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str,
             f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: with longer "
             "texts it computes something else than transformers"
         )
-    if rope_parameters(settings)["rope_type"] == "longrope":
+    parameters = rope_parameters(settings)
+    if parameters["rope_type"] == "longrope":
         yield (
             "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, and "
             "transformers by the length of the text: with a larger context, short texts are computed otherwise"
+        )
+    if parameters["rope_type"] == "yarn" and parameters.get("truncate") is False:
+        yield (
+            "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
+            "are a little different, as in every GGUF file of this model"
         )
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
@@ -185,20 +193,36 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
     """Write the shape of the model."""
     architecture = settings.architecture
     writer.add_context_length(settings.number("max_position_embeddings"))
-    for parameter, key, real, optional in (*SETTINGS, architecture.norm, *architecture.settings):
-        if not optional or settings.get(key) is not None:
-            getattr(writer, f"add_{parameter}")(settings.real(key) if real else settings.number(key))
+    stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
+    for setting in stated.values():
+        if setting.zero and not settings.get(setting.key):
+            getattr(writer, f"add_{setting.parameter}")(0)
+        elif not setting.optional or settings.get(setting.key):
+            getattr(writer, f"add_{setting.parameter}")(_value(setting, settings))
     writer.add_vocab_size(rows)
     layers = windowed_layers(settings)
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period
-        if layers != [(layer + 1) % period != 0 for layer in range(len(layers))]:
+        if architecture.window_listed or layers != [(layer + 1) % period != 0 for layer in range(len(layers))]:
             writer.add_sliding_window_pattern(layers)
     elif architecture.forced_window:
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.stated_window:
         writer.add_sliding_window(0)
+
+
+def _value(setting: Setting, settings: Settings) -> Any:
+    """Return the value of a hyper-parameter: one, or one for each layer."""
+    if setting.truth:
+        return settings.truth(setting.key)
+    value = settings.real(setting.key) if setting.real else settings.number(setting.key)
+    if setting.of:
+        return getattr(gguf_package(), setting.of)(value)
+    if not setting.only:
+        return value
+    other = settings.number(setting.other) if setting.other else 0
+    return [value if re.fullmatch(setting.only, kind) else other for kind in layer_kinds(settings)]
 
 
 class GgufTensor(NamedTuple):

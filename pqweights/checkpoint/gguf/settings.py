@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.models import described, text_config
+from pqweights.checkpoint.gguf.restated import restated
+from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import IGNORED, LAYERS, Architecture
+from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 # What a model that predicts text is called in `architectures`.
 PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# Other names of the same key, in other versions of transformers.
-OTHER_NAMES = {"num_experts": "num_local_experts"}
+# Other names of the same key, in other types and versions of transformers.
+OTHER_NAMES = {
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
+    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
+}
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
 # llama.cpp holds numbers in 32 bits, and has no room for more layers (LLAMA_MAX_LAYERS).
 MOST_OF_ANY = 2**31 - 1
@@ -51,21 +55,66 @@ class Settings:
 
     def get(self, key: str) -> Any:
         """Return a value; the default of transformers, or else None, for a key that is absent."""
-        other = None if key in self.values else self.values.get(OTHER_NAMES.get(key, ""))
+        names = () if key in self.values else OTHER_NAMES.get(key, ())
+        other = next((self.values[name] for name in names if self.values.get(name) is not None), None)
         return stated_or_default(self.values, self.model, key) if other is None else other
 
-    def number(self, key: str) -> int:
-        """Return a positive whole number. Raises ExportError if there is none."""
+    def number(self, expression: str) -> int:
+        """Return the positive whole number of a key, or of an expression of keys as in Setting.key.
+
+        Raises ExportError if there is none.
+        """
+        total = 0
+        for term in expression.split(" + "):
+            product, *divisors = term.split(" / ")
+            value = math.prod(map(self._whole, product.split(" * ")))
+            divisor = math.prod(map(self._whole, divisors))
+            if value % divisor:
+                raise self.refusal(f"expected a whole number as {term}, found {value} / {divisor}")
+            total += value // divisor
+        return total
+
+    def _whole(self, key: str) -> int:
+        if key.isdigit():
+            return int(key)
         value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
+        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+            value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(f"expected a positive number as {key}, found {value!r}")
         if value > most:
             raise self.refusal(f"expected at most {most} as {key}, found {value}")
         return value
 
+    def number_of(self, parameter: str, otherwise: int) -> int:
+        """Return a hyper-parameter of the file that may be absent, or 0. Raises ExportError if it is no number."""
+        key = next((setting.key for setting in self.architecture.settings if setting.parameter == parameter), "")
+        return self.number(key) if self.get(key) else otherwise
+
     def real(self, key: str) -> float:
         """Return a positive number. Raises ExportError if there is none."""
         return self.positive(self.get(key), key)
+
+    def product(self, expression: str) -> float:
+        """Return the product of keys as in Scaled.by. Raises ExportError if one is no positive number."""
+        result = 1.0
+        for key in expression.split(" * "):
+            name, _, place = key.partition(".")
+            value = self.get(name)
+            if place and isinstance(value, list | tuple) and len(value) > int(place):
+                value = value[int(place)]
+            result *= self.positive(value, key)
+        return result
+
+    def truth(self, expression: str) -> bool:
+        """Return a truth value, or whether "key = text" holds. Raises ExportError if it is none."""
+        key, equals, text = expression.partition(" = ")
+        value = self.get(key)
+        if equals:
+            return bool(value == text)
+        if not isinstance(value, bool):
+            raise self.refusal(f"expected true or false as {key}, found {value!r}")
+        return value
 
     def positive(self, value: Any, what: str) -> float:
         """Return a value that is a positive number. Raises ExportError if it is none."""
@@ -89,28 +138,57 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     Raises ExportError if the architecture is not covered, or a value of the configuration is not.
     """
     config = config or {}
-    values = {**config, **text_config(config)}
-    # The outer type decides: models of images and text may share the type of their text model.
+    values = restated(config)
+    # The outer type decides, unless it is known to wrap others: a model of images and text may share the type of its
+    # text model, and compute otherwise.
     model_type = config.get("model_type")
-    model = described(model_type)
+    model = text_model(config) if has_trait(model_type, Trait.WRAPS_TEXT) else described(model_type)
     if model.llama_cpp is None:
         covered = ", ".join(sorted(name for name, model in MODELS.items() if model.llama_cpp is not None))
         raise ExportError(
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
     settings = Settings(model_type=str(model_type), model=model, architecture=model.llama_cpp, values=values)
+    dense = model.llama_cpp.dense
+    if dense is not None and not _has_experts(settings):
+        settings = replace(settings, architecture=dense)
+    if (key := settings.architecture.period_key) and settings.get(key) is None:
+        values[key] = settings.architecture.window_period
     _check_types(settings, config)
     _check_values(settings, config)
+    _check_layers(settings)
+    values |= _sizes_of_heads(settings)
+    if settings.get("block_auto_adjust_ff_dim"):
+        values["intermediate_size"] = _adjusted_width(settings)
+    return settings
+
+
+def _has_experts(settings: Settings) -> bool:
+    types = settings.get("layer_types")
+    if "moe" in settings.architecture.layer_types:  # layers of experts and nothing else
+        return isinstance(types, list) and "moe" in types
+    return bool(settings.get("num_experts"))
+
+
+def _sizes_of_heads(settings: Settings) -> dict[str, int]:
+    """Return those that the configuration leaves out. Raises ExportError if llama.cpp takes no others than these."""
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
     computed = {"num_key_value_heads": heads, "head_dim": width}
-    values |= {key: value for key, value in computed.items() if settings.get(key) is None}
-    free_head_dim = settings.architecture.free_head_dim
-    if not free_head_dim and (width * heads != settings.number("hidden_size")):
+    computed |= {f"global_{key}": settings.get(key) or value for key, value in computed.items()}
+    if not settings.architecture.free_head_dim and width * heads != settings.number("hidden_size"):
         raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
-    if not free_head_dim and settings.get("head_dim") != width:
+    if not settings.architecture.free_head_dim and settings.get("head_dim") not in (None, width):
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
-    return settings
+    return {key: value for key, value in computed.items() if settings.get(key) is None}
+
+
+def _adjusted_width(settings: Settings) -> int:
+    """Return the width of LFM 2's MLP, of which the configuration states 3/2, before it is rounded up."""
+    stated = settings.number("block_ff_dim" if settings.get("block_ff_dim") else "intermediate_size")
+    multiple = settings.number("block_multiple_of")
+    width = int(settings.real("block_ffn_dim_multiplier") * int(2 * stated / 3))
+    return -(-width // multiple) * multiple
 
 
 def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -127,15 +205,60 @@ def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
     for key in ("sliding_window", "sliding_window_pattern", "no_rope_layer_interval"):
         if settings.get(key) not in (None, 0):
             settings.number(key)
-    layers = settings.number("num_hidden_layers")
-    types = settings.get("layer_types")
-    known = isinstance(types, list) and len(types) == layers and all(layer in (FULL, SLIDING) for layer in types)
-    if types is not None and not known:
-        raise settings.refusal(
-            f"expected {FULL} or {SLIDING} for each of {layers} layers as layer_types, found {types!r:.80}"
-        )
+    _check_layer_types(settings)
     if not isinstance(settings.get("no_rope_layers"), list | None):
         raise settings.refusal(f"expected a list as no_rope_layers, found {settings.get('no_rope_layers')!r}")
+
+
+def _check_layer_types(settings: Settings) -> None:
+    layers, known = settings.number("num_hidden_layers"), settings.architecture.layer_types
+    types = settings.get("layer_types")
+    fitting = isinstance(types, list) and len(types) == layers and all(layer in [*known] for layer in types)
+    if types is not None and not fitting:
+        expected = " or ".join(sorted(known))
+        raise settings.refusal(f"expected {expected} for each of {layers} layers as layer_types, found {types!r:.80}")
+    key = settings.architecture.period_key
+    if key and layer_types(settings) != layer_types(replace(settings, values={**settings.values, "layer_types": None})):
+        raise settings.refusal(f"llama.cpp has full attention in every {settings.number(key)}th layer only")
+    mlps = settings.get("mlp_layer_types")
+    if mlps is not None and mlps != ["sparse" if sparse else "dense" for sparse in sparse_layers(settings)]:
+        raise settings.refusal(
+            f"llama.cpp has experts in all layers behind the first few, and mlp_layer_types is {mlps!r:.80}"
+        )
+    stated = settings.get("moe_layers")
+    if stated is not None and stated != [layer for layer, sparse in enumerate(sparse_layers(settings)) if sparse]:
+        raise settings.refusal(
+            f"llama.cpp has experts in every interleave_moe_layer_step-th layer, and moe_layers is {stated!r:.80}"
+        )
+
+
+def layer_types(settings: Settings) -> list[str]:
+    """Return the kind of each layer, as transformers names it."""
+    types = settings.get("layer_types")
+    if types:
+        return list(types)
+    architecture = settings.architecture
+    if architecture.period_key:
+        (other,) = architecture.layer_types - {FULL, SLIDING}
+        return [other if keeps else FULL for keeps in _all_but_each(settings, settings.number(architecture.period_key))]
+    return [SLIDING if windowed else FULL for windowed in windowed_layers(settings)]
+
+
+def layer_kinds(settings: Settings) -> list[str]:
+    """Return what distinguishes the tensors of layers: their types, experts, and whether keys are those of others."""
+    layers = settings.number("num_hidden_layers")
+    own = layers - (settings.number("num_kv_shared_layers") if settings.get("num_kv_shared_layers") else 0)
+    return [
+        f"{kind}{' sparse' if sparse else ''}{'' if layer < own else ' shared'}"
+        for layer, (kind, sparse) in enumerate(zip(layer_types(settings), sparse_layers(settings), strict=True))
+    ]
+
+
+def sparse_layers(settings: Settings) -> list[bool]:
+    """Return for each layer whether it has experts, of a model in which some have."""
+    first = settings.number_of("leading_dense_block_count", 0)
+    step = settings.number_of("interleave_moe_layer_step", 1)
+    return [layer >= first and (layer + 1) % step == 0 for layer in range(settings.number("num_hidden_layers"))]
 
 
 def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -146,20 +269,43 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     architecture = settings.architecture
     for key, taken in architecture.values.items():
         value = settings.get(key)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # the same for each layer
         if value not in taken:
             expected = " or ".join(repr(value) for value in taken)
             raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {value!r}")
+    for one, other in architecture.equal:
+        if settings.number(one) != settings.number(other):
+            raise settings.refusal(
+                f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
+                f"{settings.number(other)}"
+            )
+    scalar = settings.get("query_pre_attn_scalar")
+    if scalar is not None and scalar != (divisor := _scalar(settings)):
+        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
+
+
+def _check_layers(settings: Settings) -> None:
+    """Raise ExportError if llama.cpp would compute some layers otherwise."""
+    architecture, layers = settings.architecture, settings.number("num_hidden_layers")
+    for key, without in architecture.layers_without.items():
+        if (settings.get(key) is None) != (layers in without):
+            but = " or ".join(map(str, without))
+            raise settings.refusal(
+                f"llama.cpp expects {key} of all models but those of {but} layers, found {settings.get(key)} with "
+                f"{layers}"
+            )
     if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
         raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
+    known = architecture.layers_with_windows
+    if known is not None and any(windowed_layers(settings)) and layers != known:
+        raise settings.refusal(f"llama.cpp has sliding windows for {known} layers only, and it has {layers}")
     windows_only = Trait.ROTATES_WINDOWS_ONLY in settings.model.traits
-    if architecture.windows == LAYERS and windows_only and not any(windowed_layers(settings)):
+    if architecture.windows == LAYERS and windows_only and known is None and not any(windowed_layers(settings)):
         raise settings.refusal("llama.cpp computes it with a sliding window in some layers only, found none")
     period = architecture.unrotated_period
     if period and _rotated_layers(settings) != _all_but_each(settings, period):
         raise settings.refusal(f"llama.cpp computes every {period}th layer without rotary embeddings")
-    scalar = settings.get("query_pre_attn_scalar")
-    if scalar is not None and scalar != (divisor := _scalar(settings)):
-        raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
 
 
 def _scalar(settings: Settings) -> int:
@@ -205,7 +351,7 @@ def windowed_layers(settings: Settings) -> list[bool]:
 
 DEFAULT_BASE = 10000.0
 # Names that older configurations have.
-OLD_KINDS = {"su": "longrope", "none": "default"}
+OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
 # The only numbers of rotations between which llama.cpp turns from interpolation to extrapolation.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
 
@@ -228,6 +374,8 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
         if parameters.get(key) is None:
             value = settings.get(key)
             parameters[key] = default if value is None else value
+    if settings.get("rotary_dim"):  # of MiniMax M2
+        parameters["partial_rotary_factor"] = settings.number("rotary_dim") / settings.number("head_dim")
     outer = settings.get("original_max_position_embeddings")
     inner = parameters.get("original_max_position_embeddings")
     parameters["original_max_position_embeddings"] = outer or inner or settings.get("max_position_embeddings")
@@ -246,13 +394,25 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if rope_type not in settings.architecture.rope:
         taken = ", ".join(sorted(settings.architecture.rope))
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
-    rotated = int(settings.number("head_dim") * _number(settings, parameters, "partial_rotary_factor"))
-    if rotated != settings.number("head_dim") and not settings.architecture.partial_rope:
+    whole = settings.number(settings.architecture.rotated)
+    rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
+    if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
+        factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
+        rotated = whole
+    if rotated != whole and not settings.architecture.partial_rope:
         raise settings.refusal(
             f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
         )
     writer.add_rope_dimension_count(rotated)
-    writer.add_rope_freq_base(_number(settings, parameters, "rope_theta"))
+    sections = parameters.get("mrope_section") or settings.architecture.rope_sections
+    if not isinstance(sections, list | tuple) or not all(isinstance(size, int) for size in sections):
+        raise settings.refusal(f"expected a list of numbers as mrope_section, found {sections!r}")
+    if sections:
+        writer.add_rope_dimension_sections([*sections, 0][:4])
+    base = _number(settings, parameters, "rope_theta")
+    if rope_type == "dynamic":  # of HunYuan, with another base at once instead of one by the length of the text
+        base *= _number(settings, parameters, "alpha") ** (rotated / (rotated - 2))
+    writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
         _add_windowed(settings, writer)
     if rope_type == "linear":
@@ -262,6 +422,9 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         _add_yarn(settings, parameters, writer)
     elif rope_type == "longrope":
         return _add_longrope(settings, parameters, writer, rotated=rotated)
+    elif rope_type == "proportional":
+        writer.add_rope_dimension_count_swa(settings.number("head_dim"))
+        return {"rope_freqs.weight": factors}
     elif rope_type == "llama3":
         return {"rope_freqs.weight": _llama3_factors(settings, parameters, rotated)}
     return {}
@@ -282,7 +445,7 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
     local = settings.get("rope_local_base_freq")
     if local is None or SLIDING in (settings.get("rope_parameters") or {}):
         parameters = rope_parameters(settings, SLIDING)
-        if parameters["rope_type"] != "default":
+        if parameters["rope_type"] != "default" and not settings.architecture.window_scaled:
             raise settings.refusal(
                 f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
             )
@@ -301,14 +464,25 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
         value = parameters.get(key) or taken
         if value != taken:
             raise settings.refusal(f"llama.cpp computes its YaRN with {key} {taken} only, found {value!r}")
-    if parameters.get("truncate") is False:
+    if parameters.get("truncate") is False and not settings.architecture.rounds_yarn:
         raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
     factor = _number(settings, parameters, "factor")
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
     writer.add_rope_scaling_factor(factor)
     writer.add_rope_scaling_orig_ctx_len(int(_number(settings, parameters, "original_max_position_embeddings")))
+    beta = _optional(settings, parameters, "llama_4_scaling_beta")
+    if beta is not None and settings.architecture.temperature:
+        writer.add_attn_temperature_scale(beta)
+        writer.add_attn_temperature_length(int(_number(settings, parameters, "original_max_position_embeddings")))
     attention = _optional(settings, parameters, "attention_factor")
     own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
+    if settings.architecture.yarn_scales_attention:
+        if attention is not None or own is None or own != every:
+            raise settings.refusal(
+                f"llama.cpp computes its YaRN with equal mscale and mscale_all_dim only, found {own} and {every}"
+            )
+        writer.add_rope_scaling_yarn_log_mul(0.1 * every)  # a tenth, as in the files of DeepSeek V2
+        return
     if attention is None and own and every:
         attention = _yarn_scale(factor, own) / _yarn_scale(factor, every)
     if attention is not None:

@@ -1,35 +1,43 @@
 """The tensors of a GGUF file: their names, and how each is read from the checkpoint, in ranges.
 
-Names are those of the gguf package. Experts are stacked, as llama.cpp holds them, from either layout: a matrix for each
-expert, or all in one tensor, with the rows of gate and up one after the other. Others differ from those of the
-checkpoint, too: rows are reordered, gains have an offset, and some are constants.
+Names are those of the gguf package. Experts are stacked, as llama.cpp holds them, from any layout: a matrix for each
+expert, or all in one tensor, transposed or not, with gate and up one after the other or alternating. Others differ from
+those of the checkpoint, too: they are cut, rows are reordered, gains have an offset, and some are constants.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.settings import Factors, Settings
+from pqweights.checkpoint.gguf.settings import Factors, Settings, layer_kinds
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models.conventions import LAYER, OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
+from pqweights.checkpoint.models.conventions import LAYER, MTP, OF_EXPERT, STACKED_EXPERTS, TEXT_PREFIXES
+from pqweights.checkpoint.models.llama_cpp import SHAPES, Architecture, Cut, Shape, Tiled
+from pqweights.checkpoint.models.names import tower_of
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment, View, sources_of
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.errors import ExportError
 from pqweights.kernels.workers import scratch
 
-SUFFIXES = (".weight", ".bias")
+SUFFIXES = (".weight", ".bias", ".scale")
+# Tensors that are called a bias, and that are always there.
+NAMED_BIASES = frozenset({"FFN_EXP_PROBS_B", "SSM_DT"})
+# Norms that multiply by their weight alone, also where Trait.ZERO_CENTRED_NORMS holds.
+NEVER_CENTRED = frozenset({"SSM_NORM"})
 # Tensors that old checkpoints hold, and that follow from the configuration.
 COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attn.bias", ".masked_bias")
 HEAD = "lm_head.weight"
+T = TypeVar("T")
 
 
 class _Named(NamedTuple):
@@ -56,14 +64,17 @@ def gguf_tensors(
     held: dict[str, LogicalTensor] = {
         name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
     }
-    for tensor in _with_experts_stacked(kept, settings):
-        tensor_type, name = names.get_type_and_name(tensor.name, try_suffixes=SUFFIXES) or (None, "")
-        if tensor_type is None or (name.endswith(".bias") and tensor_type.name not in settings.architecture.biases):
+    for tensor in _cut(_with_experts_stacked(kept, settings), settings):
+        aliases = dict.fromkeys((tensor.name, re.sub(r"^backbone\.", "model.", tensor.name)))
+        found = (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases)
+        tensor_type, name = next(filter(None, found), (None, ""))
+        biases = settings.architecture.biases | NAMED_BIASES
+        if tensor_type is None or (name.endswith(".bias") and tensor_type.name not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
             )
-        held[name] = _view(tensor.reads, tensor_type.name, name, settings)
+        held[name] = _view(tensor, tensor_type.name, name, settings)
     if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
         held["output.weight"] = RenamedTensor.of("output.weight", held["token_embd.weight"])
     _check_complete(held, settings)
@@ -72,7 +83,7 @@ def gguf_tensors(
 
 def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tuple[list[_Named], dict[str, str]]:
     """Return the tensors of the text model, and the reasons why others are left out."""
-    wrapped = isinstance(settings.values.get("text_config"), dict)
+    wrapped = any(tensor.name.startswith(tuple(TEXT_PREFIXES)) for tensor in tensors)
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
     for tensor in tensors:
@@ -82,13 +93,20 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
             left_out[tensor.name] = "follows from the configuration"
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
-        elif name.startswith(("mtp.", "model.mtp.")):
+        elif _predicts_further(name, settings):
             left_out[tensor.name] = "predicts further tokens, which the model does without"
-        elif wrapped and not prefix and name != HEAD:
+        elif (wrapped and not prefix and name != HEAD) or tower_of(tensor.name):
             left_out[tensor.name] = "not part of the text model"
         else:
             kept.append(_Named(_known_name(name, settings.architecture.modules), tensor))
     return kept, left_out
+
+
+def _predicts_further(name: str, settings: Settings) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens, which may be numbered as one behind the last."""
+    layer = LAYER.fullmatch(name)
+    behind = layer is not None and int(layer[2]) >= settings.number("num_hidden_layers")
+    return behind or any(MTP.fullmatch(component) for component in name.split("."))
 
 
 def _known_name(name: str, modules: Mapping[str, str]) -> str:
@@ -97,9 +115,52 @@ def _known_name(name: str, modules: Mapping[str, str]) -> str:
     if match is None:
         return name
     module, dot, last = match[3].rpartition(".")
-    matches = ((re.fullmatch(expression, module), known) for expression, known in modules.items())
-    known = next((found.expand(known) for found, known in matches if found is not None), module)
-    return f"{match[1]}{match[2]}.{known}{dot}{last}"
+    for of, rest in ((match[3], ""), (module, dot + last)):
+        matches = ((re.fullmatch(expression, of), known) for expression, known in modules.items())
+        for found, known in matches:
+            if found is not None:
+                return f"{match[1]}{match[2]}.{found.expand(known)}{rest}"
+    return name
+
+
+def _of_layer(name: str, known: Mapping[str, T]) -> T | None:
+    """Return what is known of a module or a parameter, by the first expression that matches its name in the layer."""
+    match = LAYER.fullmatch(name)
+    module = (match[3] if match else name).removesuffix(".weight")
+    return next((value for expression, value in known.items() if re.fullmatch(expression, module)), None)
+
+
+def _cut(tensors: Iterator[_Named], settings: Settings) -> Iterator[_Named]:
+    """Yield the tensors, with several in the place of each one that llama.cpp holds in parts."""
+    cache = MatrixCache()
+    for tensor in tensors:
+        match, cut = LAYER.fullmatch(tensor.name), _of_layer(tensor.name, settings.architecture.cuts)
+        if match is None or cut is None:
+            yield tensor
+            continue
+        for part in cut.parts:
+            name = f"{match[1]}{match[2]}.{part}.weight"
+            yield _Named(name, replace(_part(tensor.reads, cut, part, settings, cache), name=name))
+
+
+def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache: MatrixCache) -> MovedTensor:
+    """The rows of a part as one tensor. See Cut"""
+    blocks, turned = cut.parts[part], part in cut.turned
+    sizes = [settings.number(size) for size in cut.blocks]
+    times, inner = settings.number(cut.times), source.shape[-1]
+    if math.prod(source.shape[:-1]) != times * sum(sizes):
+        raise ExportError(
+            f"tensor {source.name!r}: expected {times * sum(sizes)} rows, as config.json has it, found {source.shape}"
+        )
+    segments = tuple(
+        Segment(tensor=source, first=number * sum(sizes) + sum(sizes[:block]), step=1, count=sizes[block])
+        for block in blocks
+        for number in range(times)
+    )
+    rows = sum(sizes[block] for block in blocks)
+    matrix = (inner, rows) if turned else (rows, inner)
+    shape = (times, *matrix) if cut.stacked else (times * rows, inner)
+    return _moved(part, shape, segments, cache, columns=range(inner), transposed=turned)
 
 
 def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iterator[_Named]:
@@ -115,7 +176,7 @@ def _with_experts_stacked(tensors: Sequence[_Named], settings: Settings) -> Iter
             if name in experts:
                 yield _Named(name, _stacked(name, experts.pop(name), settings, cache))
         elif match := STACKED_EXPERTS.fullmatch(tensor.name):
-            yield from _parts_of_fused(tensor, match["layer"], match["matrix"], settings=settings, cache=cache)
+            yield from _parts_of_stack(tensor.reads, match, settings, cache)
         else:
             yield tensor
 
@@ -134,68 +195,135 @@ def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, c
     return _moved(name, (count, rows, columns), segments, cache)
 
 
-def _parts_of_fused(
-    tensor: _Named, layer: str, matrix: str, *, settings: Settings, cache: MatrixCache
+def _parts_of_stack(
+    tensor: LogicalTensor, match: re.Match[str], settings: Settings, cache: MatrixCache
 ) -> Iterator[_Named]:
-    """Yield what llama.cpp holds of a tensor of all experts: [experts, rows, columns], with gate before up."""
-    count, inner = settings.number("num_experts"), settings.number("hidden_size")
-    width = settings.get("moe_intermediate_size") or settings.number("intermediate_size")
-    expected = (count, 2 * width, inner) if matrix == "gate_up_proj" else (count, inner, width)
-    if tensor.reads.shape != expected:
-        raise ExportError(f"tensor {tensor.reads.name!r}: expected shape {expected}, found {tensor.reads.shape}")
-    if matrix == "down_proj":
-        yield _Named(f"{layer}.down_proj.weight", tensor.reads)
-        return
-    for part, name in enumerate(("gate_proj", "up_proj")):
-        segments = tuple(
-            Segment(tensor=tensor.reads, first=(2 * expert + part) * width, step=1, count=width)
-            for expert in range(count)
-        )
-        name = f"{layer}.{name}.weight"
-        yield _Named(name, _moved(name, (count, width, inner), segments, cache))
+    """Yield what llama.cpp holds of a tensor of all experts: [experts, rows, columns], or biases [experts, rows]."""
+    count, hidden = settings.number("num_experts"), settings.number("hidden_size")
+    width = settings.number("moe_intermediate_size" if settings.get("moe_intermediate_size") else "intermediate_size")
+    down, is_bias = match["matrix"] == "down_proj", match["bias"] is not None
+    outputs, inner = (hidden, width) if down else (2 * width, hidden)
+    turned = Trait.TURNED_EXPERTS in settings.model.traits and not is_bias
+    expected = (count, outputs) if is_bias else (count, inner, outputs) if turned else (count, outputs, inner)
+    if tensor.shape != expected:
+        raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")
+    for part, rows in _rows_of_parts(down, outputs, settings.architecture):
+        name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"
+        shape = (count, len(rows)) if is_bias else (count, len(rows), inner)
+        starts = range(0, count * outputs, outputs)
+        segments = [Segment(tensor=tensor, first=s + rows.start, step=rows.step, count=len(rows)) for s in starts]
+        columns = range(inner)
+        if is_bias or turned:  # outputs lie side by side
+            segments, columns = [Segment(tensor=tensor, first=0, step=1, count=math.prod(expected[:-1]))], rows
+        yield _Named(name, _moved(name, shape, segments, cache, columns=columns, transposed=turned))
 
 
-def _moved(name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], cache: MatrixCache) -> MovedTensor:
+def _rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
+    """Return the matrices in one of a stack, each with its rows."""
+    if down:
+        return [("down_proj", range(outputs))]
+    if architecture.joined_experts:
+        return [("gate_up_proj", range(outputs))]
+    if architecture.alternating:
+        return [("gate_proj", range(0, outputs, 2)), ("up_proj", range(1, outputs, 2))]
+    return [("gate_proj", range(outputs // 2)), ("up_proj", range(outputs // 2, outputs))]
+
+
+def _moved(
+    name: str,
+    shape: tuple[int, ...],
+    segments: Sequence[Segment],
+    cache: MatrixCache,
+    *,
+    columns: range | None = None,
+    transposed: bool = False,
+) -> MovedTensor:
     return MovedTensor(
         name=name,
         shape=shape,
         dtype=segments[0].tensor.plain_dtype,
-        segments=segments,
-        columns=range(shape[-1]),
-        transposed=False,
+        segments=tuple(segments),
+        columns=range(shape[-1]) if columns is None else columns,
+        transposed=transposed,
         cache=cache,
     )
 
 
-def _view(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
+def _view(tensor: _Named, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
     """The tensor as the file holds it. tensor_type: its name in gguf.MODEL_TENSOR."""
-    architecture = settings.architecture
-    _check_shape(tensor, tensor_type, settings)
+    architecture, reads = settings.architecture, tensor.reads
+    _check_shape(reads, tensor_type, settings)
+    if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
+        reads = RenamedTensor.of(name, reads, shape=shape)
+    if (tiled := _of_layer(tensor.name, architecture.tiled)) is not None:
+        reads = _tiled(name, reads, tiled, settings)
+    if (scaled := _of_layer(tensor.name, architecture.scaled)) is not None:
+        sizes = [settings.number(size) for size in scaled.blocks] or [math.prod(reads.shape[:-1])]
+        factors = np.repeat(np.array([settings.product(by) for by in scaled.by], dtype=np.float32), sizes)
+        if len(factors) != math.prod(reads.shape[:-1]):
+            raise ExportError(f"tensor {reads.name!r}: expected {len(factors)} rows, as config.json has it")
+        return ScaledTensor.of(name, reads, factors=factors)
+    if tensor_type == "SSM_A":
+        return DecayTensor.of(name, reads, dtype="F32", plain_dtype="F32")
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
-        return InterleavedTensor.of(name, tensor, head_rows=settings.number("head_dim"))
-    if Trait.ZERO_CENTRED_NORMS in settings.model.traits and tensor_type.endswith("_NORM"):
+        return InterleavedTensor.of(name, reads, head_rows=settings.number("head_dim"))
+    is_norm = tensor_type.endswith("_NORM") and tensor_type not in NEVER_CENTRED
+    if Trait.ZERO_CENTRED_NORMS in settings.model.traits and is_norm:
         # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
-        return OffsetTensor.of(name, tensor, offset=1.0, dtype="F32", plain_dtype="F32")
+        return OffsetTensor.of(name, reads, offset=1.0, dtype="F32", plain_dtype="F32")
+    if isinstance(reads, MovedTensor | RenamedTensor):
+        return replace(reads, name=name)
+    return RenamedTensor.of(name, reads)
+
+
+def _shape_in_file(tensor: LogicalTensor, tensor_type: str, name: str, settings: Settings) -> tuple[int, ...]:
+    """The dimensions of a tensor in the file, which has no others of size 1 than llama.cpp computes with."""
+    shape = settings.architecture.reshaped.get(tensor_type)
+    if shape is not None and not name.endswith(".bias"):
+        return tuple(settings.number(size) for size in shape)
+    if "CONV" in tensor_type and len(tensor.shape) == 3:  # [channels, 1, kernel]
+        return tensor.shape[0], tensor.shape[-1]
     if tensor_type == "FFN_GATE_INP_SHEXP" and tensor.shape[:-1] == (1,):
-        return RenamedTensor.of(name, tensor, shape=tensor.shape[-1:])  # a vector
-    if isinstance(tensor, MovedTensor):
-        return replace(tensor, name=name)
-    return RenamedTensor.of(name, tensor)
+        return tensor.shape[-1:]  # a vector
+    return tensor.shape
+
+
+def _tiled(name: str, tensor: LogicalTensor, tiled: Tiled, settings: Settings) -> LogicalTensor:
+    """The tensor with the first value head of each group before the second ones."""
+    groups, heads = settings.number("linear_num_key_heads"), settings.number("linear_num_value_heads")
+    size = settings.number(tiled.size)
+    before = settings.number(tiled.before) if tiled.before != "0" else 0
+    places = before + np.arange(heads * size).reshape(groups, heads // groups, size).swapaxes(0, 1).reshape(-1, size)
+    along = tensor.shape[-1] if tiled.columns or len(tensor.shape) == 1 else tensor.shape[0]
+    if heads % groups or along != before + heads * size:
+        raise ExportError(
+            f"tensor {tensor.name!r}: expected {before + heads * size} channels, as config.json has it, found "
+            f"{tensor.shape}"
+        )
+    if tiled.columns or len(tensor.shape) == 1:
+        order = np.concatenate([np.arange(before), places.reshape(-1)])
+        return ReorderedTensor.of(name, tensor, order=order)
+    segments = [Segment(tensor=tensor, first=0, step=1, count=before)] if before else []
+    segments += [Segment(tensor=tensor, first=int(head[0]), step=1, count=size) for head in places]
+    return _moved(name, tensor.shape, segments, MatrixCache())
 
 
 def _check_complete(held: dict[str, Any], settings: Settings) -> None:
-    """Raise ExportError unless all blocks have the same tensors, and the model has its embeddings and its head."""
-    blocks: dict[int, set[str]] = {layer: set() for layer in range(settings.number("num_hidden_layers"))}
+    """Raise ExportError unless blocks of a kind have the same tensors, and the model has embeddings and a head."""
+    kinds = layer_kinds(settings)
+    blocks: dict[int, set[str]] = {layer: set() for layer in range(len(kinds))}
     for name in held:
         if name.startswith("blk."):
             _, layer, rest = name.split(".", 2)
             blocks[int(layer)].add(rest)
-    every = set().union(*blocks.values())
-    needed = {f"blk.{layer}.{rest}" for layer in blocks for rest in every} | {"token_embd.weight", "output_norm.weight"}
+    needed = {"token_embd.weight", settings.architecture.final_norm}
+    for kind in set(kinds):
+        alike = [layer for layer, other in enumerate(kinds) if other == kind]
+        needed |= {f"blk.{layer}.{rest}" for layer in alike for rest in set().union(*(blocks[like] for like in alike))}
     if settings.get("tie_word_embeddings") is False:  # a key that is absent leaves it open
         needed.add("output.weight")
     missing = sorted(needed - held.keys())
-    if missing or not every:
+    if missing or not any(blocks.values()):
         raise ExportError(
             f"the checkpoint lacks tensors that llama.cpp needs: {', '.join(missing[:3]) or 'those of all layers'} "
             "(named as in GGUF)"
@@ -218,26 +346,9 @@ def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) ->
 
 def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, int | None]:
     """The rows and the columns of a tensor_type of tensor; None where nothing is expected."""
-    size, hidden = settings.number("head_dim"), settings.number("hidden_size")
-    queries = settings.number("num_attention_heads") * size
-    keys = settings.number("num_key_value_heads") * size
-    inner = settings.number("intermediate_size")
-    shapes: dict[str, tuple[int | None, int | None]] = {
-        "ATTN_Q": (queries, hidden),
-        "ATTN_K": (keys, hidden),
-        "ATTN_V": (keys, hidden),
-        "ATTN_QKV": (queries + 2 * keys, hidden),
-        "ATTN_OUT": (hidden, queries),
-        "FFN_GATE": (inner, hidden),
-        "FFN_UP": (inner * (2 if settings.architecture.joined_mlp else 1), hidden),
-        "FFN_DOWN": (hidden, inner),
-        "ATTN_NORM": (hidden, None),
-        "FFN_NORM": (hidden, None),
-        "OUTPUT_NORM": (hidden, None),
-        "TOKEN_EMBD": (None, hidden),
-        "OUTPUT": (None, hidden),
-    }
-    return shapes.get(tensor_type, (None, None))
+    shapes: Mapping[str, Shape] = {**SHAPES, **settings.architecture.shapes}
+    rows, columns = shapes.get(tensor_type, (None, None))
+    return settings.number(rows) if rows else None, settings.number(columns) if columns else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -260,8 +371,8 @@ class RenamedTensor:
 
     @property
     def sources(self) -> tuple[LogicalTensor, ...]:
-        """The source alone."""
-        return (self.source,)
+        """The source alone, or what it is made of."""
+        return sources_of(self.source) or (self.source,)
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
@@ -270,6 +381,8 @@ class RenamedTensor:
 
     def runs_of_matrix(self, number: int) -> list[Segment] | None:
         """Return the rows of the source that one of its matrices is made of, in whatever order; see View."""
+        if isinstance(self.source, View):
+            return self.source.runs_of_matrix(number)
         height = self.shape[-2]
         return [Segment(tensor=self.source, first=number * height, step=1, count=height)]
 
@@ -341,6 +454,53 @@ class OffsetTensor(RenamedTensor):
         values = raw.view(np.float32)
         values += np.float32(self.offset)
         out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaledTensor(RenamedTensor):
+    """A matrix with each row multiplied by a number, in float32. factors: [rows] f32"""
+
+    factors: npt.NDArray[np.float32]
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source, and multiply them."""
+        raw = np.empty(count * 4, dtype=np.uint8)
+        self.source.read(start, count, "F32", raw)
+        values = raw.view(np.float32)
+        values *= self.factors[np.arange(start, start + count) // self.shape[-1]]
+        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecayTensor(RenamedTensor):
+    """The rates of decay of a state space model, -exp(A), of which the checkpoint holds A, in float32."""
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source, and compute the rates."""
+        raw = np.empty(count * 4, dtype=np.uint8)
+        self.source.read(start, count, "F32", raw)
+        raw = (-np.exp(raw.view(np.float32))).view(np.uint8)
+        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReorderedTensor(RenamedTensor):
+    """A tensor with its columns in another order. order: which column of the source each one is"""
+
+    order: npt.NDArray[np.int64]
+
+    def runs_of_matrix(self, number: int) -> None:
+        """Return nothing: it has no whole rows of the source."""
+        return
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read the rows that hold the elements."""
+        size, width = item_bytes(dtype), len(self.order)
+        first, last = start // width, -(-(start + count) // width)
+        raw = np.empty((last - first, width, size), dtype=np.uint8)
+        self.source.read(first * width, raw.size // size, dtype, raw.reshape(-1))
+        skip = start - first * width
+        out[: count * size] = raw[:, self.order].reshape(-1)[skip * size : (skip + count) * size]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -191,6 +191,9 @@ _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
+_JOINED_WORDS = r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+EXAONE_MOE = _CONTRACTIONS + _JOINED_WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 TEKKEN = "".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 GPT4O = f"{_CASED[0]}{_CONTRACTIONS}?{_CASED[1]}{_CONTRACTIONS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 DEEPSEEK3 = _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
@@ -206,6 +209,8 @@ NAMES = {
     ((LLAMA3,), False): "smaug-bpe",
     ((QWEN2,), False): "qwen2",
     ((QWEN35,), False): "qwen35",
+    ((SEED,), False): "seed-coder",
+    ((EXAONE_MOE,), False): "exaone-moe",
     ((TEKKEN,), True): "tekken",
     ((GPT4O,), False): "gpt-4o",
     ((r"\p{N}{1,3}", CJK, DEEPSEEK3), False): "deepseek-v3",

@@ -14,11 +14,11 @@ from typing import NamedTuple
 # the names of the text model alone begin with.
 TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 # A whole name: the prefix of all layers of the text model, the number of one, and what follows.
-LAYER = re.compile(r"((?:|model\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
+LAYER = re.compile(r"((?:|model\.|backbone\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
 HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
-# Whole names: of one expert's matrix, and of that of all experts in one tensor.
+# Whole names: of one expert's matrix, and of those of all experts in one tensor, or their biases.
 OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
-STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(\.weight)?")
+STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(?P<bias>_bias)?(\.weight)?")
 # Whole names of modules: what holds all experts of a layer.
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
 

@@ -30,6 +30,7 @@ class Trait(Enum):
     # It computes with a weight otherwise than by F.linear, the only product of torchao's tensors.
     USED_DIRECTLY = auto()
     USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
+    WRAPS_TEXT = auto()  # beside its towers it has a text model that computes as the type in its text_config does
     RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
 
 
@@ -66,6 +67,9 @@ owlvit pe_audio pix2struct pop2piano pp_doclayout_v3 pp_doclayout_v4 pvt pvt_v2 
 rf_detr rt_detr rt_detr_v2 rwkv sapiens2 seggpt siglip siglip2 siglip2_vision_model siglip_vision_model swiftformer
 swin2sr switch_transformers t5 timesformer tipsv2_vision_model udop umt5 videoprism videoprism_vision_model vitdet
 vjepa2 xclip xlstm
+""",
+    Trait.WRAPS_TEXT: """
+gemma4 kimi_k25 lfm2_vl llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
 """,
     Trait.RUN_BY_MLX: "gpt2 laguna llama4",
     Trait.EXAMINED: """

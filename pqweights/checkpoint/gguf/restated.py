@@ -1,0 +1,61 @@
+"""Configurations with what earlier versions and single types of models state by other keys, as transformers 5 does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pqweights.checkpoint.models import text_config
+from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION
+
+# The letters of hybrid_override_pattern.
+BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}
+# Names of kinds of layers in configurations on the Hub, and those of transformers 5.
+OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR_ATTENTION}
+
+
+def restated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the keys of its text_config, and with what is stated otherwise.
+
+    Values of other types than transformers takes stay as they are, for others to refuse.
+    """
+    values = {**config, **text_config(config)}
+    if config.get("tie_word_embeddings") is not None:  # the model around the text model has the head
+        values["tie_word_embeddings"] = config["tie_word_embeddings"]
+    _restate_layers(values)
+    if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
+        values["sliding_window_pattern"] = 1 + pattern.index("G")
+    if isinstance(mlps := values.get("mlp_layer_types"), list):
+        values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
+    if values.get("num_global_key_value_heads") is not None:
+        values["global_num_key_value_heads"] = values["num_global_key_value_heads"]
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and isinstance(layers := vision.get("deepstack_visual_indexes"), list):
+        values["deepstack_layers"] = len(layers)
+    _restate_full_layers(values)
+    values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
+    return values
+
+
+def _restate_layers(values: dict[str, Any]) -> None:
+    types = values.get("layer_types") or values.get("layers_block_type")
+    if isinstance(pattern := values.get("hybrid_override_pattern"), str):  # of Nemotron H
+        types = [BLOCKS.get(letter, letter) for letter in pattern]
+        values["num_hidden_layers"] = len(types)
+    if isinstance(types, list):
+        types = [OLD_LAYER_TYPES.get(name, name) if isinstance(name, str) else name for name in types]
+        values["layer_types"] = types
+        values.setdefault("full_attention_interval", 1 + types.index(FULL) if FULL in types else len(types) + 1)
+        values.setdefault("num_hidden_layers", len(types))
+
+
+def _restate_full_layers(values: dict[str, Any]) -> None:
+    """State the sizes of the layers of Gemma 4 with full attention, which it may list layer by layer."""
+    types, listed = values.get("layer_types"), values.get("per_layer_config")
+    if not isinstance(types, list) or not isinstance(listed, dict):
+        return
+    for layer, kind in enumerate(types):
+        own = listed.get(str(layer))
+        if kind == FULL and isinstance(own, dict):
+            for key in ("head_dim", "num_key_value_heads"):
+                values.setdefault(f"global_{key}", own.get(key))

@@ -1,0 +1,206 @@
+"""How llama.cpp runs mixtures of experts; see llama_cpp.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pqweights.checkpoint.models.llama_cpp import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    FIXED_DYNAMIC,
+    GRANITE,
+    LAYERS,
+    QKV,
+    SILU,
+    Architecture,
+    Cut,
+    Setting,
+)
+
+SOFTMAX, SIGMOID = (Setting("expert_gating_func", number, of="ExpertGatingFuncType") for number in "12")
+DENSE_FIRST = Setting("leading_dense_block_count", "first_k_dense_replace", optional=True)
+SCALED = Setting("expert_weights_scale", "routed_scaling_factor", real=True)
+NORMED = Setting("expert_weights_norm", "norm_topk_prob", truth=True)
+GROUPS = (
+    Setting("expert_group_count", "n_group", optional=True),
+    Setting("expert_group_used_count", "topk_group", optional=True),
+)
+SHARED = Setting("expert_shared_count", "n_shared_experts")
+ROUTER_BIAS = {r"(mlp\.gate|mlp|block_sparse_moe|mixer\.gate)\.e_score_correction_bias": r"\1.e_score_correction.bias"}
+
+GPT_OSS = Architecture(
+    name="GPT_OSS",
+    modules={"self_attn.sinks": "self_attn.sinks.weight"},
+    settings=(*EXPERTS, Setting("expert_feed_forward_length", "intermediate_size")),
+    windows=LAYERS,
+    window_period=2,
+    window_scaled=True,
+    rounds_yarn=True,
+    alternating=True,
+    biases=QKV | {"ATTN_OUT", "FFN_GATE_INP", "FFN_GATE_EXP", "FFN_UP_EXP", "FFN_DOWN_EXP"},
+    values=SILU | {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)},
+)
+# Multi-head latent attention: one head of keys and values, from which each head makes its own.
+DEEPSEEK2 = Architecture(
+    name="DEEPSEEK2",
+    modules=ROUTER_BIAS,
+    cuts={
+        r"self_attn\.kv_b_proj": Cut(
+            parts={"self_attn.k_b_proj": (0,), "self_attn.v_b_proj": (1,)},
+            blocks=("qk_nope_head_dim", "v_head_dim"),
+            times="num_attention_heads",
+            stacked=True,
+            turned=("self_attn.k_b_proj",),
+        ),
+    },
+    settings=(
+        Setting("head_count_kv", "1"),
+        Setting("q_lora_rank", "q_lora_rank", optional=True),
+        Setting("kv_lora_rank", "kv_lora_rank"),
+        Setting("key_length", "kv_lora_rank + qk_rope_head_dim"),
+        Setting("value_length", "kv_lora_rank"),
+        Setting("key_length_mla", "qk_nope_head_dim + qk_rope_head_dim"),
+        Setting("value_length_mla", "v_head_dim"),
+        *EXPERTS, *GROUPS, EXPERT_WIDTH, DENSE_FIRST, SHARED, SIGMOID, SCALED, NORMED,
+    ),
+    shapes={
+        "ATTN_Q": ("num_attention_heads * qk_nope_head_dim + num_attention_heads * qk_rope_head_dim", "hidden_size"),
+        "ATTN_Q_A": ("q_lora_rank", "hidden_size"),
+        "ATTN_Q_B": ("num_attention_heads * qk_nope_head_dim + num_attention_heads * qk_rope_head_dim", "q_lora_rank"),
+        "ATTN_KV_A_MQA": ("kv_lora_rank + qk_rope_head_dim", "hidden_size"),
+        "ATTN_OUT": ("hidden_size", "num_attention_heads * v_head_dim"),
+    },
+    rotated="qk_rope_head_dim",
+    yarn_scales_attention=True,
+    layers_without={"q_lora_rank": (26, 27)},
+    values=SILU | {"rope_interleave": (True, None), "attention_bias": (False, None)},
+)  # fmt: skip
+DEEPSEEK2_SOFTMAX = replace(
+    DEEPSEEK2,
+    settings=(*(setting for setting in DEEPSEEK2.settings if setting != SIGMOID), SOFTMAX),
+    values={**DEEPSEEK2.values, "topk_method": ("greedy", None), "norm_topk_prob": (False,)},
+)
+MISTRAL4 = replace(
+    DEEPSEEK2,
+    name="MISTRAL4",
+    settings=(*(setting for setting in DEEPSEEK2.settings if setting != SIGMOID), SOFTMAX),
+    rotated="qk_nope_head_dim + qk_rope_head_dim",
+    partial_rope=True,
+    temperature=True,
+    layers_without={},
+)
+# Attention to the tokens that an indexer chooses.
+GLM_DSA = replace(
+    DEEPSEEK2,
+    name="GLM_DSA",
+    settings=(
+        *DEEPSEEK2.settings,
+        Setting("indexer_head_count", "index_n_heads"),
+        Setting("indexer_key_length", "index_head_dim"),
+        Setting("indexer_top_k", "index_topk"),
+    ),
+    layers_without={},
+    layer_types=frozenset({"indexed_attention"}),
+    biases=frozenset({"INDEXER_K_NORM"}),
+    values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
+)
+GLM4_MOE = Architecture(
+    name="GLM4_MOE",
+    modules=ROUTER_BIAS,
+    settings=(*EXPERTS, *GROUPS, EXPERT_WIDTH, DENSE_FIRST, SHARED, SIGMOID, SCALED, NORMED),
+    partial_rope=True,
+    biases=QKV,
+    values=SILU,
+)
+DOTS1 = replace(GLM4_MOE, name="DOTS1", partial_rope=False)
+MINIMAX_M2 = Architecture(
+    name="MINIMAXM2",
+    modules=ROUTER_BIAS,
+    settings=(*EXPERTS, Setting("expert_feed_forward_length", "intermediate_size"), SIGMOID),
+    partial_rope=True,
+    values=SILU,
+)
+ERNIE4_5_MOE = Architecture(
+    name="ERNIE4_5_MOE",
+    modules={r"mlp\.moe_statics\.e_score_correction_bias": "mlp.moe_statics.e_score_correction.bias"},
+    settings=(
+        *EXPERTS, EXPERT_WIDTH,
+        Setting("expert_shared_count", "moe_num_shared_experts"),
+        Setting("expert_shared_feed_forward_length", "moe_intermediate_size * moe_num_shared_experts"),
+        Setting("leading_dense_block_count", "moe_layer_start_index"),
+        Setting("interleave_moe_layer_step", "moe_layer_interval"),
+    ),
+    interleaved=False,
+    values=SILU | {"use_bias": (False, None)},
+)  # fmt: skip
+HUNYUAN_MOE = Architecture(
+    name="HUNYUAN_MOE",
+    rope=FIXED_DYNAMIC,
+    settings=(
+        *EXPERTS,
+        Setting("expert_feed_forward_length", "intermediate_size"),
+        Setting("expert_shared_feed_forward_length", "intermediate_size"),
+        Setting("expert_shared_count", "1"),
+    ),
+    values=SILU,
+)
+OLMOE = Architecture(
+    name="OLMOE",
+    settings=EXPERTS,
+    shapes={"ATTN_K_NORM": ("hidden_size", None)},
+    values=SILU | {"norm_topk_prob": (False,), "clip_qkv": (None,)},
+)
+EXAONE_MOE = Architecture(
+    name="EXAONE_MOE",
+    modules=ROUTER_BIAS,
+    settings=(
+        *EXPERTS, *GROUPS, EXPERT_WIDTH, DENSE_FIRST, SIGMOID, SCALED, NORMED,
+        Setting("expert_shared_count", "num_shared_experts"),
+        Setting("expert_shared_feed_forward_length", "moe_intermediate_size * num_shared_experts"),
+    ),
+    windows=LAYERS,
+    window_period=4,
+    window_base=False,
+    values=SILU,
+)  # fmt: skip
+LLAMA4 = Architecture(
+    name="LLAMA4",
+    settings=(
+        *EXPERTS,
+        Setting("feed_forward_length", "intermediate_size_mlp"),
+        Setting("expert_feed_forward_length", "intermediate_size"),
+        Setting("interleave_moe_layer_step", "interleave_moe_layer_step"),
+    ),
+    unrotated_period=4,
+    shapes={
+        "FFN_GATE": ("intermediate_size_mlp", "hidden_size"),
+        "FFN_UP": ("intermediate_size_mlp", "hidden_size"),
+        "FFN_DOWN": ("hidden_size", "intermediate_size_mlp"),
+    },
+    rope=frozenset({"default", "llama3"}),
+    layer_types=frozenset({"full_attention", "chunked_attention"}),
+    values=SILU
+    | {"attention_chunk_size": (8192,), "use_qk_norm": (True,), "attn_temperature_tuning": (True,)}
+    | {"floor_scale": (8192,), "attn_scale": (0.1,)},
+)
+GRANITE_MOE = replace(
+    GRANITE,
+    name="GRANITE_MOE",
+    cuts={
+        r"block_sparse_moe\.input_linear": Cut(
+            parts={"mlp.experts.gate_proj": (0,), "mlp.experts.up_proj": (1,)},
+            blocks=("intermediate_size", "intermediate_size"),
+            times="num_experts",
+            stacked=True,
+        ),
+        r"shared_mlp\.input_linear": Cut(
+            parts={"mlp.shared_expert.gate_proj": (0,), "mlp.shared_expert.up_proj": (1,)},
+            blocks=("shared_intermediate_size", "shared_intermediate_size"),
+        ),
+    },
+    modules={r"shared_mlp\.output_linear": "mlp.shared_expert.down_proj"},
+    settings=(
+        *GRANITE.settings, *EXPERTS,
+        Setting("expert_shared_feed_forward_length", "shared_intermediate_size", optional=True),
+    ),
+)  # fmt: skip

@@ -1,0 +1,79 @@
+"""Print docs/families.md: the types of models, and what each target was seen to make of them.
+
+    python tools/families_page.py > docs/families.md
+
+Rows are those of the tests that build the models tiny (tests/architectures, tests/support/gguf_cases.py) and of the
+table of models; a test compares the page with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.models.table import MODELS
+from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
+
+ROOT = Path(__file__).parents[1]
+
+TARGETS = ("gguf", "vllm", "torchao", "mlx")
+RUN, WRITTEN, REFUSED, UNSEEN = "run", "written", "no", ""
+HEAD = """# Families of models
+
+This page is generated from the tests and the table of models by `make docs-families`. Types are those of `model_type`
+in config.json. Quantizing, decoding to BF16 and checking work with models of any type; a target refuses what its
+runtime would compute otherwise, before a weight is quantized.
+
+- **run**: a tiny random model was exported and computed with, beside the original in transformers: for gguf its logits
+  in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading with transformers,
+  compressed-tensors and torchao; for mlx the logits of mlx-lm.
+- **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
+- **no**: refused, with the reason.
+- blank: not examined; the export warns, or refuses the type.
+
+"""
+FOOT = """
+Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
+as that type is; the towers are left out. Layers that predict further tokens (`mtp.*`, layers behind the last one) are
+left out, too.
+"""
+
+
+def type_of(config: str) -> str:
+    """Return the type of a class of configurations; that of the whole model for one of its text model."""
+    return str(getattr(importlib.import_module("transformers"), config).model_type).removesuffix("_text")
+
+
+def outcomes() -> dict[str, dict[str, str]]:
+    """Return the cells of each type of model, by target."""
+    sys.path[:0] = [str(ROOT / "tests" / "architectures"), str(ROOT / "tests" / "support")]
+    built, known = importlib.import_module("gguf_cases"), importlib.import_module("known_architectures")
+    rows: dict[str, dict[str, str]] = {}
+    for name, model in MODELS.items():
+        if model.llama_cpp is not None:
+            rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
+    for case in built.CASES.values():
+        rows[type_of(f"{case.name}{'Text' if case.text else ''}Config")]["gguf"] = RUN
+    for about in known.ARCHITECTURES.values():
+        if about.takes not in ("ids", "seq2seq", "image and ids"):
+            continue
+        row = rows.setdefault(type_of(about.config), {})
+        for target in TARGETS[1:]:
+            found = RUN if about.expected[target] == known.LOADS else REFUSED
+            row[target] = RUN if RUN in (found, row.get(target)) else found
+    return rows
+
+
+def page() -> str:
+    """Return the page."""
+    lines = ["| type | " + " | ".join(TARGETS) + " |", "|---|" + "---|" * len(TARGETS)]
+    rows: dict[str, Any] = dict(sorted(outcomes().items()))
+    lines += [f"| {name} | " + " | ".join(row.get(of, UNSEEN) for of in TARGETS) + " |" for name, row in rows.items()]
+    wrappers = ", ".join(sorted(TYPES_WITH[Trait.WRAPS_TEXT].split()))
+    return HEAD + "\n".join(lines) + "\n" + FOOT.format(wrappers=wrappers)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
