@@ -370,7 +370,7 @@ class LayerwiseCalibration:
         with self.model.loaded(layer):
             with self._statistics(layer) as statistics:
                 for batch, call in zip(self._batches, calls, strict=True):
-                    self.model.run(layer, hidden[batch], call[layer])
+                    self.model.run(layer, hidden[batch].float(), call[layer])
                     statistics.next_batch()
             del hidden
             known = load_file(self._file("statistics", layer))
