@@ -295,10 +295,8 @@ class _Reader:
         """Return the stored tensors of the source that these are, one after the other."""
         parts, end = [], 0
         for name, tensor in stored.items():
-            whole, lengths = (
-                name.removesuffix(native.CODED),
-                stored.get(name.removesuffix(native.CODED) + native.LENGTHS),
-            )
+            whole = name.removesuffix(native.CODED)
+            lengths = stored.get(whole + native.LENGTHS)
             if name.endswith(native.LENGTHS) and name.removesuffix(native.LENGTHS) + native.CODED in stored:
                 continue
             spec = TensorSpec(*tensor[:3])
@@ -336,7 +334,7 @@ class _Reader:
         _check_keys(f"overrides of {where}", self.overrides.get(of.name, {}), _WeightSettings.__struct_fields__)
         own = as_document(merged, _WeightSettings, lambda problem: _damaged(f"{where}: {problem}"))
         held = tuple(stored for part in parts for stored in part.held)
-        bits = native.bits_of(sum(stored.byte_count for stored in held), math.prod(of.shape))
+        bits = native.bits_of(sum(stored.byte_count for stored in held), max(1, math.prod(of.shape)))
         is_native = isinstance(of, DecodedTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
         stated = (own.codec, own.bits, own.dtype, own.shape)
         if not is_native or stated != (native.Native.name, bits, of.dtype, of.shape):
