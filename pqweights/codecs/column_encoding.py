@@ -13,7 +13,9 @@ the method, docs/format.md the bytes. Of many inputs, H is known in blocks on it
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,8 +32,9 @@ from pqweights.kernels.trellis import HEADER_BYTES
 
 Moments = npt.NDArray[np.floating[Any]]
 
-# What is added to the diagonal of H, as a share of its mean: the first with which there is a factor.
-_DAMPINGS = (0.01, 0.1, 1.0)
+# What may be added to the diagonal of H, as a share of its mean; and what is, if nothing is known that is better.
+DAMPINGS = (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+DAMPING = 0.01
 # Gradients are raised by this share of their mean, and no row's w H w counts as less than this share of it.
 _GRADIENT_SHARE, _ENERGY_SHARE = 0.1, 1e-3
 # Up to about so many inputs H is one matrix; above, errors are fed back within blocks of them alone.
@@ -234,8 +237,10 @@ class InputFactors:
     exponent: int
 
     @staticmethod
-    def of(moments: list[Moments]) -> InputFactors:
+    def of(moments: list[Moments], damping: float = DAMPING) -> InputFactors:
         """Factorize the blocks of H, [columns, columns] each, which are taken out of the list.
+
+        damping: one of DAMPINGS; where there is no factor, the next one with which there is
 
         Raises ValueError for blocks of other sizes, what is not finite, and for moments that are not positive.
         """
@@ -243,7 +248,7 @@ class InputFactors:
         parts = moment_blocks(max(1, sum(sizes)))
         if [block.shape for block in moments] != [(part.stop - part.start,) * 2 for part in parts]:
             raise ValueError(f"moments: expected square blocks as of {parts}, found {[b.shape for b in moments]}")
-        factors = [_factorized(moments.pop(0)) for _ in parts]
+        factors = [_factorized(moments.pop(0), damping) for _ in parts]
         stored, exponent = stored_scales(np.concatenate([scales for _, scales, _ in factors]))
         blocks = []
         for part, (lower, scales, damping) in zip(parts, factors, strict=True):
@@ -260,14 +265,50 @@ class InputFactors:
         return sum(len(factor.scales) for factor in self.blocks)
 
 
-def _factorized(moments: Moments) -> tuple[Floats, Doubles, float]:
+def best_damping(moments: Sequence[Moments], others: Sequence[Floats]) -> float:
+    """Return the damping with which errors are expected to cost least on inputs that H was not made from.
+
+    moments: the blocks of H
+    others: such inputs for each block, [rows, columns]
+
+    Scaled columns have equal errors, and these are fed back: so errors of the weights have a covariance proportional to
+    the inverse of S, the damped H, and at an equal number of bits to det(S)**(1/K) S**-1. What they cost is the mean of
+    that over other inputs x, x S**-1 x'. Too little damping fits H to its sample; too much hides correlations.
+    """
+
+    @functools.cache
+    def cost(number: int) -> float:
+        logarithms, total = 0.0, 0.0
+        for block, rows in zip(moments, others, strict=True):
+            dtype = torch.float64 if len(block) <= _MOST_IN_DOUBLES else torch.float32
+            matrix = torch.from_numpy(block).to(dtype, copy=True)
+            matrix.diagonal().add_(DAMPINGS[number] * float(matrix.diagonal().mean()))
+            factor, failed = torch.linalg.cholesky_ex(matrix)
+            del matrix
+            if failed:
+                return math.inf
+            logarithms += 2 * float(factor.diagonal().double().log().sum())
+            inputs = torch.from_numpy(rows).T.to(dtype)
+            total += float(
+                torch.linalg.solve_triangular(factor, inputs, upper=False).square_().sum(dtype=torch.float64)
+            )
+        return logarithms / sum(map(len, moments)) + math.log(total) if total else 0.0
+
+    best = DAMPINGS.index(DAMPING)
+    for step in (-1, 1):
+        while 0 <= best + step < len(DAMPINGS) and cost(best + step) < cost(best):
+            best += step
+    return DAMPINGS[best]
+
+
+def _factorized(moments: Moments, damping: float) -> tuple[Floats, Doubles, float]:
     """Return I + A transposed, as of `feedback_room`, the root of D, and what was added to the diagonal of H."""
     _check_finite("moments", moments)
     _check_squares("moments", np.diagonal(moments))
     size = len(moments)
     mean = float(np.diagonal(moments).mean(dtype=np.float64)) or 1.0
     dtype = torch.float64 if size <= _MOST_IN_DOUBLES else torch.float32
-    for share in _DAMPINGS:
+    for share in DAMPINGS[DAMPINGS.index(damping) :]:
         # H in the opposite order is R' R, so H is U U' with the upper triangular U = J R' J, J being that order.
         matrix = torch.from_numpy(moments).flip(0, 1).to(dtype)
         matrix.diagonal().add_(share * mean)

@@ -254,7 +254,7 @@ class LayerwiseCalibration:
             for weight in self.weights.get(OUTSIDE, ()):
                 if blocks := _moments_of(weight.name, known):
                     values = weight.place.of(parameters[weight.place.matrix.parameter])
-                    inputs = InputFactors.of([block.numpy() for block in blocks])
+                    inputs = _factors(blocks, float(known[f"{weight.name}:damping"]))
                     known |= _described(weight.name, values, inputs, known[f"{weight.name}:gradients"])
         self._save("statistics", last, known)
 
@@ -265,14 +265,18 @@ class LayerwiseCalibration:
         number = OUTSIDE if keep_moments else layer
         parameters = self.model.parameters_of(number)
         result: dict[str, npt.NDArray[Any]] = {}
-        for matrices, count, moments in statistics.inputs():
+        for matrices, read in statistics.inputs():
             known = {m: s for m in matrices if (s := statistics.mean_squares(m, self.ids.numel())) is not None}
-            if count < FEWEST_INPUTS or not known or not any(block.diagonal().any() for block in moments):
+            if read.count < FEWEST_INPUTS or not known:
+                continue
+            damping, moments = read.damping(), read.mean()
+            if not any(block.diagonal().any() for block in moments):
                 continue
             self._check_finite(number, *moments, *map(torch.from_numpy, known.values()))
-            inputs = None if keep_moments else InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))])
+            inputs = None if keep_moments else _factors(moments, damping)
             for weight in self._weights_at(number, list(known)):
                 squares = known[weight.place.matrix][weight.place.rows]
+                result[f"{weight.name}:damping"] = np.array(damping)
                 if inputs is None:
                     result |= {f"{weight.name}:gradients": squares, **_stored_moments(weight.name, moments)}
                 else:
@@ -375,8 +379,8 @@ class LayerwiseCalibration:
             del hidden
             known = load_file(self._file("statistics", layer))
             codes = Codes()
-            for matrices, _, moments in statistics.inputs():
-                codes |= self._codes(layer, self._weights_at(layer, matrices), known, moments, step)
+            for matrices, read in statistics.inputs():
+                codes |= self._codes(layer, self._weights_at(layer, matrices), known, read.mean(), step)
             return codes
 
     def _outside_codes(self, step: float) -> Codes:
@@ -404,7 +408,7 @@ class LayerwiseCalibration:
         weights = [weight for weight in weights if f"{weight.name}:energies" in known]
         if not weights:
             return result
-        inputs = InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))])
+        inputs = _factors(moments, float(known[f"{weights[0].name}:damping"]))
         for weight in weights:
             codes, measured = encode_columns(
                 weight.place.of(parameters[weight.place.matrix.parameter]).numpy(),
@@ -438,6 +442,11 @@ def _gradient(inputs: Tensor) -> Tensor:
 
 def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
     return all(one.equals(other) for one, other in zip(first, second, strict=True))
+
+
+def _factors(moments: list[Tensor], damping: float) -> InputFactors:
+    """Factorize the blocks of H, which are taken out of the list."""
+    return InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))], damping)
 
 
 def _stored_moments(name: str, blocks: Sequence[Tensor]) -> dict[str, npt.NDArray[Any]]:

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pqweights.codecs.column_encoding import moment_blocks
+from pqweights.codecs.column_encoding import best_damping, moment_blocks
 from pqweights.quality.layered import Matrix
 
 Doubles = npt.NDArray[np.float64]
 
-# H counts as if so many more inputs had been read, of the same sizes and without correlations: few of many channels
-# show correlations that are not there (Ledoit and Wolf, Journal of Multivariate Analysis 88, 2004).
+# The last so many inputs, or a quarter, show which damping suits an H of the others.
+HELD_BACK = 1024
+# Of fewer inputs than channels, H counts as if so many more had been read, of the same sizes and without correlations:
+# few of many channels show correlations that are not there (Ledoit and Wolf, J. of Multivariate Analysis 88, 2004).
 UNCORRELATED = 64
 
 
@@ -43,21 +45,36 @@ class InputMoments:
     count: int = 0
     _rows: list[Tensor] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
+    _last: list[Tensor] = field(default_factory=list)
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [rows, K]."""
-        self._rows.append(rows.clone())
+        rows = rows.clone()
+        self._rows.append(rows)
+        self._last.append(rows)
+        while sum(map(len, self._last[1:])) >= HELD_BACK:
+            self._last.pop(0)
         self.count += len(rows)
         if sum(map(len, self._rows)) >= self.parts[0].stop:
             self._add_up()
+
+    def damping(self) -> float:
+        """Return the damping of H that suits the last inputs best if they are left out of it; see best_damping."""
+        self._add_up()
+        count = min(HELD_BACK, self.count // 4)
+        last = torch.cat(self._last)
+        others = [last[len(last) - count :, part] for part in self.parts]
+        seen = [(total - own.T @ own).div_(self.count - count) for total, own in zip(self._sums, others, strict=True)]
+        return best_damping([block.numpy() for block in seen], [own.numpy() for own in others])
 
     def mean(self) -> list[Tensor]:
         """Return the blocks of H, off their diagonals shrunk for few inputs; what was added is forgotten."""
         self._add_up()
         result, self._sums = self._sums, []
+        added = UNCORRELATED if self.count < self.parts[-1].stop else 0
         for block in result:
             squares = block.diagonal() / self.count
-            block.div_(self.count + UNCORRELATED)
+            block.div_(self.count + added)
             block.diagonal().copy_(squares)
         return result
 
@@ -132,12 +149,12 @@ class LayerStatistics(TorchFunctionMode):
         squares = self.products[matrix].squares
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
 
-    def inputs(self) -> Iterator[tuple[list[Matrix], int, list[Tensor]]]:
-        """Yield the matrices that multiply the same inputs, how many these were, and the blocks of H, once."""
+    def inputs(self) -> Iterator[tuple[list[Matrix], InputMoments]]:
+        """Yield the matrices that multiply the same inputs, and what is known of these, once."""
         for vector in sorted(self.moments.keys() - self.mixed):
             moments = self.moments.pop(vector)
             matrices = [matrix for matrix, product in self.products.items() if product.vector == vector]
-            yield matrices, moments.count, moments.mean()
+            yield matrices, moments
 
     def _matrix_at(self, weight: Tensor) -> Matrix | None:
         """Return the matrix whose memory a tensor has."""

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 import torch
 
 from pqweights.checkpoint.source import open_local
+from pqweights.codecs.column_encoding import DAMPINGS
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import InputMoments, LayerStatistics
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
@@ -30,7 +31,9 @@ def opened(folder: Path) -> LayeredModel:
 
 
 def shrunk(moments: torch.Tensor, count: int) -> torch.Tensor:
-    """Moments of `count` inputs and 64 without correlations."""
+    """Moments of `count` inputs, and where these are fewer than channels, 64 more without correlations."""
+    if count >= len(moments):
+        return moments
     uncorrelated = torch.diag(moments.diagonal())
     return (count * moments + 64 * uncorrelated) / (count + 64)
 
@@ -108,7 +111,8 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
     assert sorted(matrix.parameter for matrix in statistics.products) == sorted(names) and len(names) == 7
     shared = {statistics.products[Matrix(f"model.layers.1.self_attn.{which}_proj.weight")].vector for which in "qkv"}
     assert len(shared) == 1 and len(statistics.moments) == 4
-    for matrices, count, (found,) in statistics.inputs():
+    for matrices, read in statistics.inputs():
+        count, (found,) = read.count, read.mean()
         assert count == IDS.numel()
         for matrix in matrices:
             moments, squares = expected[matrix.parameter]
@@ -134,7 +138,12 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
                 statistics.next_batch()
         hook.remove()
         name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
-        found = {matrix: (count, moments) for matrices, count, (moments,) in statistics.inputs() for matrix in matrices}
+        found = {
+            matrix: (read.count, moments)
+            for matrices, read in statistics.inputs()
+            for moments in read.mean()
+            for matrix in matrices
+        }
         for expert in range(4):
             rows = torch.cat([x[(chosen == expert).any(1)] for x, chosen, _ in seen]).detach().double()
             count, moments = found[Matrix(name, expert)]
@@ -155,14 +164,45 @@ def _cut(call: LayerCall, batch: slice) -> LayerCall:
 
 
 def test_moments_of_many_inputs_are_blocks_of_the_whole() -> None:
-    rows = torch.randn(50, 9, generator=torch.Generator().manual_seed(4))
     parts = [slice(0, 4), slice(4, 8), slice(8, 9)]
-    moments = InputMoments(parts)
-    for batch in rows.split([1, 3, 40, 6]):
+    for count in (50, 6):
+        rows = torch.randn(count, 9, generator=torch.Generator().manual_seed(4))
+        moments = InputMoments(parts)
+        for batch in rows.split([1, 3, count - 4]):
+            moments.add(batch)
+        expected = shrunk(rows.T.double() @ rows.double() / count, count)
+        for part, block in zip(parts, moments.mean(), strict=True):
+            assert torch.allclose(block.double(), expected[part, part], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(96, {0.1, 0.3, 1.0}), (8, {1e-4, 3e-4, 0.001})])
+def test_the_damping_suits_what_the_sample_shows(rank: int, expected: set[float]) -> None:
+    """Few inputs without correlations show some by chance; those that lie in few directions show theirs at once."""
+    random = torch.Generator().manual_seed(7)
+    directions = torch.linalg.qr(torch.randn(96, 96, generator=random))[0][:rank]
+    moments = InputMoments([slice(0, 96)])
+    for _ in range(3):
+        rows = torch.randn(64, rank, generator=random) @ directions
+        moments.add(rows + 0.01 * torch.randn(64, 96, generator=random))
+    assert moments.damping() in expected
+
+
+def test_the_damping_is_chosen_by_inputs_that_are_left_out() -> None:
+    """A dense reference: the cost of the last quarter by the moments of the others, in float64."""
+    random = torch.Generator().manual_seed(8)
+    rows = torch.randn(200, 24, generator=random) @ torch.randn(24, 24, generator=random)
+    moments = InputMoments([slice(0, 16), slice(16, 24)])
+    for batch in rows.split(40):
         moments.add(batch)
-    expected = shrunk(rows.T.double() @ rows.double() / 50, 50)
-    for part, block in zip(parts, moments.mean(), strict=True):
-        assert torch.allclose(block.double(), expected[part, part], rtol=1e-5)
+    seen, others = rows[:150].double(), rows[150:].double()
+    costs = {}
+    for share in DAMPINGS:
+        damped = torch.zeros(24, 24, dtype=torch.float64)
+        for part in moments.parts:
+            block = seen[:, part].T @ seen[:, part] / 150
+            damped[part, part] = block + share * block.diagonal().mean() * torch.eye(len(block))
+        costs[share] = float(damped.logdet() / 24 + (others @ damped.inverse() * others).sum().log())
+    assert moments.damping() == min(costs, key=costs.__getitem__)
 
 
 def test_what_is_tied_and_what_is_changed_is_known(tmp_path_factory: Any) -> None:
