@@ -355,6 +355,24 @@ def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Pa
     assert named(model).keys() == named(converted(write_llama(tmp_path / "without"))).keys()
 
 
+def test_a_published_configuration_of_kimi_linear_means_what_transformers_writes(tmp_path: Path) -> None:
+    """Its layers are listed from 1, in a part of their own (moonshotai/Kimi-Linear-48B-A3B-Instruct, config.json)."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["kimi linear"], tmp_path)
+    expected = converted(tmp_path).metadata
+    stated = json.loads((tmp_path / "config.json").read_text())
+    keys = ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "mlp_layer_types")
+    own = {key: stated.pop(key) for key in keys}
+    stated["linear_attn_config"] = {
+        "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": own["linear_head_dim"],
+        "num_heads": own["linear_num_heads"], "short_conv_kernel_size": own["linear_conv_kernel_dim"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"first_k_dense_replace": 1}))
+    assert converted(tmp_path).metadata == expected
+
+
 def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:
     """Mistral 3 of images and text, with the prefixes of its published files."""
     text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "ministral3"}
