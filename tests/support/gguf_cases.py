@@ -1,4 +1,7 @@
-"""Tiny models of the architectures that llama.cpp runs, with random weights from a seed, saved by transformers."""
+"""Tiny models of the architectures that llama.cpp runs, with random weights from a seed, saved by transformers.
+
+Version 5 writes the names that published files have, such as single experts, by its conversion_mapping.py.
+"""
 
 from __future__ import annotations
 
