@@ -28,7 +28,7 @@ need("llama.cpp")
 # ggml takes values of gelu from a table of half-precision numbers: where two are as near, it may take the other.
 BY_TABLE = ("gemma", "starcoder2")
 # transformers adds up the states of DeltaNet chunk by chunk, and llama.cpp in chunks of another size.
-DELTA_NET = ("qwen3 next", "qwen3_5")
+DELTA_NET = ("qwen3 next", "qwen3_5", "kimi linear")
 # llama.cpp rounds the inputs of matrices to the type of the matrix.
 BOUNDS = {"F32": 2e-5, "F16": 0.02, "BF16": 0.15}
 

@@ -14,7 +14,7 @@ import pytest
 from calls import quantize
 from export_decoders import values_of
 from gguf_files import CONFIG, LAYER, converted, llama_tensors, metadata, write_llama
-from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
+from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, read_all, write_checkpoint
 
 from pqweights.checkpoint.gguf.model import GgufModel, MetadataEntry
 from pqweights.checkpoint.gguf.settings import OTHER_NAMES
@@ -353,6 +353,61 @@ def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Pa
     model = converted(write_llama(tmp_path, **{whole.replace(".", "__"): bf16(gaussian(4, 4))}))
     assert model.left_out == {whole: "predicts further tokens, which the model does without"}
     assert named(model).keys() == named(converted(write_llama(tmp_path / "without"))).keys()
+
+
+def test_published_names_of_qwen3_5_moe_give_the_same_file(tmp_path: Path) -> None:
+    """Stacks [experts, gate and up, in], the text model below `language_model`, a tower and a layer for further tokens.
+
+    As llama.cpp's conversion/qwen.py expects them (Qwen2MoeModel, Qwen3_5MoeTextModel); transformers writes single
+    experts.
+    """
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["qwen3_5 moe"], tmp_path / "single")
+    text = json.loads((tmp_path / "single" / "config.json").read_text())
+    published: dict[str, Tensor] = {}
+    experts: dict[str, list[Array]] = {}
+    for name, (dtype, values) in sorted(read_all(tmp_path / "single").items()):
+        whole = name.replace("model.", "model.language_model.", 1)
+        if match := re.fullmatch(r"(.*\.experts)\.\d\.(\w+)\.weight", whole):
+            experts.setdefault(f"{match[1]}.{match[2]}", []).append(values)
+        else:
+            published[whole] = (dtype, values)
+    for layer in range(4):
+        path = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (np.stack(experts[f"{path}.{part}_proj"]) for part in ("gate", "up", "down"))
+        published |= {f"{path}.gate_up_proj": f32(np.concatenate([gate, up], axis=1)), f"{path}.down_proj": f32(down)}
+    extra = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
+    published |= {name: bf16(gaussian(4, 4)) for name in extra}
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": False}
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    model, single = (
+        converted(write_checkpoint(tmp_path / "hub", published, config=config)),
+        converted(tmp_path / "single"),
+    )
+    assert model.metadata == single.metadata and model.left_out.keys() == {*extra}
+    found, expected = all_values(model), all_values(single)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_published_configuration_of_kimi_linear_means_what_transformers_writes(tmp_path: Path) -> None:
+    """Its layers are listed from 1, in a part of their own, as llama.cpp's conversion/kimi_linear.py expects it."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["kimi linear"], tmp_path)
+    expected = converted(tmp_path).metadata
+    stated = json.loads((tmp_path / "config.json").read_text())
+    keys = ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "mlp_layer_types")
+    own = {key: stated.pop(key) for key in keys}
+    stated["linear_attn_config"] = {
+        "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": own["linear_head_dim"],
+        "num_heads": own["linear_num_heads"], "short_conv_kernel_size": own["linear_conv_kernel_dim"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"first_k_dense_replace": 1}))
+    assert converted(tmp_path).metadata == expected
 
 
 def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:

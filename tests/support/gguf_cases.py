@@ -1,4 +1,7 @@
-"""Tiny models of the architectures that llama.cpp runs, with random weights from a seed, saved by transformers."""
+"""Tiny models of the architectures that llama.cpp runs, with random weights from a seed, saved by transformers.
+
+Version 5 writes the names that published files have, such as single experts, by its conversion_mapping.py.
+"""
 
 from __future__ import annotations
 
@@ -194,6 +197,12 @@ CASES = {
         settings=EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
         "num_hidden_layers": 3},
     ),
+    "kimi linear": Case(
+        name="KimiLinear", settings={key: size for key, size in MLA.items() if key != "q_lora_rank"} | {
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
+        "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 48, "num_shared_experts": 1,
+        "num_hidden_layers": 3, "rms_norm_eps": 1e-6},
+    ),
     "falcon h1": Case(
         name="FalconH1", settings=WIDE_HEADS | MAMBA | {"mamba_d_ssm": 128, "attention_in_multiplier": 0.7,
         "attention_out_multiplier": 1.3, "embedding_multiplier": 2.0, "key_multiplier": 0.8, "lm_head_multiplier": 0.5,
@@ -211,6 +220,9 @@ CASES = {
     ),
     "nemotron h": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "nemotron h moe": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"]}),
+    "qwen2 vl": Case(
+        name="Qwen2VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
+    ),
     "qwen2_5 vl": Case(  # llama.cpp 0.3.36 takes an rms_norm_eps of 0
         name="Qwen2_5_VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
     ),

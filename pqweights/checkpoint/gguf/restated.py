@@ -32,6 +32,14 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     vision = config.get("vision_config")
     if isinstance(vision, dict) and isinstance(layers := vision.get("deepstack_visual_indexes"), list):
         values["deepstack_layers"] = len(layers)
+    if isinstance(linear := values.get("linear_attn_config"), dict):  # of Kimi Linear
+        layers = linear.get("full_attn_layers")
+        number = values.get("num_hidden_layers")
+        if isinstance(layers, list) and isinstance(number, int):
+            values["layer_types"] = [FULL if 1 + n in layers else LINEAR_ATTENTION for n in range(min(number, 512))]
+        keys = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+        keys |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+        values |= {keys[key]: value for key, value in linear.items() if key in keys}
     _restate_full_layers(values)
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values

@@ -29,7 +29,8 @@ PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"),
+    "max_position_embeddings": ("model_max_length",),
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
 }
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"

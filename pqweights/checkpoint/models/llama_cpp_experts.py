@@ -26,7 +26,7 @@ GROUPS = (
     Setting("expert_group_used_count", "topk_group", optional=True),
 )
 SHARED = Setting("expert_shared_count", "n_shared_experts")
-ROUTER_BIAS = {r"(mlp\.gate|mlp|block_sparse_moe|mixer\.gate)\.e_score_correction_bias": r"\1.e_score_correction.bias"}
+ROUTER_BIAS = {r"((?:mlp|block_sparse_moe|mixer)(?:\.gate)?)\.e_score_correction_bias": r"\1.e_score_correction.bias"}
 
 GPT_OSS = Architecture(
     name="GPT_OSS",

@@ -19,6 +19,7 @@ from pqweights.checkpoint.models.llama_cpp import (
     Tiled,
 )
 from pqweights.checkpoint.models.llama_cpp_experts import (
+    DEEPSEEK2,
     GRANITE_MOE,
     GROUPS,
     NORMED,
@@ -225,4 +226,31 @@ FALCON_H1 = Architecture(
     reshaped=MAMBA2,
     biases=frozenset({"SSM_CONV1D"}),
     values={**SILU, "mamba_rms_norm": (False,), "tie_word_embeddings": (False,)},
+)
+
+# Both kinds of layers have these, in different sizes.
+_ANY_SHAPE = ("ATTN_Q", "ATTN_K", "ATTN_V", "ATTN_OUT")
+# Kimi Delta Attention, and multi-head latent attention in some layers.
+_KDA_CONV = ("1", "linear_num_heads * linear_head_dim", "1", "linear_conv_kernel_dim")
+KIMI_LINEAR = replace(
+    DEEPSEEK2,
+    name="KIMI_LINEAR",
+    modules={
+        **ROUTER_BIAS,
+        r"self_attn\.dt_bias": "self_attn.dt_proj.bias",
+        r"block_sparse_moe\.(gate|up|down)_proj": r"mlp.\1_proj",  # as transformers writes the layer without experts
+    },
+    settings=(
+        *(setting for setting in DEEPSEEK2.settings if setting not in (*GROUPS, NORMED, SHARED)),
+        Setting("head_count_kv", "1", only=f"{FULL}.*"),
+        Setting("expert_shared_count", "num_shared_experts"),
+        Setting("ssm_conv_kernel", "linear_conv_kernel_dim"),
+        Setting("kda_head_dim", "linear_head_dim"),
+    ),
+    shapes={"ATTN_KV_A_MQA": DEEPSEEK2.shapes["ATTN_KV_A_MQA"]} | dict.fromkeys(_ANY_SHAPE, (None, None)),
+    reshaped=dict.fromkeys(("SSM_CONV1D_Q", "SSM_CONV1D_K", "SSM_CONV1D_V"), _KDA_CONV),
+    layer_types=frozenset({FULL, LINEAR_ATTENTION}),
+    layers_without={},
+    equal=(("linear_num_heads", "num_attention_heads"),),
+    values={**SILU, "moe_renormalize": (True,), "num_expert_group": (1, None), "q_lora_rank": (None,)},
 )

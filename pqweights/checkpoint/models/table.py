@@ -237,6 +237,14 @@ _ROWS: dict[str, Row] = {
     ),
     # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
     "kimi_k2": Row(llama_cpp=llama_cpp_experts.DEEPSEEK2, defaults=_OWN_HEAD | _SILU | {"rope_interleave": True}),
+    "kimi_linear": Row(
+        llama_cpp=llama_cpp_hybrids.KIMI_LINEAR, defaults=_sizes(2304, 9216, 27, 32, 1048576) | _LLAMA | {
+            "linear_num_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446,
+            "linear_conv_kernel_dim": 4, "linear_head_dim": 128,
+        },
+    ),
     "lfm2": Row(
         llama_cpp=llama_cpp_hybrids.LFM2, defaults=_sizes(2560, 12288, 32, 32, 128000) | _TIED | {
             "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_auto_adjust_ff_dim": True,
