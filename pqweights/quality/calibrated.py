@@ -41,7 +41,7 @@ from pqweights.codecs.column_encoding import (
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import LayerStatistics
-from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
+from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, MatrixPlace, ModelMatrix
 from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Doubles = npt.NDArray[np.float64]
@@ -69,7 +69,7 @@ class CalibratedWeight:
     """
 
     name: str
-    place: Place
+    place: MatrixPlace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ class LayerwiseCalibration:
         parameters, used = self.model.parameters_of(layer), self.weights.get(layer, ())
         return LayerStatistics({name: parameters[name] for name in {weight.place.matrix.parameter for weight in used}})
 
-    def _weights_at(self, layer: int, matrices: Sequence[Matrix]) -> list[CalibratedWeight]:
+    def _weights_at(self, layer: int, matrices: Sequence[ModelMatrix]) -> list[CalibratedWeight]:
         """Return the weights of a layer that are among some matrices."""
         return [weight for weight in self.weights.get(layer, ()) if weight.place.matrix in matrices]
 

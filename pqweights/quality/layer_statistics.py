@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pqweights.codecs.column_encoding import best_damping, moment_blocks
-from pqweights.quality.layered import Matrix
+from pqweights.quality.layered import ModelMatrix
 
 Doubles = npt.NDArray[np.float64]
 
@@ -116,16 +116,16 @@ class LayerStatistics(TorchFunctionMode):
     parameters: Mapping[str, torch.nn.Parameter]
     moments: dict[int, InputMoments] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
-    products: dict[Matrix, ProductStatistics] = field(default_factory=dict)
+    products: dict[ModelMatrix, ProductStatistics] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._matrices: dict[int, Matrix] = {}  # by their address
+        self._matrices: dict[int, ModelMatrix] = {}  # by their address
         for name, parameter in self.parameters.items():
             stack = parameter if parameter.ndim == 3 else parameter[None]
-            self._matrices |= {matrix.data_ptr(): Matrix(name, number) for number, matrix in enumerate(stack)}
+            self._matrices |= {matrix.data_ptr(): ModelMatrix(name, number) for number, matrix in enumerate(stack)}
         # What was added in this batch, to which vector, by which matrix; kept, so that no other tensor has its place.
-        self._inputs: list[tuple[Tensor, int, Matrix]] = []
+        self._inputs: list[tuple[Tensor, int, ModelMatrix]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call of any function of torch, and pass it on."""
@@ -141,7 +141,7 @@ class LayerStatistics(TorchFunctionMode):
         """Forget which inputs were the same tensors."""
         self._inputs.clear()
 
-    def mean_squares(self, matrix: Matrix, tokens: int) -> Doubles | None:
+    def mean_squares(self, matrix: ModelMatrix, tokens: int) -> Doubles | None:
         """Return g of a matrix for each token of the sample, [N]; None if no gradient reached its outputs.
 
         tokens: of the sample. An expert has outputs for some of them, and counts for nothing in the others.
@@ -149,21 +149,21 @@ class LayerStatistics(TorchFunctionMode):
         squares = self.products[matrix].squares
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
 
-    def inputs(self) -> Iterator[tuple[list[Matrix], InputMoments]]:
+    def inputs(self) -> Iterator[tuple[list[ModelMatrix], InputMoments]]:
         """Yield the matrices that multiply the same inputs, and what is known of these, once."""
         for vector in sorted(self.moments.keys() - self.mixed):
             moments = self.moments.pop(vector)
             matrices = [matrix for matrix, product in self.products.items() if product.vector == vector]
             yield matrices, moments
 
-    def _matrix_at(self, weight: Tensor) -> Matrix | None:
+    def _matrix_at(self, weight: Tensor) -> ModelMatrix | None:
         """Return the matrix whose memory a tensor has."""
         matrix = self._matrices.get(weight.data_ptr())
         if matrix is None or not weight.is_contiguous():
             return None
         return matrix if weight.shape == self.parameters[matrix.parameter].shape[-2:] else None
 
-    def _record(self, matrix: Matrix, values: Tensor, result: Tensor) -> None:
+    def _record(self, matrix: ModelMatrix, values: Tensor, result: Tensor) -> None:
         rows = values.reshape(-1, values.shape[-1])
         product = self.products.get(matrix)
         known = next((vector for other, vector, _ in self._inputs if _same_place(other, values)), None)

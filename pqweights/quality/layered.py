@@ -28,7 +28,7 @@ OUTSIDE = -1  # in place of the number of a layer: what comes before and after t
 REMEDY = "quantize it without `calibrate`"
 
 
-class Matrix(NamedTuple):
+class ModelMatrix(NamedTuple):
     """A matrix by which a model multiplies: a parameter, or one expert's in a stack [experts, outputs, inputs].
 
     parameter: its name
@@ -39,14 +39,14 @@ class Matrix(NamedTuple):
     expert: int = 0
 
 
-class Place(NamedTuple):
+class MatrixPlace(NamedTuple):
     """Where the model has a matrix of the checkpoint.
 
     matrix: of which it is a part
     rows: which
     """
 
-    matrix: Matrix
+    matrix: ModelMatrix
     rows: slice
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class LayeredModel:
         self._path, self._list = self._find_layers(config)
         self._layers = list(self._list)
         self._mapping = get_model_conversion_mapping(self.model)
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, MatrixPlace] = {}
         self._tensors = self._by_layer(checkpoint)
         self._as_tuple = False
         if self._list_shares_state(config):
@@ -152,7 +152,7 @@ class LayeredModel:
         """Return the tensors of the checkpoint that belong to a layer, or to what is outside."""
         return self._tensors.get(layer, ())
 
-    def place_of(self, tensor: str) -> Place | None:
+    def place_of(self, tensor: str) -> MatrixPlace | None:
         """Return where a matrix of the checkpoint is; None if the model has it in another form, or does not use it."""
         return self._places.get(tensor)
 
@@ -187,7 +187,7 @@ class LayeredModel:
                 if pattern is not None:
                     fused.setdefault((name, pattern), []).append(tensor)
                 elif state[name].shape == tensor.shape and len(tensor.shape) == 2:
-                    self._places[tensor.name] = Place(Matrix(name), slice(0, tensor.shape[0]))
+                    self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(0, tensor.shape[0]))
                 number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
                 result.setdefault(int(number) if number.isdigit() else OUTSIDE, []).append(tensor)
         for converter in converters:
@@ -299,7 +299,9 @@ def _stacks_experts(converter: Any) -> bool:
     return operations == [(MergeModulelist, 0), *([(Concatenate, 1)] if count > 1 else [])]
 
 
-def _places_in_stack(name: str, shape: tuple[int, ...], parts: Sequence[Sequence[LogicalTensor]]) -> dict[str, Place]:
+def _places_in_stack(
+    name: str, shape: tuple[int, ...], parts: Sequence[Sequence[LogicalTensor]]
+) -> dict[str, MatrixPlace]:
     """Return the places of the matrices of a stack, by tensor; none if they do not fill it.
 
     parts: the matrices of all experts that are above each other in the stack
@@ -312,7 +314,7 @@ def _places_in_stack(name: str, shape: tuple[int, ...], parts: Sequence[Sequence
             return {}
         rows = slice(start, start + part[0].shape[0])
         for expert, tensor in enumerate(sorted(part, key=lambda tensor: dot_natural_key(tensor.name))):
-            result[tensor.name] = Place(Matrix(name, expert), rows)
+            result[tensor.name] = MatrixPlace(ModelMatrix(name, expert), rows)
         start = rows.stop
     return result if start == shape[1] else {}
 

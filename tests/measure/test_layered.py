@@ -19,7 +19,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.codecs.column_encoding import DAMPINGS
 from pqweights.errors import SourceError
 from pqweights.quality.layer_statistics import InputMoments, LayerStatistics
-from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, Matrix, Place
+from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, MatrixPlace, ModelMatrix
 
 IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 490, (3, 24)))
 # Those whose text model is a causal language model of transformers.
@@ -109,7 +109,9 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
     assert torch.allclose(inputs.grad, states.hidden_states[layer].grad, rtol=1e-3, atol=1e-5)
     names = [name for name in expected if f".{layer}." in name]
     assert sorted(matrix.parameter for matrix in statistics.products) == sorted(names) and len(names) == 7
-    shared = {statistics.products[Matrix(f"model.layers.1.self_attn.{which}_proj.weight")].vector for which in "qkv"}
+    shared = {
+        statistics.products[ModelMatrix(f"model.layers.1.self_attn.{which}_proj.weight")].vector for which in "qkv"
+    }
     assert len(shared) == 1 and len(statistics.moments) == 4
     for matrices, read in statistics.inputs():
         count, (found,) = read.count, read.mean()
@@ -146,10 +148,10 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
         }
         for expert in range(4):
             rows = torch.cat([x[(chosen == expert).any(1)] for x, chosen, _ in seen]).detach().double()
-            count, moments = found[Matrix(name, expert)]
+            count, moments = found[ModelMatrix(name, expert)]
             assert count == len(rows) > 0
             assert torch.allclose(moments.double(), shrunk(rows.T @ rows / count, count), rtol=1e-4, atol=1e-5)
-            g = statistics.mean_squares(Matrix(name, expert), IDS.numel())
+            g = statistics.mean_squares(ModelMatrix(name, expert), IDS.numel())
             assert g is not None and g.shape == (256,)
 
 
@@ -211,7 +213,7 @@ def test_what_is_tied_and_what_is_changed_is_known(tmp_path_factory: Any) -> Non
     assert opened(families.model(base, "llama")).tied is None
     mixtral = opened(families.model(base, "mixtral"))
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert mixtral.place_of(name) == Place(Matrix(name), slice(0, 256))
+    assert mixtral.place_of(name) == MatrixPlace(ModelMatrix(name), slice(0, 256))
     assert mixtral.place_of("model.layers.0.input_layernorm.weight") is None
 
 
