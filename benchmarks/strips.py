@@ -5,7 +5,8 @@
 Strips would need no format of their own: each is 128 columns, rotated along the columns and encoded like any weight of
 the trellis. So the question is what single columns gain. For one weight of each role and size, from the layer in the
 middle: the relative squared error of the layer's output on text that was not calibrated on, at equal bits per weight,
-everything stored counted. Rows are not weighed. Text is MODEL_DIR/eval.txt; the moments are those of its first tokens.
+everything stored counted. Rows are not weighed. Text is MODEL_DIR/eval.txt; the moments are those of its first tokens,
+damped as a calibration damps them.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ import transformers
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 
 from pqweights.codecs import get_codec
-from pqweights.codecs.column_encoding import InputFactors, encode_columns
+from pqweights.codecs.column_encoding import InputFactors, best_damping, encode_columns
 from pqweights.codecs.columns import decode_columns
 
-WINDOW, WINDOWS = 256, 48
-DAMPING, STATES = 0.01, 8
+WINDOW, WINDOWS, HELD_BACK = 256, 48, 4
+STATES = 8
 RATES = (2.125, 3.125, 4.125)
 WAYS = ("plain", "strips", "columns")
 Floats = np.ndarray
 
 
-def moments_of(model: torch.nn.Module, modules: dict[str, torch.nn.Linear], ids: torch.Tensor) -> dict[str, Floats]:
-    """The second moments of the inputs of linear layers, [K, K] f64. ids: [windows, tokens]"""
-    sums: dict[str, Any] = dict.fromkeys(modules, 0.0)
+def inputs_of(model: torch.nn.Module, modules: dict[str, torch.nn.Linear], ids: torch.Tensor) -> dict[str, Floats]:
+    """The inputs of linear layers, [tokens, K] f32. ids: [windows, tokens]"""
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
 
     def add(name: str, _: Any, inputs: Any) -> None:
-        x = inputs[0].reshape(-1, inputs[0].shape[-1])
-        sums[name] = sums[name] + x.T @ x
+        seen[name].append(inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     hooks = [module.register_forward_pre_hook(functools.partial(add, name)) for name, module in modules.items()]
     with torch.inference_mode():
@@ -45,7 +45,12 @@ def moments_of(model: torch.nn.Module, modules: dict[str, torch.nn.Linear], ids:
             model(batch)
     for hook in hooks:
         hook.remove()
-    return {name: (total / ids.numel()).double().numpy() for name, total in sums.items()}
+    return {name: torch.cat(rows).numpy() for name, rows in seen.items()}
+
+
+def moments_of(rows: Floats) -> Floats:
+    """Their second moments, [K, K] f32."""
+    return rows.T @ rows / np.float32(len(rows))
 
 
 def plain(weight: Floats, rate: float) -> tuple[Floats, float]:
@@ -60,10 +65,10 @@ def plain(weight: Floats, rate: float) -> tuple[Floats, float]:
     return decoded[: weight.size].reshape(weight.shape), 8 * stored.size / weight.size
 
 
-def strips(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]:
+def strips(weight: Floats, rate: float, moments: Floats, damping: float) -> tuple[Floats, float]:
     """The weight strip by strip, each with the errors of those before it in mind: H = (I + A) D (I + A)' in blocks."""
     size = len(moments)
-    damped = moments + DAMPING * moments.diagonal().mean() * np.eye(size)
+    damped = moments + damping * moments.diagonal().mean() * np.eye(size)
     upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
     decoded, errors, bits = np.empty_like(weight), np.zeros(weight.shape), []
     for start in range(0, size, 128):
@@ -77,10 +82,10 @@ def strips(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]
     return decoded, float(np.mean(bits))
 
 
-def columns(weight: Floats, rate: float, moments: Floats) -> tuple[Floats, float]:
+def columns(weight: Floats, rate: float, moments: Floats, damping: float) -> tuple[Floats, float]:
     """The weight as a calibrated master has it, with the step that takes the rate."""
     low, high = 2.0**-30, 2.0**10
-    bits, inputs = 0.0, InputFactors.of([moments])
+    bits, inputs = 0.0, InputFactors.of([moments], damping)
     while abs(bits - rate) > 0.004 and high / low > 1.0001:
         step = (low * high) ** 0.5
         codes, _ = encode_columns(weight, inputs, gradients=np.ones(len(weight)), step=step, states=STATES)
@@ -102,23 +107,25 @@ def measure(folder: Path, least: int) -> list[dict[str, Any]]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and middle in name and module.in_features >= least
     }
-    seen, other = (moments_of(model, modules, windows) for windows in ids)
     rows = []
     for name, module in modules.items():
         weight = np.ascontiguousarray(module.weight.detach().numpy())
-        moments = seen[name]
+        seen, fresh = (inputs_of(model, {name: module}, windows)[name] for windows in ids)
+        moments, other, held = moments_of(seen), moments_of(fresh), WINDOW * HELD_BACK
+        damping = best_damping([moments_of(seen[:-held])], [seen[-held:]])
         ways: dict[str, Callable[[float], tuple[Floats, float]]] = {
             "plain": functools.partial(plain, weight),
-            "strips": functools.partial(strips, weight, moments=moments),
-            "columns": functools.partial(columns, weight, moments=moments.astype(np.float32)),
+            "strips": functools.partial(strips, weight, moments=moments, damping=damping),
+            "columns": functools.partial(columns, weight, moments=moments, damping=damping),
         }
-        energy = float(((weight @ other[name]) * weight).sum())
+        energy = float(((weight @ other) * weight).sum())
         for rate in RATES:
-            row: dict[str, Any] = {"model": folder.name, "weight": name, "shape": list(weight.shape), "rate": rate}
+            row: dict[str, Any] = {"model": folder.name, "weight": name, "shape": list(weight.shape)}
+            row |= {"damping": damping, "rate": rate}
             for way, quantized in ways.items():
                 decoded, bits = quantized(rate)
                 error = weight - decoded
-                row[way] = {"error": float(((error @ other[name]) * error).sum()) / energy, "bits": bits}
+                row[way] = {"error": float(((error @ other) * error).sum()) / energy, "bits": bits}
             rows.append(row)
             print(name, rate, *(f"{way} {row[way]['error']:.3e} {row[way]['bits']:.3f}" for way in WAYS), flush=True)
     return rows
@@ -130,9 +137,10 @@ def sections(document: Document) -> dict[str, str]:
     for row in document["rows"]:
         errors = [row[way]["error"] for way in WAYS]
         name = f"{row['model']}: {row['weight'].removeprefix('model.')}"
-        lines.append([name, " x ".join(map(str, row["shape"])), row["rate"], *(f"{error:.2e}" for error in errors)])
+        lines.append([name, " x ".join(map(str, row["shape"])), row["damping"], row["rate"]])
+        lines[-1] += [*(f"{error:.2e}" for error in errors)]
         lines[-1] += [f"{errors[0] / errors[2]:.2f}", f"{errors[1] / errors[2]:.2f}"]
-    header = ("weight", "outputs x inputs", "bits", *WAYS, "plain / columns", "strips / columns")
+    header = ("weight", "outputs x inputs", "damping", "bits", *WAYS, "plain / columns", "strips / columns")
     return {"strips": table(header, lines)}
 
 

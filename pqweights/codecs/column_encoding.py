@@ -32,9 +32,10 @@ from pqweights.kernels.trellis import HEADER_BYTES
 
 Moments = npt.NDArray[np.floating[Any]]
 
-# What may be added to the diagonal of H, as a share of its mean; and what is, if nothing is known that is better.
+# What may be added to the diagonal of H, as a share of its mean, and what usually is: another one has to promise errors
+# that cost less by the factor _WORTH, and a smaller one that is not below det(H)**(1/K) by more than _MOST_ABOVE.
 DAMPINGS = (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-DAMPING = 0.01
+DAMPING, _WORTH, _MOST_ABOVE = 0.01, 1.15, 16.0
 # Gradients are raised by this share of their mean, and no row's w H w counts as less than this share of it.
 _GRADIENT_SHARE, _ENERGY_SHARE = 0.1, 1e-3
 # Up to about so many inputs H is one matrix; above, errors are fed back within blocks of them alone.
@@ -240,7 +241,7 @@ class InputFactors:
     def of(moments: list[Moments], damping: float = DAMPING) -> InputFactors:
         """Factorize the blocks of H, [columns, columns] each, which are taken out of the list.
 
-        damping: one of DAMPINGS; where there is no factor, the next one with which there is
+        damping: one of DAMPINGS; where there is no factor with it, the next one with which there is
 
         Raises ValueError for blocks of other sizes, what is not finite, and for moments that are not positive.
         """
@@ -251,12 +252,12 @@ class InputFactors:
         factors = [_factorized(moments.pop(0), damping) for _ in parts]
         stored, exponent = stored_scales(np.concatenate([scales for _, scales, _ in factors]))
         blocks = []
-        for part, (lower, scales, damping) in zip(parts, factors, strict=True):
+        for part, (lower, scales, added) in zip(parts, factors, strict=True):
             # Errors are fed back in the scale of the columns.
             own, size = factors_of(stored[part]).astype(np.float32), len(scales)
             lower[:size] *= (1 / own)[:, None]
             lower[:size] *= own
-            blocks.append(_Factor(columns=part, feedback=lower, scales=scales, stored=stored[part], damping=damping))
+            blocks.append(_Factor(columns=part, feedback=lower, scales=scales, stored=stored[part], damping=added))
         return InputFactors(blocks=tuple(blocks), exponent=exponent)
 
     @property
@@ -266,39 +267,41 @@ class InputFactors:
 
 
 def best_damping(moments: Sequence[Moments], others: Sequence[Floats]) -> float:
-    """Return the damping with which errors are expected to cost least on inputs that H was not made from.
+    """Return the damping with which errors are expected to cost least on inputs that H does not know.
 
     moments: the blocks of H
     others: such inputs for each block, [rows, columns]
 
     Scaled columns have equal errors, and these are fed back: so errors of the weights have a covariance proportional to
     the inverse of S, the damped H, and at an equal number of bits to det(S)**(1/K) S**-1. What they cost is the mean of
-    that over other inputs x, x S**-1 x'. Too little damping fits H to its sample; too much hides correlations.
+    that over other inputs x, x S**-1 x'. Too little damping fits H to its sample; too much hides correlations. If the
+    damping is far below det(S)**(1/K), columns get no bits, and less of it would change nothing.
     """
+    columns, usual = sum(map(len, moments)), DAMPINGS.index(DAMPING)
 
     @functools.cache
     def cost(number: int) -> float:
-        logarithms, total = 0.0, 0.0
-        for block, rows in zip(moments, others, strict=True):
+        share, logarithms, total = DAMPINGS[number], 0.0, 0.0
+        for block, values in zip(moments, others, strict=True):
             dtype = torch.float64 if len(block) <= _MOST_IN_DOUBLES else torch.float32
             matrix = torch.from_numpy(block).to(dtype, copy=True)
-            matrix.diagonal().add_(DAMPINGS[number] * float(matrix.diagonal().mean()))
+            added = share * float(matrix.diagonal().mean())
+            matrix.diagonal().add_(added)
             factor, failed = torch.linalg.cholesky_ex(matrix)
             del matrix
-            if failed:
+            own = 0.0 if failed else 2 * float(factor.diagonal().double().log().sum())
+            if failed or (number < usual and own / len(block) > math.log(_MOST_ABOVE * added)):
                 return math.inf
-            logarithms += 2 * float(factor.diagonal().double().log().sum())
-            inputs = torch.from_numpy(rows).T.to(dtype)
-            total += float(
-                torch.linalg.solve_triangular(factor, inputs, upper=False).square_().sum(dtype=torch.float64)
-            )
-        return logarithms / sum(map(len, moments)) + math.log(total) if total else 0.0
+            inputs = torch.linalg.solve_triangular(factor, torch.from_numpy(values).T.to(dtype), upper=False)
+            total += float(inputs.square_().sum(dtype=torch.float64))
+            logarithms += own
+        return logarithms / columns + math.log(total) if total else 0.0
 
-    best = DAMPINGS.index(DAMPING)
+    best = usual
     for step in (-1, 1):
         while 0 <= best + step < len(DAMPINGS) and cost(best + step) < cost(best):
             best += step
-    return DAMPINGS[best]
+    return DAMPINGS[best] if cost(best) < cost(usual) - math.log(_WORTH) else DAMPING
 
 
 def _factorized(moments: Moments, damping: float) -> tuple[Floats, Doubles, float]:

@@ -59,7 +59,7 @@ class InputMoments:
             self._add_up()
 
     def damping(self) -> float:
-        """Return the damping of H that suits the last inputs best if they are left out of it; see best_damping."""
+        """Return the damping of H that suits the last inputs if they are left out of it."""
         self._add_up()
         count = min(HELD_BACK, self.count // 4)
         last = torch.cat(self._last)
