@@ -62,7 +62,7 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
         for name, entry in safetensors.deserialize(path.read_bytes()):
             tensor = independent_reader.Tensor(name, entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
             exported[name] = make.described(tensor)
-    for name in PACKED if codec == "native" else ():  # what they are decoded to is for test_lossless.py
+    for name in PACKED if codec == "native" else ():  # what they are decoded to is for kernels/test_lossless.py
         expected.pop(name), exported.pop(name, None)
     assert {name: exported[name] for name in expected} == expected
     assert codec in ("polar", "native") or exported.keys() == expected.keys()

@@ -290,8 +290,8 @@ CASES = [
     ),
     exporting(
         "gguf-of-an-architecture-that-is-not-covered",
-        {GGUF: ("config.json", "cannot hold a model of type gpt_oss", "--target bf16")},
-        {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+        {GGUF: ("config.json", "cannot hold a model of type jamba", "--target bf16")},
+        {"model_type": "jamba", "architectures": ["JambaForCausalLM"]},
     ),
     exporting("gguf-without-a-configuration", {GGUF: ("config.json",)}, {}),
     exporting(
