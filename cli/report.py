@@ -343,18 +343,18 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
 def _identical_lines(pairs: Pairs) -> list[str]:
     """Return how many weights have the very numbers of the original, if any have."""
     integers = [(tensor, record) for tensor, record in pairs if tensor.action == "integer"]
-    same = [tensor for tensor, record in integers if record.total_mse == record.relative_mse == 0]
+    same = [tensor for tensor, record in integers if record.rounding and "carried" in record.rounding]
     if not same:
         return []
     return [
         f"bit-identical values: {len(same)} of {counted(len(integers), 'tensor')} hold the very numbers of the "
-        f"original, which was checked: {first_names([tensor.name for tensor in same])}"
+        f"original (but for the signs of zeros), which was checked: {first_names([tensor.name for tensor in same])}"
     ]
 
 
 def _rounding_lines(pairs: Pairs) -> list[str]:
     """Return which weights were rounded with compensation, what that gained, and why others were not."""
-    accounts = [record.rounding for _, record in pairs if record.rounding is not None]
+    accounts = [record.rounding for _, record in pairs if record.rounding and "carried" not in record.rounding]
     if not accounts:
         return []
     gains = [account["gain"] for account in accounts if account.get("compensated")]

@@ -364,7 +364,7 @@ class Mxfp4Tensor(DecodedTensor):
             if not is_small:
                 return self._read_columns(stored, expert, columns)
             make = functools.partial(self._read_columns, stored, expert, slice(None))
-            return kept(f"expert {what}", (stored, expert), make)[:, columns]
+            return kept(f"expert {what}", (self.storage, stored, expert), make)[:, columns]
 
         codes = read("blocks", blocks, slice(group * 16, (group + groups) * 16))
         exponents = read("scales", scales, slice(group, group + groups))

@@ -7,12 +7,12 @@ items of a stored tensor are cut into chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pqweights.codecs.protocol import Unstated, exact_rate
-from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
 from pqweights.kernels.lossless import CHUNK_ITEMS
@@ -74,7 +74,7 @@ class Native:
 
     def coder(self, bits: float) -> NativeCoding:
         """Return the codec at the rate of a weight. Raises RecipeError for one that no weight has."""
-        if not 0 < bits <= max(DTYPE_BITS.values()):
+        if not 0 < bits < math.inf:
             raise RecipeError(f"expected the bits per weight that {self.name} takes, found {bits}")
         return NativeCoding(exact_rate(bits))
 

@@ -99,10 +99,12 @@ class RoundedChunk(NamedTuple):
 
     measures: sums of squares by group: of the values, of their errors and, if there is one, of the errors of the master
     about: what else the job is to know of it
+    is_carried: whether its codes are those of the source, which decode to the same bits
     """
 
     measures: tuple[Doubles, ...]
     about: Any
+    is_carried: bool
 
 
 class IntegerJob:
@@ -135,6 +137,7 @@ class IntegerJob:
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._sums = np.zeros(2 if master is None else 3)
+        self._rounded_chunks = 0
         self._grid = SourceGrid.of(tensor) if self.carries and not is_original else None
 
     @property
@@ -166,7 +169,7 @@ class IntegerJob:
         if self._master is not None:
             master_values = self._values(self._master, first, count, purpose="master")
             measures = (*measures, _errors(values, self._enlarged(master_values), self._rounding.rule))
-        return RoundedChunk(measures, about)
+        return RoundedChunk(measures, about, carried is not None)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
@@ -200,6 +203,7 @@ class IntegerJob:
     def collect(self, result: RoundedChunk) -> None:
         """Add up the errors of a chunk."""
         load_backend("cpu").add_in_order(self._sums, *result.measures)
+        self._rounded_chunks += not result.is_carried
 
     def finish(self, sink: Sink) -> TensorRecord | Job:
         """Return the record with the errors as far as they are known."""
@@ -219,6 +223,7 @@ class IntegerJob:
             energy=rounded(energy),
             total_mse=None if total is None else rounded(total),
             master_mse=None if by_master is None else rounded(by_master),
+            rounding=None if self._grid is None or self._rounded_chunks else {"carried": True},
         )
 
 

@@ -159,7 +159,7 @@ class Lossless:
     def _planned(self, tensor: LogicalTensor, model: ModelDescription) -> TensorPlan:
         role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model)
         is_coded = source is not None and any(part.name in self.lengths for part in source.parts)
-        if source is None or not (is_coded or isinstance(source, DecodedTensor)):
+        if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, DecodedTensor)):
             reason = role.keep if source is None and role.keep else "coding would not make it smaller"
             stored: tuple[TensorSpec, ...] = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
             action, codec, bits = KEEP, None, None

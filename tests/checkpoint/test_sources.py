@@ -256,6 +256,14 @@ def test_mxfp4_matches_transformers(
         assert read(tensor, "BF16", start, part) == whole[2 * start : 2 * (start + part)]
 
 
+def test_what_is_kept_of_an_expert_is_not_that_of_another_folder(tmp_path: Path) -> None:
+    blocks, scales = mxfp4(2, 90, 3)
+    for place, changed in (("first", blocks), ("second", blocks ^ 1)):
+        stored = {EXPERTS + "_blocks": changed, EXPERTS + "_scales": scales}
+        source = save(tmp_path / place, stored, config=MXFP4_CONFIG)
+        assert read(tensor_of(source, EXPERTS), "BF16") == raw_bytes(decoded_mxfp4(changed, scales))
+
+
 @pytest.mark.parametrize("chunk", [384, 1 << 20])
 def test_mxfp4_source_and_decoded_source_give_the_same_master(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import helpers
 import language_models
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from pqweights.rewrite.manifest import read_manifest
 
 # Those of which a group or a row of the family's matrices fills more than one row of the format.
 FORMATS = [name for name in SCHEMES if name not in ("w2a16", "w3a16")]
-SAID = "hold the very numbers of the original, which was checked"
+SAID = "hold the very numbers of the original (but for the signs of zeros), which was checked"
 
 
 def source_of(base: Path, name: str, **options: object) -> Path:
@@ -119,6 +120,15 @@ def test_mlx_decodes_the_numbers_of_the_source(
             parts[0], parts[1] if scales is None else scales, biases, **how, dtype=mx.float32, stream=mx.cpu
         )
         assert np.array_equal(np.array(decoded), expected), weight
+
+
+def test_only_codes_of_a_source_are_called_identical(tmp_path: Path) -> None:
+    """Zeros are rounded without an error, whatever they come from."""
+    zeros = {"model.layers.0.mlp.up_proj.weight": helpers.bf16(np.zeros((256, 256), dtype=np.float32))}
+    source = helpers.write_checkpoint(tmp_path / "source", zeros, config={"model_type": "llama", "dtype": "bfloat16"})
+    out, shown = exported(tmp_path, source, "--target", "vllm", "--format", "w8a16")
+    assert [record.relative_mse for record in read_manifest(out).records] == [0]
+    assert "identical" not in shown
 
 
 def test_experts_of_gpt_oss_are_the_same_numbers_split_and_transposed(base: Path, tmp_path: Path) -> None:

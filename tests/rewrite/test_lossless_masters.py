@@ -162,6 +162,18 @@ def test_independent_decoder_finds_every_stored_byte_of_the_source(name: str, tm
     assert found == {stored: array.tobytes() for stored, (_, array) in expected.items()}
 
 
+def test_weights_of_no_and_of_one_number_are_kept_or_coded(tmp_path: Path) -> None:
+    """Of one number with a scale in F64 72 bits are stored."""
+    weights = {UP: torch.zeros(0, 64, dtype=torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(0, 1)}
+    gate = UP.replace("up", "gate")
+    weights |= {gate: torch.ones(1, 1).to(torch.float8_e4m3fn), f"{gate}_scale_inv": torch.full((1, 1), 2.0).double()}
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = save(tmp_path / "source", weights, settings)
+    opened = {tensor.name: tensor for tensor in open_local(made(tmp_path, source)).tensors}
+    assert opened[UP].shape == (0, 64)
+    assert raw(opened[gate], "F32", 0, 1) == np.float32(2).tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["source", "bf16"])
 def test_export_gives_the_bytes_of_the_source(dtype: str, tmp_path: Path) -> None:
     """What is not in the dtype of the model keeps its own."""
