@@ -633,6 +633,13 @@ def test_tensors_of_other_shapes_are_refused(
         converted(write_llama(tmp_path, config=config | changed))
 
 
+def test_a_single_number_is_no_matrix(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = llama_tensors() | {name: ("F32", np.ones((), dtype=np.float32))}
+    with pytest.raises(ExportError, match=r"config.json asks for .*; found shape \(\)"):
+        converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
+
+
 def test_every_architecture_is_one_of_the_package() -> None:
     for architecture in ARCHITECTURES.values():
         assert architecture.name in gguf.MODEL_ARCH.__members__

@@ -336,7 +336,8 @@ def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) ->
     Experts are checked where they are stacked.
     """
     rows, columns = _expected_shape(tensor_type, settings)
-    stored = (tensor.shape[0], tensor.shape[-1] if len(tensor.shape) > 1 else columns)
+    first, *others = tensor.shape or (1,)
+    stored = (first, others[-1] if others else columns)
     if (rows or stored[0], columns or stored[1]) != stored:
         asked = " and ".join(f"{size} {name}" for size, name in ((rows, "rows"), (columns, "columns")) if size)
         raise ExportError(
