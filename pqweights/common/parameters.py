@@ -114,7 +114,7 @@ class Options:
                 wanted = " or ".join(f"`{other}`" for other in needs[0])
                 raise OptionError(f"`{name}`: expected {wanted} as well, {needs[1]}")
             others, why = excludes or ((), "")
-            for other in given.intersection(others):
+            for other in filter(given.__contains__, others):  # in this order: that of sets differs by process
                 raise OptionError(f"`{name}`: {why}; leave out `{name}` or `{other}`")
 
     @property

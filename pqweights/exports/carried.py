@@ -1,8 +1,9 @@
 """Codes of a source that was quantized already, for formats that hold the same numbers: no second rounding.
 
-A master without loss has the source's codes and scales (checkpoint/native.py). Where a format has codes of the same
-kind, and its groups lie within those of the source, they become its groups. Whether these are the same numbers is
-checked of every weight, by what the rule of the format decodes; otherwise the weights are rounded like any others.
+A master without loss has the source's codes and scales (checkpoint/native.py), as has the source itself, if it is
+given. Where a format has codes of the same kind, and its groups lie within those of the source, they become its
+groups. Whether these are the same numbers is checked of every weight, by what the rule of the format decodes;
+otherwise the weights are rounded like any others.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class SourceGrid:
 
         def of_aspect(aspect: Aspect) -> LogicalTensor | None:
             def leaf(native: LogicalTensor) -> LogicalTensor | None:
-                of = native.carried if isinstance(native, NativeTensor) else None
+                of = native.carried if isinstance(native, NativeTensor) else native
                 is_decoded = isinstance(of, DecodedTensor) and len(of.parts) > 1
-                dtypes.add(of.dtype if of is not None and is_decoded else None)
+                dtypes.add(of.dtype if is_decoded else None)
                 units.add(SourceUnit.of(of) if isinstance(of, PackedSourceTensor) else None)
                 has_zeros = isinstance(of, PackedSourceTensor) and not of.is_float
                 if not isinstance(of, DecodedTensor) or not is_decoded or (aspect == Aspect.ZEROS and not has_zeros):

@@ -157,7 +157,7 @@ class IntegerExport:
             return CopyJob(planned, tensor)
         if decision.unit_of is None:
             return self._rounding_job(planned, tensor, decision)
-        unit = None if self.original is not None else carried_unit(self.fused[tensor.name])
+        unit = carried_unit(self.fused[tensor.name])
         if unit is not None:
             return self._rounding_job(planned, tensor, of_unit(decision, unit))
         return UnitJob(

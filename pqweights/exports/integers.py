@@ -138,7 +138,7 @@ class IntegerJob:
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._sums = np.zeros(2 if master is None else 3)
         self._rounded_chunks = 0
-        self._grid = SourceGrid.of(tensor) if self.carries and not is_original else None
+        self._grid = SourceGrid.of(tensor) if self.carries else None
 
     @property
     def chunks(self) -> int:
@@ -168,7 +168,9 @@ class IntegerJob:
         measures: tuple[Doubles, ...] = (groups.energies, groups.errors)
         if self._master is not None:
             master_values = self._values(self._master, first, count, purpose="master")
-            measures = (*measures, _errors(values, self._enlarged(master_values), self._rounding.rule))
+            is_same = np.array_equal(master_values, values)
+            errors = groups.errors if is_same else _errors(values, self._enlarged(master_values), self._rounding.rule)
+            measures = (*measures, errors)
         return RoundedChunk(measures, about, carried is not None)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:

@@ -285,7 +285,7 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
                 *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw", "sensitivity"),
                 *("fold", "awq", "calibrate", "low_disk"),
             ),
-            "it has no recipe, and reads the source twice",
+            "it stores the numbers of the source as they are, and reads it twice",
         ),
     )
     low_disk: bool = option(

@@ -181,7 +181,8 @@ def _by_other_means(theirs: RunIdentity, ours: RunIdentity) -> str:
 def _other_recipe(theirs: Any, ours: Mapping[str, Any]) -> str:
     if not isinstance(theirs, dict) or any(theirs.get(key) != ours.get(key) for key in ("name", "bits")):
         stated = theirs if isinstance(theirs, dict) else {}
-        return f"another recipe ({_short(stated.get('name'))}, {_short(stated.get('bits'))} bits)"
+        bits = "" if stated.get("bits") is None else f", {_short(stated['bits'])} bits"
+        return f"another recipe ({_short(stated.get('name'))}{bits})"
     if theirs.get("effort") != ours.get("effort"):
         return "the default effort" if theirs.get("effort") is None else f"`effort` {_short(theirs['effort'])}"
     return "another codec, other rules or another target (`codec`, `keep`, `set_bits`, `target_size`, `target_bpw`)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def numbers_of(source: Path) -> dict[str, npt.NDArray[np.float32]]:
     return {name: values_of(found[name]) for name in integer_names(source)}
 
 
+def changed(source: Path, tmp_path: Path, change: Callable[[str, Any], Any]) -> Path:
+    """A copy of a source, with other tensors."""
+    from safetensors.torch import load_file, save_file
+
+    copied = Path(shutil.copytree(source, tmp_path / "source"))
+    for file in copied.glob("*.safetensors"):
+        save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return copied
+
+
+def is_float8(tensor: Any) -> bool:
+    return str(tensor.dtype) == "torch.float8_e4m3fn"
+
+
 def exported(tmp_path: Path, source: Path, *options: object) -> tuple[Path, str]:
     shown = done("export", master_of(tmp_path, source), tmp_path / "out", *options).stdout
     return tmp_path / "out", " ".join(shown.split())
@@ -63,6 +78,39 @@ def test_the_same_format_has_the_very_bytes_of_the_source(name: str, base: Path,
     layers = integer_names(source)
     assert f"bit-identical values: {len(layers)} of {len(layers)} tensors {SAID}" in shown
     assert {record.relative_mse for record in read_manifest(out).records if record.name in layers} == {0}
+
+
+@pytest.mark.parametrize("recipe", ["--lossless", "--recipe=q5"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-block", "mxfp4a16", "nvfp4a16", "w4a16"])
+def test_an_original_that_is_given_has_its_codes_taken_from_any_master(
+    name: str, recipe: str, base: Path, tmp_path: Path
+) -> None:
+    """Also if the codes of FP8 do not use their whole range, so that rounding would find others."""
+    source = changed(source_of(base, name), tmp_path, lambda n, t: (t.float() * 0.7).to(t.dtype) if is_float8(t) else t)
+    master = tmp_path / "master"
+    done("quantize", source, master, recipe)
+    done("export", master, tmp_path / "out", "--target", "vllm", "--format", name, "--source", source)
+    expected, found, layers = read_all(source), read_all(tmp_path / "out"), integer_names(source)
+    modules = {layer.removesuffix(".weight") for layer in layers}
+    for stored in (stored for stored in expected if stored.rpartition(".")[0] in modules):
+        assert found[stored][1].tobytes() == expected[stored][1].tobytes(), stored
+    records = [record for record in read_manifest(tmp_path / "out").records if record.name in layers]
+    assert {(record.relative_mse, record.total_mse) for record in records} == {(0, 0)}
+    assert all((record.master_mse == 0) == (recipe == "--lossless") for record in records)
+
+
+@pytest.mark.parametrize(("factor", "fits"), [(1, True), (1.01, False)])
+def test_scales_of_tiles_in_float32_are_taken_where_bfloat16_holds_them(
+    factor: float, fits: bool, base: Path, tmp_path: Path
+) -> None:
+    """DeepSeek-V3 has them in F32, compressed-tensors in the dtype of the model."""
+    source = changed(
+        source_of(base, "fp8-deepseek"), tmp_path, lambda name, t: t * factor if name.endswith("_scale_inv") else t
+    )
+    master = master_of(tmp_path, source)
+    for name, is_carried in (("fp8-deepseek", True), ("fp8-block", fits)):
+        shown = " ".join(done("export", master, tmp_path / name, "--target", "vllm", "--format", name).stdout.split())
+        assert ("bit-identical values" in shown) == is_carried
 
 
 @pytest.mark.parametrize(

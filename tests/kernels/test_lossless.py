@@ -99,7 +99,7 @@ def test_noise_takes_a_byte_more_for_each_chunk(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_damage_is_noticed_or_changes_only_what_the_planes_hold(width: int) -> None:
+def test_both_decoders_agree_on_what_damage_does(width: int) -> None:
     """Whatever a byte is changed to, both decoders agree on whether the chunk is sound, and on its items."""
     count = 700
     values, rng = items_of(width, count), np.random.default_rng(7)
@@ -115,6 +115,16 @@ def test_damage_is_noticed_or_changes_only_what_the_planes_hold(width: int) -> N
         else:
             assert status == (-1, 0), place
             assert again.tobytes() == expected, place
+
+
+def test_a_changed_first_symbol_moves_all_exponents_and_is_not_noticed() -> None:
+    """As docs/format.md says: the manifest alone has a hash of it."""
+    values = items_of(2, 700)
+    stream, lengths = coded(values, 2)
+    stream[1] ^= 1
+    again, status = decoded(stream, lengths, 2, 700)
+    assert status == (-1, 0)
+    assert (again.view("<u2") & 0x7F80 != values.view("<u2") & 0x7F80).all()
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 100, 128, 130, 131, 700])

@@ -258,6 +258,20 @@ def test_options_that_have_no_meaning_without_loss_are_refused(option: tuple[str
     assert f"leave out --lossless or {option[0]}" in line
 
 
+def test_the_first_of_several_options_that_have_no_meaning_is_named(tmp_path: Path) -> None:
+    """In whatever order they are given, and sets have them."""
+    source = plain_source(tmp_path / "source")
+    asked = ("--low-disk", "--fold", "equalize", "--keep", "x", "--codec", "trellis", "--bits", "4")
+    line = refused("quantize", source, tmp_path / "out", "--lossless", *asked, code=2)
+    assert "leave out --lossless or --codec" in line
+
+
+def test_a_master_without_loss_is_no_result_of_a_recipe(tmp_path: Path) -> None:
+    source = plain_source(tmp_path / "source")
+    line = refused("quantize", source, made(tmp_path, source))
+    assert "a master made with another recipe (lossless);" in line
+
+
 def test_a_master_is_not_a_source(tmp_path: Path) -> None:
     master = made(tmp_path, plain_source(tmp_path / "source"))
     assert "already a pqweights master" in refused("quantize", master, tmp_path / "out", "--lossless")
