@@ -50,7 +50,7 @@ class Runtime:
         for most, share in self.shares:
             if (needed := max(used_bytes / share, least)) <= most:
                 return math.ceil(needed)
-            least = most
+            least = most + 1
         raise AssertionError("the last share is for any memory")
 
 
