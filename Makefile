@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands docs-families dist clean
+.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands docs-families dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -222,6 +222,10 @@ bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters
 
 bench-calibration: $(READY) ## time, memory and disk of quantize --calibrate on a synthetic model
 	$(call BENCHMARK,calibration) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-strips: $(READY) ## MODEL=...: feedback of errors by single columns, as calibrated masters have it, beside strips of 128
+	$(call BENCHMARK,strips) $(MODEL) $(ARGS)
 	$(REPORT)
 
 ablation: $(READY) ## MODEL=... TEXT=FILE: what rotation, levels, norms and AWQ gain over absmax on a model, and INT4

@@ -42,6 +42,7 @@ import ray_kills
 import ray_scaling
 import running
 import scaling
+import strips
 import throughput
 from harness import Document, machine_line
 
@@ -52,6 +53,7 @@ Panels = np.ndarray  # [panels] of matplotlib axes
 SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "throughput": throughput.sections,
     "columns": columns.sections,
+    "strips": strips.sections,
     "commands": commands.sections,
     "cold": commands.sections,
     "commands-t4": commands.sections,
