@@ -25,7 +25,7 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.column_encoding import InputFactors, best_damping, encode_columns
 from pqweights.codecs.columns import decode_columns
 
-WINDOW, WINDOWS, HELD_BACK = 256, 48, 4
+WINDOW, WINDOWS, HELD_EVERY = 256, 48, 12
 STATES = 8
 RATES = (2.125, 3.125, 4.125)
 WAYS = ("plain", "strips", "columns")
@@ -111,8 +111,8 @@ def measure(folder: Path, least: int) -> list[dict[str, Any]]:
     for name, module in modules.items():
         weight = np.ascontiguousarray(module.weight.detach().numpy())
         seen, fresh = (inputs_of(model, {name: module}, windows)[name] for windows in ids)
-        moments, other, held = moments_of(seen), moments_of(fresh), WINDOW * HELD_BACK
-        damping = best_damping([moments_of(seen[:-held])], [seen[-held:]])
+        moments, other, held = moments_of(seen), moments_of(fresh), np.arange(len(seen)) // WINDOW % HELD_EVERY == 11
+        damping = best_damping([moments_of(np.delete(seen, held, axis=0))], [seen[held]])
         ways: dict[str, Callable[[float], tuple[Floats, float]]] = {
             "plain": functools.partial(plain, weight),
             "strips": functools.partial(strips, weight, moments=moments, damping=damping),

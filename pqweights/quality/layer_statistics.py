@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pqweights.codecs.column_encoding import best_damping, moment_blocks
+from pqweights.codecs.column_encoding import DAMPING, best_damping, moment_blocks
 from pqweights.quality.layered import ModelMatrix
 
 Doubles = npt.NDArray[np.float64]
 
-# The last so many inputs, or a quarter, show which damping suits an H of the others.
-HELD_BACK = 1024
+# Of every third batch the last so many inputs, a window, show which damping suits an H of the others.
+HELD_BACK, HELD_EVERY = 256, 3
 # Of fewer inputs than channels, H counts as if so many more had been read, of the same sizes and without correlations:
 # few of many channels show correlations that are not there (Ledoit and Wolf, J. of Multivariate Analysis 88, 2004).
 UNCORRELATED = 64
@@ -45,26 +45,30 @@ class InputMoments:
     count: int = 0
     _rows: list[Tensor] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
-    _last: list[Tensor] = field(default_factory=list)
+    _batches: int = 0
+    _held: list[Tensor] = field(default_factory=list)
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [rows, K]."""
         rows = rows.clone()
         self._rows.append(rows)
-        self._last.append(rows)
-        while sum(map(len, self._last[1:])) >= HELD_BACK:
-            self._last.pop(0)
+        self._batches += 1
+        if self._batches % HELD_EVERY == 0:
+            self._held.append(rows[-HELD_BACK:])
         self.count += len(rows)
         if sum(map(len, self._rows)) >= self.parts[0].stop:
             self._add_up()
 
     def damping(self) -> float:
-        """Return the damping of H that suits the last inputs if they are left out of it."""
+        """Return the damping of H that suits inputs that are left out of it; the usual one if there are none."""
         self._add_up()
-        count = min(HELD_BACK, self.count // 4)
-        last = torch.cat(self._last)
-        others = [last[len(last) - count :, part] for part in self.parts]
-        seen = [(total - own.T @ own).div_(self.count - count) for total, own in zip(self._sums, others, strict=True)]
+        held = torch.cat(self._held) if self._held else torch.empty(0, 0)
+        if not len(held):
+            return DAMPING
+        others = [held[:, part] for part in self.parts]
+        seen = [
+            (total - own.T @ own).div_(self.count - len(held)) for total, own in zip(self._sums, others, strict=True)
+        ]
         return best_damping([block.numpy() for block in seen], [own.numpy() for own in others])
 
     def mean(self) -> list[Tensor]:
