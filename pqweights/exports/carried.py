@@ -94,7 +94,7 @@ class SourceGrid:
             tensor.read(row * width, len(values), "F32", raw)
             return raw.view(np.float32)
 
-        rows = _Rows(
+        rows = _CarriedRows(
             dtype=self.dtype,
             codes=read(self.codes, "grid codes").astype(np.uint8),
             scales=read(self.scales, "grid scales"),
@@ -158,7 +158,7 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Rows:
+class _CarriedRows:
     """Whole rows of a weight on its grid: for each weight its code, its scale, and the code that stands for 0.
 
     scale_dtype: in which a format stores scales that are floats

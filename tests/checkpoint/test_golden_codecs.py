@@ -32,7 +32,7 @@ GOLDEN: dict[str, Any] = {
     COLUMN_CODEC: COLUMNS,
     "native": make_codecs.NATIVE,
 }
-# The stored tensors of the source that are no tensors of the model.
+# Tensors that the source stores, and that the model does not have under these names.
 PACKED = [
     *("model.layers.float8.weight", "model.layers.float8.weight_scale_inv"),
     *("model.layers.mlp.experts.down_proj_blocks", "model.layers.mlp.experts.down_proj_scales"),

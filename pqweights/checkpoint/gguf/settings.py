@@ -88,7 +88,10 @@ class Settings:
         return value
 
     def number_of(self, parameter: str, otherwise: int) -> int:
-        """Return a hyper-parameter of the file that may be absent, or 0. Raises ExportError if it is no number."""
+        """Return a hyper-parameter of the file, or `otherwise` if it is absent or 0.
+
+        Raises ExportError if it is not a number.
+        """
         key = next((setting.key for setting in self.architecture.settings if setting.parameter == parameter), "")
         return self.number(key) if self.get(key) else otherwise
 
