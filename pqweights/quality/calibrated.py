@@ -15,8 +15,9 @@ the layer at which it stopped.
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import safe_open
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 from torch import Tensor
 
-from pqweights.checkpoint.writer import disk_errors, write_whole
+from pqweights.checkpoint.writer import disk_errors
 from pqweights.codecs.column_encoding import (
     InputFactors,
     encode_columns,
@@ -40,8 +41,9 @@ from pqweights.codecs.column_encoding import (
 )
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
-from pqweights.quality.layer_statistics import LayerStatistics
-from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, MatrixPlace, ModelMatrix
+from pqweights.quality.layer_passes import LayerPasses, Progress
+from pqweights.quality.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
+from pqweights.quality.layered import OUTSIDE, LayeredModel, MatrixPlace, ModelMatrix
 from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Doubles = npt.NDArray[np.float64]
@@ -49,13 +51,8 @@ Doubles = npt.NDArray[np.float64]
 _TOLERANCE, _ATTEMPTS = 0.005, 3
 # A stored scale of a row or a column.
 SCALE_BITS = 8
-Progress = Callable[[int, int, str], None]
 Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
 
-# Of hidden states and gradients on the disk.
-STATES_DTYPE = torch.bfloat16
-# Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
-BATCH_TOKENS = 1024
 # An expert that reads fewer of the sample's tokens is not known well enough to be calibrated.
 FEWEST_INPUTS = 64
 
@@ -118,121 +115,53 @@ class LayerwiseCalibration:
 
         Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
         """
-        with torch.no_grad():
-            calls = self._forward()
-        self._backward(calls)
-        with torch.no_grad():
-            return self._encode(calls)
+        self._passes.all_forward(lambda layer: self._done(0, layer + 1, f"layer {layer} forward"))
+        self._backward()
+        return self._encode()
 
     @property
     def reached(self) -> set[str]:
         """The names of the weights that were encoded, which the sample reached in linear layers."""
         return set(self._kept_of("energies"))
 
-    # --- batches ---
-
-    @property
-    def _batches(self) -> list[slice]:
-        windows = max(1, BATCH_TOKENS // self.ids.shape[1])
-        return [slice(at, at + windows) for at in range(0, len(self.ids), windows)]
-
-    def _file(self, kind: str, layer: int) -> Path:
-        return self.work / f"{kind}-{layer:04}.safetensors"
-
-    def _save(self, kind: str, layer: int, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        save_whole(self._file(kind, layer), tensors)
+    @functools.cached_property
+    def _passes(self) -> LayerPasses:
+        return LayerPasses(model=self.model, ids=self.ids, work=self.work, seed=self.seed)
 
     def _done(self, passes: int, layer: int, what: str) -> None:
         self.progress(passes * (self.model.layers + 1) + layer, 3 * (self.model.layers + 1), what)
 
     # --- the passes ---
 
-    def _forward(self) -> list[list[LayerCall]]:
-        """Write the hidden states before each layer and after the last; return how layers are called, by batch."""
-        model = self.model
-        calls: list[list[LayerCall]] = []
-        with model.loaded(OUTSIDE):
-            begun = [model.begin(self.ids[batch]) for batch in self._batches]
-        for _, of_batch in begun:
-            shared = next((known for known in calls if _same(known, of_batch)), of_batch)
-            calls.append(shared)
-        if not self._file("hidden", 0).exists():
-            self._save_states("hidden", 0, torch.cat([hidden.to(STATES_DTYPE) for hidden, _ in begun]))
-        del begun
-        for layer in range(model.layers):
-            if not self._file("hidden", layer + 1).exists():
-                hidden = self._load("hidden", layer)
-                after = torch.empty_like(hidden)
-                with model.loaded(layer):
-                    for batch, call in zip(self._batches, calls, strict=True):
-                        after[batch] = model.run(layer, hidden[batch].float(), call[layer])
-                self._check_finite(layer, after)
-                self._save_states("hidden", layer + 1, after)
-            self._done(0, layer + 1, f"layer {layer} forward")
-        return calls
-
-    @staticmethod
-    def _check_finite(layer: int, *found: Tensor) -> None:
-        """Raise SourceError for values or gradients that cannot be used."""
-        if not all(bool(values.isfinite().all()) for values in found):
-            name = "the head" if layer == OUTSIDE else f"layer {layer}"
-            raise SourceError(f"calibration: {name} of the model computes values that are not finite, or too large")
-
-    def _load(self, kind: str, layer: int) -> Tensor:
-        return torch.from_numpy(load_file(self._file(kind, layer))["x"]).view(STATES_DTYPE)
-
-    def _save_states(self, kind: str, layer: int, states: Tensor) -> None:
-        self._save(kind, layer, {"x": states.view(torch.int16).numpy()})
-
-    def _backward(self, calls: Sequence[Sequence[LayerCall]]) -> None:
+    def _backward(self) -> None:
         """Write the statistics of each layer, and the gradients at its inputs."""
-        model, last = self.model, self.model.layers
-        if not self._file("head", last).exists():
-            self._outside()
+        passes, last = self._passes, self.model.layers
+        if not passes.file("head", last).exists():
+            passes.head_backward(
+                lambda: self._statistics(OUTSIDE),
+                lambda seen: self._save_statistics("head", last, seen, keep_moments=True),
+            )
         self._done(1, 1, "head backward")
         for layer in reversed(range(last)):
-            if not self._file("statistics", layer).exists():
-                hidden, gradients = self._load("hidden", layer), self._load("gradients", layer + 1)
-                before = torch.empty_like(hidden)
-                with model.loaded(layer), self._statistics(layer) as statistics:
-                    for batch, call in zip(self._batches, calls, strict=True):
-                        inputs = hidden[batch].float().requires_grad_()
-                        model.run(layer, inputs, call[layer]).backward(gradients[batch].float())
-                        before[batch] = _gradient(inputs)
-                        statistics.next_batch()
-                    self._check_finite(layer, before)
-                    self._save_states("gradients", layer, before)
-                    self._save_statistics("statistics", layer, statistics)
-            self._file("gradients", layer + 1).unlink(missing_ok=True)
+            if not passes.file("statistics", layer).exists():
+                passes.backward(
+                    layer,
+                    functools.partial(self._statistics, layer),
+                    functools.partial(self._save_statistics, "statistics", layer),
+                )
+            passes.file("gradients", layer + 1).unlink(missing_ok=True)
             self._done(1, last - layer + 1, f"layer {layer} backward")
-        if not self._file("statistics", last).exists():
+        if not passes.file("statistics", last).exists():
             self._finish_outside()
 
-    def _statistics(self, layer: int) -> LayerStatistics:
+    def _statistics(self, layer: int) -> LayerStatistics[InputMoments]:
         parameters, used = self.model.parameters_of(layer), self.weights.get(layer, ())
-        return LayerStatistics({name: parameters[name] for name in {weight.place.matrix.parameter for weight in used}})
+        names = {weight.place.matrix.parameter for weight in used}
+        return LayerStatistics({name: parameters[name] for name in names}, moments_of_inputs)
 
     def _weights_at(self, layer: int, matrices: Sequence[ModelMatrix]) -> list[CalibratedWeight]:
         """Return the weights of a layer that are among some matrices."""
         return [weight for weight in self.weights.get(layer, ()) if weight.place.matrix in matrices]
-
-    def _outside(self) -> None:
-        """Draw labels, and write the gradients after the last layer, and what is known of the head."""
-        model, last = self.model, self.model.layers
-        hidden, random = self._load("hidden", last), torch.Generator().manual_seed(self.seed)
-        gradients = torch.empty_like(hidden)
-        with model.loaded(OUTSIDE), self._statistics(OUTSIDE) as statistics:
-            for window in range(len(self.ids)):
-                inputs = hidden[window : window + 1].float().requires_grad_()
-                logits = model.end(self.ids[window : window + 1], inputs)[0]
-                self._check_finite(OUTSIDE, logits.detach())
-                labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
-                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-                gradients[window : window + 1] = _gradient(inputs)
-                statistics.next_batch()
-            self._check_finite(OUTSIDE, gradients)
-            self._save_states("gradients", last, gradients)
-            self._save_statistics("head", last, statistics, keep_moments=True)
 
     def _finish_outside(self) -> None:
         """Write what is known of the weights outside the layers, now that there are gradients at the embedding.
@@ -241,10 +170,10 @@ class LayerwiseCalibration:
         tokens, the gradients of its own; each row of the head has its g for all inputs.
         """
         last = self.model.layers
-        known = load_file(self._file("head", last))
+        known = load_file(self._passes.file("head", last))
         tied = self.model.tied
         if tied is not None and (blocks := _moments_of(tied, known)):
-            gradients = self._load("gradients", 0).flatten(0, 1).float()
+            gradients = self._passes.load("gradients", 0).flatten(0, 1).float()
             squares = known[f"{tied}:gradients"]
             share = float(len(squares) * squares.mean()) * len(gradients)
             for block, part in zip(blocks, moment_blocks(gradients.shape[1]), strict=True):
@@ -256,23 +185,24 @@ class LayerwiseCalibration:
                     values = weight.place.of(parameters[weight.place.matrix.parameter])
                     inputs = _factors(blocks, float(known[f"{weight.name}:damping"]))
                     known |= _described(weight.name, values, inputs, known[f"{weight.name}:gradients"])
-        self._save("statistics", last, known)
+        self._passes.save("statistics", last, known)
 
     def _save_statistics(
-        self, kind: str, layer: int, statistics: LayerStatistics, *, keep_moments: bool = False
+        self, kind: str, layer: int, statistics: LayerStatistics[InputMoments], *, keep_moments: bool = False
     ) -> None:
         """Write what is kept of the weights of a layer; nothing of those that the sample hardly reached."""
         number = OUTSIDE if keep_moments else layer
         parameters = self.model.parameters_of(number)
         result: dict[str, npt.NDArray[Any]] = {}
         for matrices, read in statistics.inputs():
-            known = {m: s for m in matrices if (s := statistics.mean_squares(m, self.ids.numel())) is not None}
+            along_rows = [matrix for matrix in matrices if statistics.products[matrix].along_rows]
+            known = {m: s for m in along_rows if (s := statistics.mean_squares(m, self.ids.numel())) is not None}
             if read.count < FEWEST_INPUTS or not known:
                 continue
             damping, moments = read.damping(), read.mean()
             if not any(block.diagonal().any() for block in moments):
                 continue
-            self._check_finite(number, *moments, *map(torch.from_numpy, known.values()))
+            self._passes.check_finite(number, *moments, *map(torch.from_numpy, known.values()))
             inputs = None if keep_moments else _factors(moments, damping)
             for weight in self._weights_at(number, list(known)):
                 squares = known[weight.place.matrix][weight.place.rows]
@@ -282,7 +212,7 @@ class LayerwiseCalibration:
                 else:
                     values = weight.place.of(parameters[weight.place.matrix.parameter])
                     result |= _described(weight.name, values, inputs, squares)
-        self._save(kind, layer, result)
+        self._passes.save(kind, layer, result)
 
     # --- the step ---
 
@@ -319,7 +249,7 @@ class LayerwiseCalibration:
 
     # --- encoding ---
 
-    def _encode(self, calls: Sequence[Sequence[LayerCall]]) -> Encoded:
+    def _encode(self) -> Encoded:
         """Encode all layers, again with another step if they miss the size.
 
         The first step is corrected by what the layer in the middle takes, which is nearly always enough.
@@ -333,16 +263,16 @@ class LayerwiseCalibration:
         goal, slack = (aim * (1 - _TOLERANCE / 2), _TOLERANCE / 2) if self.at_most else (aim, _TOLERANCE)
         attempt = max(0, len(list(self.work.glob("step-*.safetensors"))) - 1)
         while True:
-            step = self._settled(attempt, goal, calls)
-            folder, taken = self._attempted(attempt, step, calls)
+            step = self._settled(attempt, goal)
+            folder, taken = self._attempted(attempt, step)
             is_met = abs(taken / goal - 1) <= slack
             if is_met or attempt + 1 == _ATTEMPTS:
                 return Encoded(folder=folder, bits=taken, wanted_bits=aim, is_met=is_met)
             attempt += 1
             corrected = self._step(goal * self._expected_bits(step) / max(taken, 1.0))
-            self._save("step", attempt, {"step": np.array(corrected)})
+            self._passes.save("step", attempt, {"step": np.array(corrected)})
 
-    def _attempted(self, attempt: int, step: float, calls: Sequence[Sequence[LayerCall]]) -> tuple[Path, float]:
+    def _attempted(self, attempt: int, step: float) -> tuple[Path, float]:
         """Encode all layers with a step; return the folder of the codes, and the bits that they take."""
         last, folder = self.model.layers, self.work / f"codes-{attempt}"
         for old in range(attempt):
@@ -353,38 +283,35 @@ class LayerwiseCalibration:
         for layer in range(last + 1):
             path = folder / f"codes-{layer:04}.safetensors"
             if not path.exists():
-                codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, calls, step)
+                codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, step)
                 write_ready(path, codes)
             taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
             self._done(2, layer + 1, f"encoding layer {layer}")
         return folder, taken
 
-    def _settled(self, attempt: int, goal: float, calls: Sequence[Sequence[LayerCall]]) -> float:
+    def _settled(self, attempt: int, goal: float) -> float:
         """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
-        if not self._file("step", attempt).exists():
+        if not self._passes.file("step", attempt).exists():
             step, middle = self._step(goal), self.model.layers // 2
-            tried = self._layer_codes(middle, calls, step)
+            tried = self._layer_codes(middle, step)
             if taken := sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts):
                 step = self._step(goal * self._expected_bits(step, middle) / taken)
-            self._save("step", attempt, {"step": np.array(step)})
-        return float(load_file(self._file("step", attempt))["step"])
+            self._passes.save("step", attempt, {"step": np.array(step)})
+        return float(load_file(self._passes.file("step", attempt))["step"])
 
-    def _layer_codes(self, layer: int, calls: Sequence[Sequence[LayerCall]], step: float) -> Codes:
-        hidden = self._load("hidden", layer)
-        with self.model.loaded(layer):
-            with self._statistics(layer) as statistics:
-                for batch, call in zip(self._batches, calls, strict=True):
-                    self.model.run(layer, hidden[batch].float(), call[layer])
-                    statistics.next_batch()
-            del hidden
-            known = load_file(self._file("statistics", layer))
-            codes = Codes()
-            for matrices, read in statistics.inputs():
-                codes |= self._codes(layer, self._weights_at(layer, matrices), known, read.mean(), step)
-            return codes
+    def _layer_codes(self, layer: int, step: float) -> Codes:
+        known = load_file(self._passes.file("statistics", layer))
+        codes = Codes()
+
+        def encode(seen: LayerStatistics[InputMoments]) -> None:
+            for matrices, read in seen.inputs():
+                codes.update(self._codes(layer, self._weights_at(layer, matrices), known, read.mean(), step))
+
+        self._passes.forward(layer, lambda: self._statistics(layer), encode)
+        return codes
 
     def _outside_codes(self, step: float) -> Codes:
-        known = load_file(self._file("statistics", self.model.layers))
+        known = load_file(self._passes.file("statistics", self.model.layers))
         codes = Codes()
         with self.model.loaded(OUTSIDE):
             for weight in self.weights.get(OUTSIDE, ()):
@@ -428,20 +355,6 @@ class LayerwiseCalibration:
                 ),
             )
         return result
-
-
-def save_whole(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write a file of tensors that is there only when it is whole. Raises OutputError."""
-    write_whole(path.parent, path, [save(dict(tensors))])
-
-
-def _gradient(inputs: Tensor) -> Tensor:
-    assert inputs.grad is not None
-    return inputs.grad
-
-
-def _same(first: Sequence[LayerCall], second: Sequence[LayerCall]) -> bool:
-    return all(one.equals(other) for one, other in zip(first, second, strict=True))
 
 
 def _factors(moments: list[Tensor], damping: float) -> InputFactors:

@@ -35,7 +35,8 @@ from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.options import SELF, QuantizeArguments, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe, load_recipe
-from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration, save_whole
+from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration
+from pqweights.quality.layer_passes import save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.preparation import window_size
 from pqweights.quality.sample import draw, first_token

@@ -10,9 +10,10 @@ Products are recorded where torch computes them, so no architecture needs a rule
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -95,30 +96,65 @@ class InputMoments:
                 self._sums.append(own.T @ own)
 
 
+class Collected(Protocol):
+    """What is collected of a vector of inputs."""
+
+    def add(self, rows: Tensor) -> None:
+        """Take inputs of a batch, [rows, K] f32."""
+        ...
+
+
+OfInputs = TypeVar("OfInputs", bound=Collected)
+
+
 @dataclass(eq=False)
 class ProductStatistics:
     """What is known of one matrix.
 
-    vector: the number of the moments; matrices that multiply the same inputs share them
+    vector: the number of what is collected; matrices that multiply the same inputs share it
+    along_rows: whether the model stores the matrix as [N, K], not as [K, N]
     squares: the sums of squares of the gradients over all rows of outputs, [N]
     """
 
     vector: int
+    along_rows: bool
     squares: Tensor | None = None
 
 
+def moments_of_inputs(size: int) -> InputMoments:
+    """Return the moments of inputs of so many channels, of which nothing is known yet."""
+    return InputMoments(moment_blocks(size))
+
+
+# Functions that multiply: the names of their arguments up to the two that are multiplied, and the axis of the second
+# one that is summed over.
+_PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
+    torch.nn.functional.linear: (("input", "weight"), -1),
+    torch.matmul: (("input", "other"), -2),
+    torch.Tensor.matmul: (("self", "other"), -2),
+    torch.Tensor.__matmul__: (("self", "other"), -2),
+    torch.mm: (("input", "mat2"), -2),
+    torch.Tensor.mm: (("self", "mat2"), -2),
+    torch.bmm: (("input", "mat2"), -2),
+    torch.Tensor.bmm: (("self", "mat2"), -2),
+    torch.addmm: (("input", "mat1", "mat2"), -2),
+}
+
+
 @dataclass(eq=False)
-class LayerStatistics(TorchFunctionMode):
+class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     """Records the products with some parameters, which are in memory, while layers compute; a context.
 
-    parameters: which, by name: matrices, or stacks of them [experts, outputs, inputs]
-    moments: of each vector of inputs, by number
+    parameters: which, by name: matrices, or stacks of them [experts, ...]
+    new: makes what collects the inputs of a vector with so many channels
+    collected: of each vector of inputs, by number
     mixed: the vectors that matrices read which read the same in one batch, and not in another; these are not known
     products: what is known of each matrix that was multiplied by
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
-    moments: dict[int, InputMoments] = field(default_factory=dict)
+    new: Callable[[int], OfInputs]
+    collected: dict[int, OfInputs] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     products: dict[ModelMatrix, ProductStatistics] = field(default_factory=dict)
 
@@ -134,11 +170,17 @@ class LayerStatistics(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call of any function of torch, and pass it on."""
         result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear:
-            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            matrix = self._matrix_at(given["weight"])
-            if matrix is not None:
-                self._record(matrix, given["input"].detach(), result)
+        if func in _PRODUCTS:
+            names, axis = _PRODUCTS[func]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            values, weight = (given.get(name) for name in names[-2:])
+            if isinstance(values, Tensor) and isinstance(weight, Tensor):
+                # The strides tell, because transposed views have the address of their parameter.
+                along_rows = weight.ndim > 1 and (axis == -1) == (weight.stride(-1) == 1)
+                for matrix, of_stack in self._matrices_of(weight, values):
+                    product = self._record(matrix, values if of_stack is None else values[of_stack], along_rows)
+                    if result.requires_grad:
+                        result.register_hook(functools.partial(self._add_gradient, product, of_stack))
         return result
 
     def next_batch(self) -> None:
@@ -153,40 +195,45 @@ class LayerStatistics(TorchFunctionMode):
         squares = self.products[matrix].squares
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
 
-    def inputs(self) -> Iterator[tuple[list[ModelMatrix], InputMoments]]:
-        """Yield the matrices that multiply the same inputs, and what is known of these, once."""
-        for vector in sorted(self.moments.keys() - self.mixed):
-            moments = self.moments.pop(vector)
+    def inputs(self) -> Iterator[tuple[list[ModelMatrix], OfInputs]]:
+        """Yield the matrices that multiply the same inputs, and what was collected of these, once."""
+        for vector in sorted(self.collected.keys() - self.mixed):
+            collected = self.collected.pop(vector)
             matrices = [matrix for matrix, product in self.products.items() if product.vector == vector]
-            yield matrices, moments
+            yield matrices, collected
 
-    def _matrix_at(self, weight: Tensor) -> ModelMatrix | None:
-        """Return the matrix whose memory a tensor has."""
-        matrix = self._matrices.get(weight.data_ptr())
-        if matrix is None or not weight.is_contiguous():
-            return None
-        return matrix if weight.shape == self.parameters[matrix.parameter].shape[-2:] else None
+    def _matrices_of(self, weight: Tensor, values: Tensor) -> list[tuple[ModelMatrix, int | None]]:
+        """Return which matrices a weight is; of a whole stack each with the number of its inputs and outputs."""
+        first = self._matrices.get(weight.data_ptr())
+        if first is None:
+            return []
+        parameter = self.parameters[first.parameter]
+        if weight.ndim == 2 and weight.numel() == parameter.shape[-2] * parameter.shape[-1]:
+            return [(first, None)]
+        if weight.ndim == values.ndim == 3 and weight.numel() == parameter.numel() and len(values) == len(weight):
+            return [(ModelMatrix(first.parameter, number), number) for number in range(len(weight))]
+        return []
 
-    def _record(self, matrix: ModelMatrix, values: Tensor, result: Tensor) -> None:
-        rows = values.reshape(-1, values.shape[-1])
+    def _record(self, matrix: ModelMatrix, values: Tensor, along_rows: bool) -> ProductStatistics:
+        rows = values.detach().reshape(-1, values.shape[-1])
         product = self.products.get(matrix)
         known = next((vector for other, vector, _ in self._inputs if _same_place(other, values)), None)
         if product is None:
-            product = self.products[matrix] = ProductStatistics(len(self.moments) if known is None else known)
+            vector = len(self.collected) if known is None else known
+            product = self.products[matrix] = ProductStatistics(vector, along_rows)
         if known != product.vector:
             if any(vector == product.vector and by != matrix for _, vector, by in self._inputs):
                 self.mixed.add(product.vector)
-            if product.vector not in self.moments:
-                self.moments[product.vector] = InputMoments(moment_blocks(rows.shape[1]))
-            self.moments[product.vector].add(rows)
+            if product.vector not in self.collected:
+                self.collected[product.vector] = self.new(rows.shape[1])
+            self.collected[product.vector].add(rows)
             self._inputs.append((values, product.vector, matrix))
-        if result.requires_grad:
-            result.register_hook(lambda gradient: self._add_gradient(product, gradient))
+        return product
 
     @staticmethod
-    def _add_gradient(product: ProductStatistics, gradient: Tensor) -> None:
-        rows = gradient.detach().reshape(-1, gradient.shape[-1])
-        squares = rows.square().sum(0)
+    def _add_gradient(product: ProductStatistics, of_stack: int | None, gradient: Tensor) -> None:
+        own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
+        squares = own.reshape(-1, own.shape[-1]).square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
 
 

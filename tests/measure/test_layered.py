@@ -19,7 +19,7 @@ import torch
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs.column_encoding import DAMPINGS
 from pqweights.errors import SourceError
-from pqweights.quality.layer_statistics import InputMoments, LayerStatistics
+from pqweights.quality.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel, MatrixPlace, ModelMatrix
 
 IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 490, (3, 24)))
@@ -97,7 +97,7 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
     model, layer = opened(folder), 1
     with model.loaded(OUTSIDE), torch.no_grad():
         _, calls = model.begin(IDS)
-    with model.loaded(layer), LayerStatistics(model.parameters_of(layer)) as statistics:
+    with model.loaded(layer), LayerStatistics(model.parameters_of(layer), moments_of_inputs) as statistics:
         inputs = states.hidden_states[layer].detach().requires_grad_()
         # The last of the hidden states comes after the norm: its gradient is found through what is outside.
         after = model.run(layer, inputs, calls[layer])
@@ -113,7 +113,7 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
     shared = {
         statistics.products[ModelMatrix(f"model.layers.1.self_attn.{which}_proj.weight")].vector for which in "qkv"
     }
-    assert len(shared) == 1 and len(statistics.moments) == 4
+    assert len(shared) == 1 and len(statistics.collected) == 4
     for matrices, read in statistics.inputs():
         count, (found,) = read.count, read.mean()
         assert count == IDS.numel()
@@ -135,7 +135,7 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
         experts = next(module for path, module in model.model.named_modules() if path.endswith(f"{layer}.mlp.experts"))
         seen: list[Any] = []
         hook = experts.register_forward_pre_hook(lambda module, given: seen.append(given))
-        with LayerStatistics(model.parameters_of(layer)) as statistics:
+        with LayerStatistics(model.parameters_of(layer), moments_of_inputs) as statistics:
             for batch in (slice(0, 2), slice(2, 3)):
                 model.run(layer, hidden[batch].requires_grad_(), _cut(calls[layer], batch)).sum().backward()
                 statistics.next_batch()
