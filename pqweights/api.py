@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.source import open_local
 from pqweights.common.parameters import takes
+from pqweights.errors import OptionError
 from pqweights.exports import get_target
 from pqweights.exports.exporting import MasterFolder
 from pqweights.exports.exporting import export as export_master
 from pqweights.planning.calibration import check_calibration
 from pqweights.planning.choice import choose_recipe
+from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import (
     CalibrateOptions,
     ExportArguments,
@@ -36,7 +40,7 @@ from pqweights.rewrite.results.plan_report import PlanReport, report_plan
 from pqweights.rewrite.results.verify import Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
-from pqweights.storage import open_store
+from pqweights.storage import Store, open_store
 from pqweights.storage.hub.sources import find_original, find_result, local_folder
 
 if TYPE_CHECKING:
@@ -89,7 +93,31 @@ def export(asked: ExportArguments) -> RewriteReport:
             original = find_original(located(asked.source), asked.access_to_main, run.progress)
         master = MasterFolder(result.where, result.origin, original)
         shard_bytes = asked.max_shard_bytes
-        return export_master(master, store, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run)
+        with _inputs(master, store, asked, run) as known:
+            return export_master(
+                master, store, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run, inputs=known
+            )
+
+
+@contextmanager
+def _inputs(
+    master: MasterFolder, store: Store, asked: ExportArguments, run: RunOptions
+) -> Iterator[KnownInputs | None]:
+    """Yield what is learned of the inputs of the weights that are rounded, if `calibrate` is given."""
+    if asked.calibrate is None:
+        yield None
+        return
+    from pqweights.quality.sampled_inputs import inputs_of
+
+    if asked.ray is not None:
+        raise OptionError("`ray`: a calibration runs on one machine; leave out `ray` or `calibrate`")
+    where = master.folder if master.original is None else master.original
+    if not isinstance(where, Path):
+        raise OptionError(f"`calibrate`: expected a model on this machine, found {where}; copy it here first")
+    checkpoint = master.open()[0] if master.original is None else open_local(where)
+    store.check_apart(where)
+    with inputs_of(where, checkpoint, store, asked, run.threads) as inputs:
+        yield inputs
 
 
 @takes(VerifyArguments)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import abc
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ from pqweights.kernels.compensation import (
     trial_error,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
-from pqweights.planning.statistics_file import Statistics
+from pqweights.planning.inputs import KnownInputs
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
@@ -66,23 +67,30 @@ class ReadyFactor(NamedTuple):
 class Compensation:
     """What an export knows of the inputs of its weights.
 
-    moments: the file of moments
-    sources: for each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly
-    fold: the fold of the weights; the moments are of the inputs without it
+    inputs: what is known of them
+    rounded: the weights, each with its rule
+    model: of which they are
+    fold: the fold of the weights; the inputs are those without it
     """
 
-    moments: Statistics
-    sources: Mapping[str, tuple[int | str, ...]]
+    inputs: KnownInputs
+    rounded: Sequence[tuple[LogicalTensor, Rule]]
+    model: ModelDescription
     fold: Fold | None = None
     _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
-    _mean_squares: dict[int, Floats] = field(default_factory=dict)
     _making: ProcessLock = field(default_factory=ProcessLock)
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the largest factors take, float32 [K, K], with the strips of moments they are made of."""
-        largest = max((vector.size for vector in self.moments.vectors), default=0)
-        return (KEPT_FACTORS + 1) * 4 * largest * largest
+        """The memory that the largest factors take, float32 [K, K], with the moments of a layer."""
+        squares = [math.prod((*tensor.shape[:-2], tensor.shape[-1] ** 2)) for tensor, _ in self.rounded]
+        largest = max((tensor.shape[-1] ** 2 for tensor, _ in self.rounded), default=0)
+        return 4 * (max(squares, default=0) + (KEPT_FACTORS + 1) * largest)
+
+    @cached_property
+    def sources(self) -> dict[str, tuple[int | str, ...]]:
+        """For each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly."""
+        return {tensor.name: sources_of(tensor, rule, self.inputs, self.model) for tensor, rule in self.rounded}
 
     def columns(self, tensor: LogicalTensor, matrix: int) -> Floats | None:
         """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""
@@ -96,12 +104,8 @@ class Compensation:
         return None if factors is None else factors[matrix if len(factors) > 1 else 0]
 
     def importance(self, tensor: LogicalTensor, matrix: int, vector: int) -> Floats:
-        """Return the mean square of each input of one matrix of a weight, [K], read once for each vector."""
-        columns = self.columns(tensor, matrix)
-        with self._making:
-            squares = self._mean_squares.get(vector)
-            if squares is None:
-                squares = self._mean_squares[vector] = self.moments.mean_squares(vector)
+        """Return the mean square of each input of one matrix of a weight, [K]."""
+        columns, squares = self.columns(tensor, matrix), self.inputs.mean_squares(vector)
         return squares if columns is None else squares / (columns * columns)
 
     def factor(self, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
@@ -115,25 +119,21 @@ class Compensation:
                     return ready
             if len(self._kept) == KEPT_FACTORS:
                 self._kept.popleft()  # before the next is made: a matrix may take gigabytes
-            made = _made(self.moments, vector, columns=columns)
+            made = _made(self.inputs, vector, columns=columns)
             self._kept.append((vector, made))
             return made
 
 
-def _made(moments: Statistics, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
-    """Read the moments of a vector, and factorize them with the best damping for rounding what looks random."""
-
-    def strips() -> Iterator[tuple[int, Floats]]:
-        return moments.strips(vector, columns=columns)
-
-    diagonal = np.concatenate([np.diagonal(strip, at) for at, strip in strips()])
+def _made(inputs: KnownInputs, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
+    """Factorize the moments of a vector, with the best damping for rounding what looks random."""
+    moments, rows = inputs.moments(vector)
+    divisors = np.ones(len(moments), dtype=np.float32) if columns is None else columns
+    diagonal = np.diagonal(moments) / divisors / divisors
     order = order_of(diagonal)
-    position = np.empty_like(order)
-    position[order] = np.arange(len(order))
     matrix = empty_matrix(len(order))
-    for first, strip in strips():
-        matrix[position[first : first + len(strip)], : len(order)] = strip[:, order]
-    held_back = np.ascontiguousarray(moments.held_back(vector, columns=columns)[:, order])
+    for row, channel in enumerate(order):
+        matrix[row, : len(order)] = (moments[channel] / divisors / divisors[channel])[order]
+    held_back = np.ascontiguousarray((rows / divisors)[:, order])
 
     def with_damping(damping: float) -> MomentsFactor | None:
         damped = factorize(matrix, diagonal[order], damping)
@@ -155,7 +155,7 @@ def _made(moments: Statistics, vector: int, *, columns: Floats | None) -> ReadyF
 
 
 def sources_of(
-    tensor: LogicalTensor, rule: Rule, moments: Statistics, model: ModelDescription
+    tensor: LogicalTensor, rule: Rule, inputs: KnownInputs, model: ModelDescription
 ) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
     count = math.prod(tensor.shape[:-2])
@@ -163,12 +163,12 @@ def sources_of(
         return ("its format has no compensated rounding",) * count
     if role_of(tensor, model) == "embedding":
         return ("it is looked up, not multiplied by inputs",) * count
-    return tuple(_source(tensor, number, moments) for number in range(count))
+    return tuple(_source(tensor, number, inputs) for number in range(count))
 
 
-def _source(tensor: LogicalTensor, number: int, moments: Statistics) -> int | str:
+def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
-    vectors = {_vector_of(tensor, number, moments, transposed=False)}
+    vectors = {_vector_of(tensor, number, inputs, transposed=False)}
     if isinstance(tensor, View):
         runs, vectors = tensor.runs_of_matrix(number), set()
         if runs is None:
@@ -177,14 +177,14 @@ def _source(tensor: LogicalTensor, number: int, moments: Statistics) -> int | st
             height = run.tensor.shape[-2]
             first, last = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
             for matrix in range(first, last + 1):
-                vectors.add(_vector_of(run.tensor, matrix, moments, transposed=tensor.transposed))
+                vectors.add(_vector_of(run.tensor, matrix, inputs, transposed=tensor.transposed))
     if len(vectors) != 1:
         reasons = sorted(vector for vector in vectors if isinstance(vector, str))
         return reasons[0] if reasons else "its rows have different inputs"
     (vector,) = vectors
     if isinstance(vector, str):
         return vector
-    about = moments.vectors[vector]
+    about = inputs.vectors[vector]
     if about.size != tensor.shape[-1]:
         return f"expected {tensor.shape[-1]} input channels, found {about.size}"
     if about.tokens < FEWEST_TOKENS or about.held_back < FEWEST_HELD_BACK or about.windows < FEWEST_WINDOWS:
@@ -193,8 +193,8 @@ def _source(tensor: LogicalTensor, number: int, moments: Statistics) -> int | st
     return vector
 
 
-def _vector_of(tensor: LogicalTensor, matrix: int, moments: Statistics, *, transposed: bool) -> int | str:
-    known = moments.weights.get(tensor.name)
+def _vector_of(tensor: LogicalTensor, matrix: int, inputs: KnownInputs, *, transposed: bool) -> int | str:
+    known = inputs.weights.get(tensor.name)
     if known is None or matrix >= len(known.vectors):
         return "no product of inputs with it was seen"
     if known.transposed != transposed:

@@ -12,7 +12,8 @@ from pqweights.errors import OptionError, SourceError
 from pqweights.exports import get_target, target_name
 from pqweights.exports.recipe import with_recipe
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
-from pqweights.planning.options import ExportOptions, path_of
+from pqweights.planning.inputs import KnownInputs
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.listed_files import open_result
@@ -73,11 +74,13 @@ def export(
     options: ExportOptions = ExportOptions(),
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
+    inputs: KnownInputs | None = None,
 ) -> RewriteReport:
     """Write a master into `out` as a target loads it, continuing an interrupted run of the same call.
 
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
+    inputs: what is known of the inputs of its weights, or of those of the original in their place
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
     StorageError or MissingDependencyError.
     """
@@ -96,7 +99,7 @@ def export(
         checkpoint=checkpoint,
         manifest=manifest,
         original=master.original,
-        calibration=path_of(options.calibration),
+        inputs=inputs,
         rounding=GPTQ if is_compensated(options) else PLAIN,
         fold=options.fold is not None,
     )

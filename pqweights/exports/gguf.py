@@ -221,7 +221,7 @@ def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
     if wanting:
         yield (
             f"{', '.join(wanting)} without importances, which llama.cpp's own quantizer demands for such types: little "
-            "is left of a model with channels that are outliers; --calibration FILE weighs errors by the inputs"
+            "is left of a model with channels that are outliers; --calibrate self weighs errors by the inputs"
         )
 
 
@@ -235,9 +235,9 @@ def _decision(choice: TypeChoice) -> Rounding | Stays:
 def read_options(options: ExportOptions) -> Gguf:
     """Return the format. Raises OptionError for an option that it does not have."""
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
-    if rounding == IMPORTANCE and options.calibration is None:
-        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibration` FILE as well")
-    return Gguf(types=read_types(options), weighed=options.calibration is not None and rounding != PLAIN)
+    if rounding == IMPORTANCE and options.calibrate is None:
+        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` as well")
+    return Gguf(types=read_types(options), weighed=options.calibrate is not None and rounding != PLAIN)
 
 
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
@@ -270,7 +270,7 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
     tags=("gguf", "llama.cpp"),
-    options=("type", "pure", *ASSIGNMENT_OPTIONS, "fold", "rounding", "calibration"),
+    options=("type", "pure", *ASSIGNMENT_OPTIONS, "fold", "rounding", "calibrate", "calibration_tokens"),
     account=("name", "types", "imatrix"),
     read_options=read_options,
     prepare=_prepare,

@@ -77,7 +77,7 @@ class IntegerExport:
         if self.compensation is not None:
             in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in self.outline.rounded)
             made_by["rounding"] = IMPORTANCE if in_blocks else GPTQ
-            made_by["calibration"] = self.compensation.moments.sha256
+            made_by["calibration"] = self.compensation.inputs.identity
         if self.fold is not None:
             made_by["fold"] = self.fold.describe()
         return Account(EXPORT, made_by)
@@ -89,12 +89,8 @@ class IntegerExport:
 
     @property
     def inputs(self) -> TransformInputs:
-        """The original and the moments, if they are read."""
+        """The original, if it is read."""
         checkpoints = {} if self.original is None else {"--source": self.original}
-        if self.compensation is not None:
-            checkpoints["--calibration"] = self.compensation.moments.file
-        if self.fold is not None:
-            checkpoints |= self.fold.also_reads
         held = 0 if self.compensation is None else self.compensation.memory_bytes
         return TransformInputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held)
 
@@ -126,6 +122,8 @@ class IntegerExport:
 
     def prepare(self, preparation: Preparation) -> None:
         """Measure what the fold depends on, and check that a fold that was found again is the master's."""
+        if self.compensation is not None:
+            self.compensation.inputs.prepare(preparation.progress)
         measure_fold(self.fold, preparation)
         if self.fold is not None and self.is_found_again:
             self.fold.check_master(self.master_factors)

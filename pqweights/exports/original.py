@@ -14,13 +14,12 @@ from pqweights.errors import OptionError, SourceError
 from pqweights.exports import target_name
 from pqweights.exports.architectures import unexamined_warnings
 from pqweights.exports.bf16 import is_encoded
-from pqweights.exports.compensation import Compensation, sources_of
+from pqweights.exports.compensation import Compensation
 from pqweights.exports.integer_export import IntegerExport, remarks
 from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.exports.units import reading_together
 from pqweights.planning.plan import coding_of
-from pqweights.planning.statistics_file import MOMENTS, Statistics, open_statistics
 from pqweights.rewrite.folding.fold import EQUALIZE, Fold
 from pqweights.rewrite.manifest import Manifest
 from pqweights.storage.remote.storage import open_address
@@ -40,9 +39,10 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         given = source.original
         original = open_local(given) if isinstance(given, Path) else open_address(given)
         _check_original(f"`source` {given}", original, master=source.checkpoint, manifest=manifest)
-    moments = None if source.calibration is None else _moments(source, source.calibration, original)
+    if source.inputs is not None and not (source.rounding == GPTQ or source.fold):
+        raise OptionError("`calibrate`: expected `rounding` gptq or `fold` as well, which use it")
     outline = master_outline = target.outline(source.checkpoint)
-    values, master, fold = _values(source, original, outline=outline, moments=moments)
+    values, master, fold = _values(source, original, outline=outline)
     if values is not source.checkpoint:
         outline = target.outline(values)
     if master is not source.checkpoint and original is not None:
@@ -58,10 +58,8 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master={} if original is None else {tensor.name: tensor for tensor in master_outline.tensors},
         master_errors=errors,
         compensation=None
-        if moments is None or source.rounding != GPTQ
-        else Compensation(
-            moments, {t.name: sources_of(t, how.rule, moments, model) for t, how in outline.rounded}, fold
-        ),
+        if source.inputs is None or source.rounding != GPTQ
+        else Compensation(source.inputs, [(t, how.rule) for t, how in outline.rounded], model, fold),
         fold=fold,
         is_found_again=original is not None and not source.fold,
         master_factors=None if manifest is None else manifest.factors,
@@ -71,13 +69,12 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
 
 
 def _values(
-    source: ExportSource, original: Checkpoint | None, *, outline: Outline, moments: Statistics | None
+    source: ExportSource, original: Checkpoint | None, *, outline: Outline
 ) -> tuple[Checkpoint, Checkpoint, Fold | None]:
     """Return the master with the values that are rounded, the master with those to compare them with, and their fold.
 
     original: the checkpoint that the master was made from, if its values are rounded
     outline: what the target makes of the master
-    moments: second moments of the inputs of the values, if they are known
 
     Raises OptionError if a master is to be folded twice, SourceError if norms are missing.
     """
@@ -89,18 +86,17 @@ def _values(
         )
     if made_with and original is not None:
         kept = [tensor.name for tensor in master.tensors if not isinstance(tensor, EncodedTensor)]
-        used = made_with.get("calibration")
-        if used is not None and (moments is None or moments.sha256 != used):
+        if "calibration" in made_with:
             raise OptionError(
-                f"`source`: {source.folder} was folded with the moments of a file (sha256 {str(used)[:12]}); expected "
-                "`calibration` with that file"
+                f"`source`: {source.folder} was folded by an earlier version with a file of moments, which this one "
+                "does not read; leave out `source`, or quantize again"
             )
-        fold = Fold(original, plain=kept, moments=None if used is None else moments)
+        fold = Fold(original, plain=kept)
         return _with_values(master, fold.folded), master, fold
     values = master if original is None else _with_values(master, original)
     if not source.fold:
         return values, master, None
-    fold = Fold(values, plain=_plain(values, outline), moments=moments)
+    fold = Fold(values, plain=_plain(values, outline), inputs=source.inputs)
     return fold.folded, fold.over(master), fold
 
 
@@ -131,35 +127,6 @@ def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Che
     """Return a checkpoint of which only these files are copied."""
     left_out = dict.fromkeys((name for name in checkpoint.companions if name not in companions), IN_WEIGHT_FILES)
     return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
-
-
-def _moments(source: ExportSource, path: Path, original: Checkpoint | None) -> Statistics:
-    """Open the file of moments that was given, which must be of a model of which the inputs are those of the values.
-
-    The inputs of a folded master are not those of the model that it was made from. With the original, the factors
-    between them are known.
-
-    Raises OptionError if nothing uses it, SourceError if it is of another model.
-    """
-    manifest = source.manifest
-    fold = {} if manifest is None else manifest.fold
-    if not (source.rounding == GPTQ or source.fold or (original is not None and "calibration" in fold)):
-        raise OptionError("`calibration`: expected `rounding` gptq or `fold` as well, which use it")
-    moments = open_statistics(path, MOMENTS)
-    if original is not None:
-        moments.check({"this original": original.fingerprint()})
-        return moments
-    fingerprints = {"this master": source.checkpoint.fingerprint()}
-    if manifest is not None:
-        if not fold:
-            fingerprints["the model that it was made from"] = manifest.source_fingerprint
-        elif moments.checkpoint == manifest.source_fingerprint:
-            raise SourceError(
-                f"{path}: these moments are of the model that {source.folder} was folded from, whose inputs are "
-                "others; add `source` with that model, or run pqweights calibrate --moments on the master"
-            )
-    moments.check(fingerprints)
-    return moments
 
 
 def _known_errors(outline: Outline, manifest: Manifest) -> dict[str, float]:

@@ -17,6 +17,7 @@ from pqweights.errors import ExportError, OptionError
 from pqweights.exports.formats import Rounding
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel
+from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
 from pqweights.planning.options import MLX as MLX
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
@@ -30,7 +31,7 @@ from pqweights.storage.remote.addresses import Address
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 # The options of a target of integers beside its own.
-INTEGER_OPTIONS = ("bits", "group_size", "qparams", "fold", "rounding", "calibration")
+INTEGER_OPTIONS = ("bits", "group_size", "qparams", "fold", "rounding", "calibrate", "calibration_tokens")
 # Those of a target that can give weights different formats.
 ASSIGNMENT_OPTIONS = ("format", "recipe", "set_format", "target_size", "sensitivity")
 
@@ -49,7 +50,7 @@ class ExportSource:
     checkpoint: the opened master
     manifest: its manifest, if it has one
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
-    calibration: a file of moments, for error-compensated rounding or for the fold
+    inputs: what is known of the inputs of the values, for error-compensated rounding or for the fold
     rounding: how codes are chosen, "plain" or "gptq"
     fold: whether factors are moved between layers before weights are rounded
     """
@@ -58,7 +59,7 @@ class ExportSource:
     checkpoint: Checkpoint
     manifest: Manifest | None
     original: Path | Address | None
-    calibration: Path | None = None
+    inputs: KnownInputs | None = None
     rounding: str = PLAIN
     fold: bool = False
 
@@ -155,7 +156,7 @@ def is_compensated(options: ExportOptions) -> bool:
     if options.rounding is not None:
         return options.rounding in (GPTQ, IMPORTANCE)
     return (
-        options.calibration is not None
+        options.calibrate is not None
         and options.qparams != MINMAX
         and options.mode in (None, "affine")
         and options.format in (None, "w4a16", "w8a16")
@@ -172,8 +173,8 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
         return
     if why_not is not None:
         raise OptionError(f"`rounding` {GPTQ}: {why_not}")
-    if options.calibration is None:
-        wanted = "`calibration` FILE as well, with moments that pqweights calibrate --moments wrote"
+    if options.calibrate is None:
+        wanted = "`calibrate` as well, which samples the inputs of weights"
         raise OptionError(f"`rounding` {GPTQ}: expected {wanted}")
     if options.qparams == MINMAX:
         raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")

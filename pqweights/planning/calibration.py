@@ -84,13 +84,17 @@ class PlannedCalibration:
 
 
 def work_bytes(config: Mapping[str, Any] | None, tokens: int, wanted: Mapping[str, float]) -> int:
-    """Return the disk space that a calibration takes beside its result, in bytes, while it runs.
+    """Return the disk space that a calibration of a master takes beside its result, in bytes, while it runs.
 
-    That is for the hidden states before each layer and after the last, in BF16, the gradients at two of them, and the
-    codes.
+    That is for states, for the gradients at two layers, and for the codes.
 
     tokens: of the sample
     wanted: see wanted_bits
     """
+    return states_bytes(config, tokens, more=2) + int(sum(wanted.values()) / 8)
+
+
+def states_bytes(config: Mapping[str, Any] | None, tokens: int, more: int = 0) -> int:
+    """Return the disk space of the states of a sample before each layer and after the last, and of some more."""
     layers, width = layers_and_width(config)
-    return 2 * tokens * width * (layers + 3) + int(sum(wanted.values()) / 8)
+    return 2 * tokens * width * (layers + 1 + more)

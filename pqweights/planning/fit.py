@@ -351,7 +351,7 @@ def free_groups(
     alphas, unknown = alphas_for(groups, roles=roles, known=sensitivity)
     codec_of = {name: get_codec(by_name[name].codec or "") for name in planner.free}
     if all(codec.any_rate for codec in codec_of.values()):
-        groups, alphas = taken_apart(groups, alphas, roles)
+        groups, alphas = taken_apart(groups, alphas, roles, sensitivity)
     rates = sorted({bits for codec in codec_of.values() for bits in codec.rates})
     result = []
     for name, names in groups.items():

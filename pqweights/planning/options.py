@@ -262,12 +262,6 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
         default=False,
         needs=(("awq",), "whose scales it is about"),
     )
-    calibration: StrPath | None = option(
-        "Moments that pqweights calibrate --moments wrote, from which `fold` learns the sizes of channels.",
-        default=None,
-        metavar="FILE",
-        needs=(("fold",), "which alone uses it"),
-    )
     allow_pickle: bool = option(ALLOW_PICKLE, default=False)
     include_files: str | Sequence[str] = option(
         "Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only "
@@ -297,8 +291,24 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
 SELF = "self"
 
 
+DEFAULT_SAMPLE_TOKENS, FEWEST_SAMPLE_TOKENS = 12288, 2048
+
+
 @options
-class CalibrateOptions(Options):
+class SampleOptions(Options):
+    """On which tokens a model is calibrated."""
+
+    calibrate: StrPath | None = option("", checks.location, default=None, metavar="self|FILE")
+    calibration_tokens: int = option(
+        "Number of tokens of the sample.",
+        default=DEFAULT_SAMPLE_TOKENS,
+        least=FEWEST_SAMPLE_TOKENS,
+        needs=(("calibrate",), "which reads them"),
+    )
+
+
+@options
+class CalibrateOptions(SampleOptions):
     """How codes are found that cost the outputs of the model least."""
 
     calibrate: StrPath | None = option(
@@ -308,12 +318,6 @@ class CalibrateOptions(Options):
         default=None,
         metavar="self|FILE",
         excludes=(("fold",), "the calibration scales rows and columns itself"),
-    )
-    calibration_tokens: int = option(
-        "Number of tokens of the sample.",
-        default=12288,
-        least=2048,
-        needs=(("calibrate",), "which reads them"),
     )
     calibration_progress: Progress | None = option(
         "Function that is called with the steps of the calibration that are done, those in all, and the next one.",
@@ -376,7 +380,7 @@ class QuantizeArguments(RecipeOptions, QuantizeOptions, CalibrateOptions, RunArg
 
 
 @options
-class ExportOptions(FoldOptions):
+class ExportOptions(FoldOptions, SampleOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
 
     bits: int | None = option(
@@ -396,14 +400,18 @@ class ExportOptions(FoldOptions):
         default_text="best",
     )
     rounding: str | None = option(
-        "How to choose codes: the nearest ones (plain), or, with `calibration`, such that errors within a row "
+        "How to choose codes: the nearest ones (plain), or, with `calibrate`, such that errors within a row "
         "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
         default=None,
         metavar="plain|gptq|importance",
-        default_text="not plain with `calibration`",
+        default_text="not plain with `calibrate`",
     )
-    calibration: StrPath | None = option(
-        "For `rounding` and for `fold`: moments that pqweights calibrate --moments wrote.", default=None, metavar="FILE"
+    calibrate: StrPath | None = option(
+        "For `rounding` and for `fold`: learn the inputs of weights, layer by layer, on text that is sampled from the "
+        "model itself, or on a FILE of text or a folder of *.txt.",
+        checks.location,
+        default=None,
+        metavar="self|FILE",
     )
     packing: str | None = option(
         "For torchao in INT4: the layout of the packed codes.",

@@ -79,13 +79,18 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
 
 
 def taken_apart(
-    groups: Mapping[str, Sequence[str]], alphas: Mapping[str, float], roles: Mapping[str, str]
+    groups: Mapping[str, Sequence[str]],
+    alphas: Mapping[str, float],
+    roles: Mapping[str, str],
+    known: Sensitivity | None = None,
 ) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Return groups of single weights, and their alphas, in place of the groups that a runtime fuses.
 
     For codecs whose masters no runtime computes with. Experts and tied embeddings stay together. The alpha of a group
-    is divided by a rule of thumb, which like that of the alphas comes from measurements of small models.
+    is divided as its weights were measured, if each was; else by a rule of thumb, which like that of the alphas comes
+    from measurements of small models.
     """
+    alone = {group.weights[0]: group.alpha for group in known.groups if len(group.weights) == 1} if known else {}
     single: dict[str, list[str]] = {}
     divided: dict[str, float] = {}
     for name, names in groups.items():
@@ -97,6 +102,9 @@ def taken_apart(
             weight: next((share for pattern, share in _SHARES if pattern.match(module)), 1.0)
             for weight, module in modules.items()
         }
+        measured = {weight: alone[weight] for weight in names if weight in alone}
+        if len(measured) == len(names) and sum(measured.values()) > 0:
+            shares = measured
         for weight, module in modules.items():
             single[module] = [weight]
             divided[module] = alphas[name] * (shares[weight] / math.fsum(shares.values()))
@@ -136,13 +144,13 @@ class Measured(Document, frozen=True, kw_only=True):
 
     name: the name of the group
     alpha: nats per token for a relative squared error of 1
-    points: (t^2, KL divergence in nats per token) at each level of noise
+    points: in files of earlier versions, (t^2, KL divergence in nats per token) at each level of noise
     weights: the names of its weights
     """
 
     name: str
     alpha: Annotated[float, Meta(ge=0, le=MOST_ALPHA)]
-    points: tuple[tuple[Number, Number], ...]
+    points: tuple[tuple[Number, Number], ...] = ()
     weights: Annotated[tuple[str, ...], Meta(min_length=1)]
 
 
@@ -171,7 +179,6 @@ class Sensitivity:
                 {
                     "name": group.name,
                     "alpha": rounded(group.alpha),
-                    "points": [[rounded(t2), rounded(kl)] for t2, kl in group.points],
                     "weights": group.weights,
                 }
                 for group in self.groups
@@ -182,7 +189,7 @@ class Sensitivity:
 class _Method(Document, frozen=True):
     """What every file says of how its sensitivities were measured."""
 
-    kind: Literal["random tokens", "text"]
+    kind: Literal["random tokens", "text", "sample"]
     tokens: Count
 
 
@@ -190,11 +197,6 @@ class _SensitivityFile(Document, frozen=True, kw_only=True):
     checkpoint: str
     method: _Method
     groups: Annotated[tuple[Measured, ...], Meta(min_length=1)]
-
-
-def fitted_alpha(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope through the origin of KL against t^2, by least squares (Algorithm 3 of the paper)."""
-    return math.fsum(t2 * kl for t2, kl in points) / math.fsum(t2 * t2 for t2, _ in points)
 
 
 def alphas_for(

@@ -80,6 +80,10 @@ class LayerPasses:
         """Write what is known of a layer. Raises OutputError."""
         save_whole(self.file(kind, layer), tensors)
 
+    def read(self, kind: str, layer: int) -> dict[str, npt.NDArray[Any]]:
+        """Return what was written of a layer."""
+        return load_file(self.file(kind, layer))
+
     def check_finite(self, layer: int, *found: Tensor) -> None:
         """Raise SourceError for values or gradients that cannot be used."""
         if not all(bool(values.isfinite().all()) for values in found):
@@ -180,6 +184,17 @@ class LayerPasses:
                 watch.next_batch()
             self.check_finite(layer, before)
             self._save_states("gradients", layer, before)
+            keep(watch)
+
+    def embedding_backward(self, open_watch: Callable[[], Watching], keep: Callable[[Watching], None]) -> None:
+        """Compute what comes before the layers again, with the gradients after it; see `forward`."""
+        gradients = self.load("gradients", 0)
+        with self.model.loaded(OUTSIDE), open_watch() as watch:
+            for batch in self._batches:
+                hidden, _ = self.model.begin(self.ids[batch])
+                if hidden.requires_grad:
+                    hidden.backward(gradients[batch].float())
+                watch.next_batch()
             keep(watch)
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pqweights.codecs.column_encoding import DAMPING, best_damping, moment_blocks
-from pqweights.quality.layered import ModelMatrix
+from pqweights.planning.inputs import WeightInputs
+from pqweights.quality.layered import ModelMatrix, StoredMatrices
 
 Doubles = npt.NDArray[np.float64]
 
@@ -235,6 +236,20 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
         squares = own.reshape(-1, own.shape[-1]).square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
+
+
+def weight_inputs(
+    stored: StoredMatrices, number_of: Mapping[ModelMatrix, int], products: Mapping[ModelMatrix, ProductStatistics]
+) -> WeightInputs | None:
+    """Return which vectors a weight of the checkpoint reads; None if no product with it was seen.
+
+    number_of: the number of the vector that a matrix of the model reads
+    """
+    known = [matrix for matrix in stored.matrices if matrix in number_of]
+    if not known:
+        return None
+    transposed = products[known[0]].along_rows == stored.transposed
+    return WeightInputs(vectors=tuple(map(number_of.get, stored.matrices)), transposed=transposed)
 
 
 def _same_place(first: Tensor, second: Tensor) -> bool:

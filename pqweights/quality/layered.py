@@ -55,6 +55,17 @@ class MatrixPlace(NamedTuple):
         return matrix.detach()[self.rows]
 
 
+class StoredMatrices(NamedTuple):
+    """Which matrices of the model are those of a tensor of the checkpoint.
+
+    matrices: in order; an expert's may be a part of one
+    transposed: whether the model has them the other way round
+    """
+
+    matrices: tuple[ModelMatrix, ...] = ()
+    transposed: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """What a layer gets besides the hidden states."""
@@ -114,6 +125,7 @@ class LayeredModel:
         self._layers = list(self._list)
         self._mapping = get_model_conversion_mapping(self.model)
         self._places: dict[str, MatrixPlace] = {}
+        self._stacks: dict[str, StoredMatrices] = {}
         self._tensors = self._by_layer(checkpoint)
         self._as_tuple = False
         if self._list_shares_state(config):
@@ -156,6 +168,23 @@ class LayeredModel:
         """Return where a matrix of the checkpoint is; None if the model has it in another form, or does not use it."""
         return self._places.get(tensor)
 
+    def matrices_of(self, tensor: str) -> StoredMatrices:
+        """Return which matrices hold those of a tensor; none if the model has it in another form, or has none."""
+        place = self._places.get(tensor)
+        return self._stacks.get(tensor, StoredMatrices()) if place is None else StoredMatrices((place.matrix,))
+
+    def parameter_of(self, tensor: str) -> torch.nn.Parameter | None:
+        """Return the parameter that has a tensor, or of which it is a part; None if there is none such."""
+        matrices = self.matrices_of(tensor).matrices
+        return self.model.get_parameter(matrices[0].parameter) if matrices else None
+
+    def part_of(self, tensor: str, parameter: Tensor) -> Tensor:
+        """Return the part that a tensor is of its parameter, or of something of that shape, as the tensor has it."""
+        place = self._places.get(tensor)
+        if place is not None:
+            return place.of(parameter)
+        return parameter.mT if self._stacks[tensor].transposed else parameter
+
     def _find_layers(self, config: Any) -> tuple[str, torch.nn.ModuleList]:
         count = getattr(config.get_text_config(), "num_hidden_layers", None)
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.base_model
@@ -184,10 +213,15 @@ class LayeredModel:
             name, pattern = rename_source_key(tensor.name, renamings, converters, self.model.base_model_prefix, state)
             name, pattern = (name, pattern) if name in state else (tensor.name, None)
             if name in state:
+                transposed = any(pattern in rule.source_patterns and _transposes(rule) for rule in converters)
                 if pattern is not None:
                     fused.setdefault((name, pattern), []).append(tensor)
                 elif state[name].shape == tensor.shape and len(tensor.shape) == 2:
                     self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(0, tensor.shape[0]))
+                if len(tensor.shape) in (2, 3) and (transposed or (pattern is None and state[name].ndim == 3)):
+                    count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+                    stack = tuple(ModelMatrix(name, number) for number in range(count))
+                    self._stacks[tensor.name] = StoredMatrices(stack, transposed)
                 number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
                 result.setdefault(int(number) if number.isdigit() else OUTSIDE, []).append(tensor)
         for converter in converters:
@@ -297,6 +331,12 @@ def _stacks_experts(converter: Any) -> bool:
     operations = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     count = len(converter.source_patterns)
     return operations == [(MergeModulelist, 0), *([(Concatenate, 1)] if count > 1 else [])]
+
+
+def _transposes(converter: Any) -> bool:
+    from transformers.core_model_loading import Transpose
+
+    return any(isinstance(operation, Transpose) for operation in converter.operations)
 
 
 def _places_in_stack(

@@ -9,11 +9,13 @@ from pqweights.common import parameters as checks
 from pqweights.common.parameters import StrPath, option, options
 from pqweights.errors import OptionError
 from pqweights.planning.options import (
+    DEFAULT_SAMPLE_TOKENS,
+    FEWEST_SAMPLE_TOKENS,
     MODEL_DTYPES,
     RECIPE,
+    SELF,
     CodecOptions,
     DeviceOption,
-    DtypeOption,
     HubOptions,
     RuleOptions,
     ThreadsOption,
@@ -21,7 +23,6 @@ from pqweights.planning.options import (
     take_recipe,
 )
 
-DEFAULT_CALIBRATION_TOKENS, DEFAULT_SENSITIVITY_TOKENS = 16384, 2048
 FETCHED_SOURCE = "Checkpoint: a folder of safetensors files, one safetensors file, or ORG/MODEL on the Hub."
 
 
@@ -35,96 +36,35 @@ class ReadingOptions(TokenizerOption):
 
 
 @options
-class ModelRunOptions(DtypeOption):
-    """How a model runs that may be larger than a device."""
+class SamplingOptions(ThreadsOption):
+    """On which tokens a model is measured, and where the result may go."""
 
-    device_map: str | None = option(
-        "Device map for transformers; auto spreads a large model over the devices (needs accelerate).",
-        checks.text,
-        default=None,
+    text: StrPath = option(
+        "Text for the model to read: a FILE in UTF-8, or a folder of *.txt; self stands for text that is sampled from "
+        "the model itself.",
+        checks.location,
+        default=SELF,
+        metavar="self|FILE",
     )
+    tokens: int = option("Number of tokens of the text.", default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS)
+    overwrite: bool = option("Replace an earlier file.", checks.flag, default=False)
 
 
 @options
-class CalibrationOptions(ModelRunOptions, ReadingOptions, ThreadsOption):
-    """How a checkpoint is calibrated."""
-
-    max_tokens: int = option(
-        "Maximum number of tokens to read from the text.", checks.whole, default=DEFAULT_CALIBRATION_TOKENS, least=2
-    )
-    window: int | None = option(
-        "Tokens per window.", checks.whole, default=None, least=2, default_text="512, or the model's limit if smaller"
-    )
-    overwrite: bool = option("Replace an earlier file of statistics.", checks.flag, default=False)
-
-
-@options
-class CalibrateArguments(RuleOptions, CodecOptions, CalibrationOptions, HubOptions):
+class CalibrateArguments(RuleOptions, CodecOptions, SamplingOptions, HubOptions):
     """What `calibrate` takes."""
 
     source: StrPath = option(FETCHED_SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
-    out: Path = option(
-        "File for the scales, the moments or both.",
-        checks.path,
-        kw_only=False,
-        argument=True,
-        metavar="OUT.safetensors",
-    )
-    text: Path = option("UTF-8 text for the model to read.", checks.path, metavar="FILE")
-    moments: bool = option(
-        "Write second moments of all inputs for export --calibration, in place of scales. SRC may be a master.",
-        checks.flag,
-        default=False,
-    )
-    scales: bool = option(
-        "With `moments`: search scales too, in the same pass over the text.", checks.flag, default=False
-    )
+    out: Path = option("File for the scales.", checks.path, kw_only=False, argument=True, metavar="OUT.safetensors")
     recipe: StrPath = option(RECIPE, take_recipe, default="q5", flags=("--recipe", "-r"), metavar="NAME|FILE")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.searches_scales:
-            return
-        for name in ("recipe", "codec", "bits", "keep", "set_bits", "threads"):
-            if name in self.given:
-                raise OptionError(
-                    f"`{name}`: means nothing with `moments`, which searches no scales; leave it out, or add `scales`"
-                )
-
-    @property
-    def searches_scales(self) -> bool:
-        """Whether scales are searched, and not only moments written."""
-        return self.scales or not self.moments
-
 
 @options
-class SensitivityOptions(ModelRunOptions, ReadingOptions):
-    """How sensitivities are measured."""
-
-    tokens: int = option(
-        "Number of tokens that the model reads for each measurement.",
-        checks.whole,
-        default=DEFAULT_SENSITIVITY_TOKENS,
-        least=2,
-    )
-    window: int | None = option(
-        "Tokens per window.", checks.whole, default=None, least=2, default_text="256, or the model's limit if smaller"
-    )
-    dtype: str = option(
-        "Dtype to run the model in; auto is the model's own.", checks.text, default="float32", choices=MODEL_DTYPES
-    )
-    overwrite: bool = option("Replace an earlier file of sensitivities.", checks.flag, default=False)
-
-
-@options
-class SensitivityArguments(RuleOptions, SensitivityOptions, HubOptions):
+class SensitivityArguments(RuleOptions, SamplingOptions, HubOptions):
     """What `sensitivity` takes."""
 
     source: StrPath = option(FETCHED_SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
     out: Path = option("File for the sensitivities.", checks.path, kw_only=False, argument=True, metavar="OUT.json")
-    text: Path | None = option(
-        "UTF-8 text for the model to read.", checks.path, default=None, metavar="FILE", default_text="random tokens"
-    )
     recipe: StrPath = option(RECIPE, take_recipe, default="q5", flags=("--recipe", "-r"), metavar="NAME|FILE")
 
 

@@ -2,12 +2,140 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.numpy import load_file
 from torch import Tensor
 
+from pqweights import __version__
+from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
+from pqweights.inference.runtimes.folders import read_folder
+from pqweights.inference.runtimes.packages import Refused, quiet
+from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
+from pqweights.planning.options import SELF, QuantizeOptions
+from pqweights.planning.recipe import load_recipe
+from pqweights.quality.layer_passes import save_whole
+from pqweights.quality.preparation import window_size
+from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.task import RunOptions
+
+# Tokens of a window of the sample, unless the model takes fewer.
+WINDOW = 256
+FEWEST_TOKENS = 2048
+SEED = 0
+# A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
+# already quantized or pickled, which transformers may not compute as it is.
+MOST_IN_MEMORY = 4_000_000_000
+DRAFT_RECIPE = "t4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOf:
+    """A sample that is wanted of a model.
+
+    source: the folder of the model
+    checkpoint: it, opened
+    text: SELF for tokens that the model draws, or a file of text, or a folder of *.txt
+    tokens: how many
+    allow_pickle: as in QuantizeOptions
+    """
+
+    source: Path
+    checkpoint: Checkpoint
+    text: str
+    tokens: int
+    allow_pickle: bool = False
+
+    @property
+    def digest(self) -> str:
+        """SELF, or the hash of the text. Raises EvaluationError for a text that cannot be read."""
+        return SELF if self.text == SELF else hashlib.sha256(_read(self.text).encode()).hexdigest()
+
+    @property
+    def stated(self) -> list[Any]:
+        """Everything on which it, and the model that reads it, depend. Raises EvaluationError for a wrong text."""
+        storage = self.checkpoint.storage
+        assert isinstance(storage, LocalStorage)
+        files = storage.files()
+        small = {
+            name: hashlib.sha256((storage.root / name).read_bytes()).hexdigest()
+            for name in sorted(files)
+            if name.endswith(".json") and "/" not in name
+        }
+        weights = [(name, files[name].byte_count, files[name].modified) for name in self.checkpoint.weight_files]
+        return [__version__, self.checkpoint.fingerprint(), small, weights, self.digest, self.tokens, WINDOW, SEED]
+
+    def ids(self, work: Path, threads: int) -> Tensor:
+        """Return the token ids, [windows, tokens]; they are kept in a folder, so that no other is drawn."""
+        file = work / "sample.safetensors"
+        if not file.exists():
+            size = window_size(read_folder(self.source), None, WINDOW)
+            windows = max(1, self.tokens // size)
+            ids = (
+                self._drawn(work, (windows, size), threads).numpy()
+                if self.text == SELF
+                else _cut(self.source, _read(self.text), windows, size)
+            )
+            save_whole(file, {"ids": ids})
+        return torch.from_numpy(load_file(file)["ids"])
+
+    def _drawn(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
+        """Draw the sample from the model, or from a draft master of it that stays packed. shape: windows, and tokens"""
+        from pqweights.inference.loading.transformers import load
+
+        is_large = 4 * sum(element_count(tensor) for tensor in self.checkpoint.tensors) > MOST_IN_MEMORY
+        is_master = self.checkpoint.is_master
+        is_quantized = any(len(tensor.parts) > 1 for tensor in self.checkpoint.tensors)
+        with_draft = not is_master and (is_large or is_quantized or self.allow_pickle)
+        packed = with_draft or (is_master and is_large)
+        options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if packed else {"dtype": "float32"}
+        folder = work / "draft" if with_draft else self.source
+        with slow_step("drawing the sample"):
+            if with_draft:
+                pickled = QuantizeOptions(allow_pickle=self.allow_pickle)
+                run = RunOptions(threads=threads)
+                quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=pickled, run=run)
+            with Refused(f"{self.source}: transformers cannot run this model"), quiet():
+                model = load(folder, **options).model.eval()
+            ids = draw(model, windows=shape[0], tokens=shape[1], first=first_token(model), seed=SEED)
+        shutil.rmtree(work / "draft", ignore_errors=True)
+        return ids
+
+
+def _read(text: str) -> str:
+    """Read a text, or all texts of a folder. Raises EvaluationError."""
+    path = Path(text)
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise EvaluationError(f"{path}: expected *.txt in the folder, found none")
+    try:
+        return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path}: expected a UTF-8 text, or a folder of *.txt: {error}") from None
+
+
+def _cut(source: Path, text: str, windows: int, size: int) -> Any:
+    """Cut the first windows of a text. Raises EvaluationError for a text that is too short."""
+    encoded = encode(source, text, windows * size, bos=True)
+    check_vocabulary(read_folder(source), *encoded)
+    count = len(encoded.ids) // size
+    if count * size < FEWEST_TOKENS:
+        raise EvaluationError(
+            f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
+            "longer text, or `calibrate` on self"
+        )
+    pieces = encoded.ids[: count * size].reshape(count, size)
+    return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
 
 
 def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:

@@ -25,8 +25,8 @@ from pqweights.codecs import CODECS
 from pqweights.codecs.protocol import Coder
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import SourceError
+from pqweights.planning.inputs import WeightInputs
 from pqweights.planning.plan import TensorPlan, coder_of
-from pqweights.planning.statistics_file import WeightInputs
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

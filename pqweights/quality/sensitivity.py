@@ -1,244 +1,165 @@
-"""Sensitivity: the KL divergence between a model and the same model with noise in one group of its weights.
+"""Sensitivity: how much a model diverges from itself for errors in each of its weights, from one pass back.
 
-The method is algorithm 3 of Malinovskii et al. (HIGGS, arXiv:2411.17525): Gaussian noise of several sizes, tokens drawn
-at random (or a text), and a line through the origin. There is one difference: the noise of a block is relative to the
-size of that block, which is how the codecs here err. Noise of one size for a whole tensor would hide what channels of
-outliers do to their blocks.
+For small changes of a weight W, independent and of the mean square s_b^2 in each block b, the expected divergence per
+token is half the sum of s_b^2 E[G^2] over all its elements, where G are the gradients of the loss with labels that are
+drawn from the model's own predictions: the diagonal of the Fisher information (Amari, Neural Computation 10, 1998). The
+change of a block is taken as relative to the size of that block, which is how the codecs here err. So alpha, the
+divergence for a relative squared error of 1, is half the sum of the squared gradients, each with the mean square of its
+block. It agrees with what noise in the weights does (docs/fit.md), which takes four runs of the model for each group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import check_free
 from pqweights.common.threads import slow_step
-from pqweights.errors import EvaluationError, MissingDependencyError, SourceError
-from pqweights.inference.runtimes.folders import read_folder
-from pqweights.inference.runtimes.packages import Refused, package
-from pqweights.inference.runtimes.texts import Ids, has_tokenizer, load_tokenizer, token_before_texts, with_bos
-from pqweights.planning.options import path_of
+from pqweights.errors import SourceError
+from pqweights.planning.inputs import Progress
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.sensitivity_file import (
-    Measured,
-    Sensitivity,
-    fitted_alpha,
-    groups_of,
-    read_sensitivity,
-    write_sensitivity,
-)
-from pqweights.quality.options import SensitivityOptions
-from pqweights.quality.preparation import (
-    TextWindows,
-    load_model,
-    locate_weights,
-    plan_original,
-    text_windows,
-    window_size,
-)
+from pqweights.planning.sensitivity_file import Measured, Sensitivity, read_sensitivity, write_sensitivity
+from pqweights.quality.layer_passes import LayerPasses
+from pqweights.quality.layered import OUTSIDE, LayeredModel
+from pqweights.quality.options import SamplingOptions
+from pqweights.quality.preparation import plan_original
+from pqweights.quality.sample import SEED, SampleOf
+from pqweights.quality.work_folder import worked_on_in
+from pqweights.rewrite.task import usable_cores
 
-# Relative squared errors: about those of 5, 4 and 3 bits, and one in between.
-LEVELS = (0.0025, 0.0095, 0.02, 0.0345)
-DEFAULT_WINDOW = 256
-SEED = 0
-
-Progress = Callable[[int, int, str], None]  # called with the groups done, the groups in all, and the name of a group
+ALPHAS = "alphas"  # of a layer, by the name of a tensor
 
 
-@dataclass(frozen=True)
-class _Noise:
-    """How noise is put into one parameter: whether its rows are columns in the model, and the codec's block size."""
+class _SquaredGradients:
+    """Adds up the squared gradients of tensors, weighed by the mean squares of their blocks; a context.
 
-    transposed: bool
-    block_size: int
-
-
-class _Runner:
-    """A loaded model, the tokens that it reads, and its predictions without noise.
-
-    Raises SourceError if transformers cannot run the model, EvaluationError if its logits are not finite.
+    model: whose weights are in memory
+    block_sizes: of the tensors, by name
     """
 
-    def __init__(self, source: Path, model: Any, windows: Sequence[Ids]) -> None:
-        self._torch = _torch()
-        self._source, self._model, self._windows = source, model, windows
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        with Refused(f"{source}: transformers cannot run this model"), self._torch.inference_mode():
-            self._clean = [_log_probabilities(self._torch, model, ids) for ids in windows]
-        if not all(self._torch.isfinite(log_probabilities).all() for log_probabilities in self._clean):
-            raise EvaluationError(f"{source}: logits are NaN or infinite; pass `dtype` float32")
+    def __init__(self, model: LayeredModel, block_sizes: Mapping[str, int]) -> None:
+        self._model = model
+        parameters = {name: model.parameter_of(name) for name in block_sizes}
+        self._parameters = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+        self._mean_squares = {
+            name: _squares(model.part_of(name, parameter.detach()), block_sizes[name]) / block_sizes[name]
+            for name, parameter in self._parameters.items()
+        }
+        self._block_sizes = block_sizes
+        self.sums = dict.fromkeys(self._parameters, 0.0)
 
-    def divergences(self, group: str, noise: Mapping[str, _Noise]) -> list[tuple[float, float]]:
-        """Return (t^2, KL in nats per token) for each level of noise in the parameters of a group."""
-        points = []
-        for level, t2 in enumerate(LEVELS):
-            generator = self._torch.Generator().manual_seed(_seed(group, level))
-            with self._torch.inference_mode(), self._with_noise(noise, math.sqrt(t2), generator):
-                points.append((t2, _divergence(self._torch, self._model, self._windows, clean=self._clean)))
-        if not all(math.isfinite(kl) for _, kl in points):
-            raise EvaluationError(
-                f"{self._source}: {group}: with noise, logits are NaN or infinite; pass `dtype` float32"
-            )
-        return points
+    def __enter__(self) -> _SquaredGradients:
+        for parameter in self._parameters.values():
+            parameter.requires_grad_()
+        return self
 
-    @contextlib.contextmanager
-    def _with_noise(self, noise: Mapping[str, _Noise], t: float, generator: Any) -> Iterator[None]:
-        saved = [(self._parameters[name], self._parameters[name].data, how) for name, how in noise.items()]
-        for parameter, values, how in saved:
-            parameter.data = _noisy(self._torch, values, t, how=how, generator=generator)
-        try:
-            yield
-        finally:
-            for parameter, values, _ in saved:
-                parameter.data = values
+    def __exit__(self, *raised: Any) -> None:
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(False)
+            parameter.grad = None
+
+    def next_batch(self) -> None:
+        """Take the gradients of a batch."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                squares = _squares(self._model.part_of(name, parameter.grad), self._block_sizes[name])
+                self.sums[name] += float(squares @ self._mean_squares[name])
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+def _squares(values: Tensor, block_size: int) -> Tensor:
+    """Return the sum of squares of each block, f64; the last one may be shorter."""
+    flat = values.reshape(-1)
+    whole = flat.numel() // block_size * block_size
+    blocks = [flat[:whole].view(-1, block_size), flat[whole:][None]]
+    return torch.cat([torch.linalg.vector_norm(part, dim=1).double().square() for part in blocks])
 
 
 def measure_sensitivity(
     source: Path,
     recipe: Recipe,
-    options: SensitivityOptions = SensitivityOptions(),
+    options: SamplingOptions = SamplingOptions(),
     *,
     out: Path,
-    text: str | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Sensitivity:
-    """Run a checkpoint once for each level of noise in each group of the weights that a recipe quantizes.
+    """Run a checkpoint over a sample, and gradients back, for the weights that a recipe quantizes.
 
-    text: what the model reads; by default tokens are drawn uniformly from the vocabulary, the same on every machine.
     out: the file for the sensitivities
 
-    The logits of all tokens stay in memory. Raises SourceError, RecipeError, EvaluationError, OutputError,
-    MissingDependencyError.
+    Raises SourceError, RecipeError, EvaluationError, OutputError, MissingDependencyError.
     """
-    checkpoint, planned = plan_original(source, recipe)
-    check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
     with slow_step("loading transformers"):
-        _torch()
-    windows = _windows(source, options, text)
-    groups = tuple(_measure(source, checkpoint, planned, windows=windows, options=options, progress=progress))
-    checkpoint.check_unchanged()
-    result = Sensitivity(checkpoint=checkpoint.fingerprint(), method=_method(text, windows, options), groups=groups)
-    write_sensitivity(out, result)
+        checkpoint, planned = plan_original(source, recipe)
+        check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
+        sample = SampleOf(source=source, checkpoint=checkpoint, text=str(options.text), tokens=options.tokens)
+        model = LayeredModel(checkpoint, source)
+    threads = options.threads or usable_cores()
+    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
+    key = hashlib.sha256(json.dumps([*sample.stated, block_sizes]).encode()).hexdigest()
+    with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
+        passes = LayerPasses(model=model, ids=sample.ids(work, threads), work=work, seed=SEED)
+        alphas = _alphas(passes, block_sizes, progress)
+        checkpoint.check_unchanged()
+        if not alphas:
+            raise SourceError(f"{source}: the model uses none of the weights that the recipe quantizes as they are")
+        result = Sensitivity(
+            checkpoint=checkpoint.fingerprint(), method=_method(sample, passes.ids), groups=_measured(planned, alphas)
+        )
+        write_sensitivity(out, result)
     return result
 
 
-def _measure(
-    source: Path,
-    checkpoint: Checkpoint,
-    planned: Sequence[TensorPlan],
-    *,
-    windows: TextWindows,
-    options: SensitivityOptions,
-    progress: Progress,
-) -> Iterator[Measured]:
-    """Yield what was measured for each group."""
-    model = load_model(source, dtype=options.dtype, device_map=options.device_map).eval()
-    where = locate_weights(source, model, [tensor.name for tensor in planned])
-    if model.get_output_embeddings() is None:
-        raise SourceError(
-            f"{source}: {type(model).__name__}: it is not a causal language model, so it predicts no tokens"
-        )
-    groups = groups_of(checkpoint, [(tensor.name, tensor.role) for tensor in planned if tensor.name in where])
-    if not groups:
-        raise SourceError(f"{source}: transformers loads none of the weights that the recipe quantizes")
-    runner = _Runner(source, model, windows.ids)
-    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
-    for number, (name, weights) in enumerate(groups.items()):
-        progress(number, len(groups), name)
-        noise = {
-            where[weight].matrix_id[0]: _Noise(where[weight].transposed, block_sizes[weight]) for weight in weights
-        }
-        points = tuple(runner.divergences(name, noise))
-        yield Measured(name=name, weights=tuple(weights), alpha=max(0.0, fitted_alpha(points)), points=points)
-    progress(len(groups), len(groups), "")
+def _measured(planned: Sequence[TensorPlan], alphas: Mapping[str, float]) -> tuple[Measured, ...]:
+    known = (tensor.name for tensor in planned if tensor.name in alphas)
+    return tuple(Measured(name=name.removesuffix(".weight"), weights=(name,), alpha=alphas[name]) for name in known)
 
 
-def _torch() -> Any:
-    torch = package("torch", "transformers", "measuring sensitivities")
-    package("transformers", "transformers", "measuring sensitivities")
-    return torch
-
-
-def _method(text: str | None, windows: TextWindows, options: SensitivityOptions) -> dict[str, Any]:
+def _method(sample: SampleOf, ids: Tensor) -> dict[str, Any]:
     """Return how sensitivities were measured, as JSON."""
-    return {
-        "kind": "random tokens" if text is None else "text",
-        "text_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
-        "tokens": sum(len(ids) for ids in windows.ids),
-        "window": len(windows.ids[0]),
-        **windows.about,
-        "dtype": options.dtype,
-        "seed": SEED,
-        "levels": list(LEVELS),
-    }
+    about = {"kind": "sample", "sample": sample.digest, "tokens": ids.numel(), "window": ids.shape[1]}
+    return about | {"seed": SEED, "estimate": "fisher"}
 
 
-def _windows(source: Path, options: SensitivityOptions, text: str | None = None) -> TextWindows:
-    """Return the windows of token ids that the model reads.
+def _alphas(passes: LayerPasses, block_sizes: Mapping[str, int], progress: Progress) -> dict[str, float]:
+    """Run all passes, those of a layer that are done already excepted; return the alpha of each tensor."""
+    model, last = passes.model, passes.model.layers
+    steps, done = 2 * (last + 1), 0
 
-    Raises EvaluationError if there are too few tokens, or if the model does not know one of them.
-    """
-    folder, tokens = read_folder(source), options.tokens
-    size = window_size(folder, options.window, min(DEFAULT_WINDOW, max(tokens, 2)))
-    if tokens < size:
-        raise EvaluationError(f"`tokens` {tokens}: expected at least one window of {size}")
-    if text is not None:
-        return text_windows(
-            folder, text, size=size, tokenizer=path_of(options.tokenizer), max_tokens=tokens, bos=not options.no_bos
-        )
-    if folder.vocabulary is None:
-        raise EvaluationError(f"{source}: config.json names no vocab_size; pass `text`")
-    random = np.random.default_rng(SEED)
-    pieces = (random.integers(0, folder.vocabulary, size) for _ in range(tokens // size))
-    folder_of_tokenizer = path_of(options.tokenizer) or source
-    bos = None
-    if not options.no_bos and has_tokenizer(folder_of_tokenizer):
-        # Random tokens need no tokenizer; what the windows begin with is stated with the result.
-        with contextlib.suppress(SourceError, MissingDependencyError):
-            bos = token_before_texts(load_tokenizer(folder_of_tokenizer))
-    return TextWindows([with_bos(piece, bos) for piece in pieces], bos is not None)
+    def tell(what: str) -> None:
+        nonlocal done
+        done += 1
+        progress(done, steps, what)
 
+    def watch(layer: int) -> _SquaredGradients:
+        names = {tensor.name for tensor in model.tensors_of(layer)}
+        return _SquaredGradients(model, {name: size for name, size in block_sizes.items() if name in names})
 
-def _log_probabilities(torch: Any, model: Any, ids: Ids) -> Any:
-    """Return the log-probabilities that a model predicts after each token: [tokens, vocabulary] f32."""
-    given = torch.from_numpy(np.ascontiguousarray(ids))[None].to(model.get_input_embeddings().weight.device)
-    return torch.log_softmax(model(given, use_cache=False).logits[0].float(), dim=-1)
+    def keep(kind: str, layer: int, seen: _SquaredGradients) -> None:
+        passes.save(kind, layer, {name: torch.tensor(total).numpy() for name, total in seen.sums.items()})
 
-
-def _divergence(torch: Any, model: Any, windows: Sequence[Ids], *, clean: Sequence[Any]) -> float:
-    """Return KL(clean || now), the mean over all tokens, in nats.
-
-    clean: the log-probabilities of each window without noise.
-    """
-    total = 0.0
-    for ids, before in zip(windows, clean, strict=True):
-        now = _log_probabilities(torch, model, ids)
-        # The sum is in float64, because most of it cancels.
-        total += float((before.double().exp() * (before.double() - now.double())).sum())
-    return total / sum(len(ids) for ids in windows)
-
-
-def _noisy(torch: Any, values: Any, t: float, *, how: _Noise, generator: Any) -> Any:
-    """Return values with Gaussian noise that is, in each block along the rows, t times as large as the block."""
-    transposed, block_size = how.transposed, how.block_size
-    rows = values.transpose(-1, -2).contiguous() if transposed else values
-    flat = rows.reshape(-1).float()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
-    noise = torch.randn(blocks.shape, generator=generator).to(blocks.device)
-    blocks = blocks + noise * (blocks.norm(dim=1, keepdim=True) * (t / math.sqrt(block_size)))
-    result = blocks.view(-1)[: flat.numel()].view(rows.shape).to(values.dtype)
-    return result.transpose(-1, -2).contiguous() if transposed else result
-
-
-def _seed(name: str, level: int) -> int:
-    """Return the seed of the noise in a group at a level, which is the same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{SEED} {level} {name}".encode()).digest()[:6], "little")
+    passes.all_forward(lambda layer: tell(f"layer {layer} forward"))
+    if not passes.file("head", last).exists():
+        passes.head_backward(partial(watch, OUTSIDE), partial(keep, "head", last))
+    tell("head backward")
+    for layer in reversed(range(last)):
+        if not passes.file(ALPHAS, layer).exists():
+            passes.backward(layer, partial(watch, layer), partial(keep, ALPHAS, layer))
+        tell(f"layer {layer} backward")
+    if not passes.file("embedding", last).exists():
+        passes.embedding_backward(partial(watch, OUTSIDE), partial(keep, "embedding", last))
+    tell("embedding backward")
+    result: dict[str, float] = {}
+    for kind, layer in (*((ALPHAS, layer) for layer in range(last)), ("head", last), ("embedding", last)):
+        for name, total in passes.read(kind, layer).items():
+            result[name] = result.get(name, 0.0) + 0.5 * float(total) / passes.ids.numel()
+    return result

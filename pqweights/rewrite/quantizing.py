@@ -23,8 +23,8 @@ from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
+from pqweights.planning.scales_file import AwqScales, open_scales
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
-from pqweights.planning.statistics_file import MOMENTS, AwqScales, open_awq, open_statistics
 from pqweights.rewrite.driver import make_plan, rewrite
 from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
@@ -103,17 +103,16 @@ def plan_quantize(
         refuse_master(checkpoint)
         lossless = Lossless(lengths=measure(checkpoint, run.threads, run.progress))
         return checkpoint, lossless, make_plan(checkpoint, lossless, options.max_shard_bytes)
-    awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)
+    awq = None
+    if options.awq is not None:
+        awq = AwqScales(file=open_scales(Path(options.awq)), any_codec=options.awq_any_codec)
     transform = Quantize(recipe=recipe, strict=options.strict, awq=awq, ready=ready)
     if recipe.target is not None:
         chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
         transform = replace(transform, fit=chosen)
     if options.fold is not None:
         kept = [tensor.name for tensor in transform.plan(checkpoint) if tensor.action == KEEP]
-        moments = None if options.calibration is None else open_statistics(Path(options.calibration), MOMENTS)
-        if moments is not None:
-            moments.check({"this checkpoint": checkpoint.fingerprint()})
-        transform = replace(transform, fold=Fold(checkpoint, plain=kept, moments=moments))
+        transform = replace(transform, fold=Fold(checkpoint, plain=kept))
     plan = make_plan(checkpoint, transform, options.max_shard_bytes)
     return checkpoint if transform.fold is None else transform.fold.folded, transform, plan
 
@@ -154,11 +153,10 @@ class Quantize:
 
     @property
     def inputs(self) -> TransformInputs:
-        """The files of the scales and of ready codes, and the fold with that of the moments for it."""
+        """The files of the scales and of ready codes, and the fold."""
         scales = {} if self.awq is None else {"--awq": self.awq.file.file}
         ready = {} if self.ready is None or self.ready.files is None else {"calibrated": self.ready.files}
-        fold = {} if self.fold is None else self.fold.also_reads
-        return TransformInputs(checkpoints=scales | ready | fold, fold=self.fold)
+        return TransformInputs(checkpoints=scales | ready, fold=self.fold)
 
     @property
     def output(self) -> Output:

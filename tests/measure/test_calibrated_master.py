@@ -24,7 +24,7 @@ import pqweights
 from pqweights.checkpoint import writer
 from pqweights.codecs import column_encoding, columns
 from pqweights.errors import EvaluationError, OutputError, PqweightsError, RecipeError, SourceError
-from pqweights.quality import calibrated, calibrated_master
+from pqweights.quality import calibrated, sample
 
 TOKENS, WINDOW = 2048, 64
 SHORT: dict[str, Any] = {"calibration_tokens": TOKENS, "threads": 1}
@@ -34,7 +34,7 @@ SHORT: dict[str, Any] = {"calibration_tokens": TOKENS, "threads": 1}
 def short_windows() -> Iterator[None]:
     """Draw short windows, which takes a quarter of the steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrated_master, "WINDOW", WINDOW)
+        patch.setattr(sample, "WINDOW", WINDOW)
         yield
 
 
@@ -351,7 +351,7 @@ def test_a_model_of_many_inputs_is_calibrated_with_moments_in_blocks(
 def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrated_master, "MOST_IN_MEMORY", 1)
+    monkeypatch.setattr(sample, "MOST_IN_MEMORY", 1)
     pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
     assert manifest(tmp_path / "out")["calibrated"]["sample"] == "self"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

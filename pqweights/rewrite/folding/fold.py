@@ -22,8 +22,8 @@ from pqweights.common.advice import instead
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import OptionError, SourceError
+from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.plan import TensorPlan
-from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding.folded import FoldedTensor, TensorFactors, digest_of
 from pqweights.rewrite.folding.links import COLUMNS, Link, Side
 from pqweights.rewrite.folding.search import find_links
@@ -70,16 +70,16 @@ def _recorded(matrices: int, stored: str) -> Floats | None:
 class Fold:
     """The fold of one checkpoint. `measure` must be called before a tensor is read."""
 
-    def __init__(self, original: Checkpoint, *, plain: Collection[str], moments: Statistics | None = None) -> None:
+    def __init__(self, original: Checkpoint, *, plain: Collection[str], inputs: KnownInputs | None = None) -> None:
         """Find what can be folded.
 
         original: the checkpoint
         plain: the tensors that the result stores plainly
-        moments: second moments of the inputs of the checkpoint, if they are known
+        inputs: those of the weights of the checkpoint, if they are known
 
         Raises SourceError if norms are missing.
         """
-        self.original, self._moments = original, moments
+        self.original, self._inputs = original, inputs
         self._plain = frozenset(plain)
         self._tensors = {tensor.name: tensor for tensor in original.tensors}
         self.structure = find_links(original.config, original.tensors, plain=plain)
@@ -99,13 +99,8 @@ class Fold:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the fold."""
-        data = {} if self._moments is None else {"calibration": self._moments.sha256}
+        data = {} if self._inputs is None else {"calibration": self._inputs.identity}
         return {"kind": EQUALIZE, "vectors": len(self.structure.links)} | data
-
-    @property
-    def also_reads(self) -> dict[str, Checkpoint]:
-        """The file of the moments, if there is one."""
-        return {} if self._moments is None else {"--calibration": self._moments.file}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -201,6 +196,8 @@ class Fold:
         missing = {n: link for n, link in enumerate(self.structure.links) if n not in self._known}
         if not missing:
             return
+        if self._inputs is not None:
+            self._inputs.prepare(progress)
         run = SizesPass(
             storage=self.original.storage, fetched=fetched, threads=threads, gain=self._gain, progress=progress
         )
@@ -240,7 +237,7 @@ class Fold:
         self._biases = {name: _values(self._tensors[name]) for name in self._biases_read}
 
     def _decided(self, link: Link, sizes: Sizes) -> Floats | None:
-        measured = None if self._moments is None else mean_squares(link, self._moments)
+        measured = None if self._inputs is None else mean_squares(link, self._inputs)
         inputs = sizes.inputs if measured is None else np.where(np.isnan(measured), sizes.inputs, measured)
         columns, gain = factors_of(np.sqrt(inputs), np.sqrt(sizes.weights), powers_of_two=link.exact)
         if gain < SMALLEST_GAIN:

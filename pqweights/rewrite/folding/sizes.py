@@ -29,7 +29,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import FINITE_RANGES, convert, from_float32, item_bytes, to_float32
 from pqweights.kernels.factors import squares
 from pqweights.kernels.workers import scratch
-from pqweights.planning.statistics_file import Statistics
+from pqweights.planning.inputs import KnownInputs
 from pqweights.rewrite.folding.folded import exact_dtype
 from pqweights.rewrite.folding.links import COLUMNS, ROWS, Link, Side
 
@@ -195,26 +195,24 @@ def _chunks(tensor: LogicalTensor, uses: Sequence[_Use]) -> Iterator[_RowRange]:
             yield _RowRange(matrix, first, rows, share)
 
 
-def mean_squares(link: Link, moments: Statistics) -> Doubles | None:
+def mean_squares(link: Link, inputs: KnownInputs) -> Doubles | None:
     """Return the mean square of each channel of a link, [matrices, channels]; NaN for a matrix without inputs.
 
     It is the mean over all readers, weighted by their tokens; None if none of them had inputs.
-
-    Raises SourceError for damaged moments.
     """
     totals, tokens = np.zeros((link.matrices, link.channels)), np.zeros((link.matrices, 1))
     seen: set[tuple[int, int]] = set()
     for side in link.readers:
-        known = moments.weights.get(side.tensor)
+        known = inputs.weights.get(side.tensor)
         for matrix, vector in enumerate(() if known is None else known.vectors):
             into = matrix if side.stacked else 0
             if vector is None or into >= link.matrices or (into, vector) in seen:
                 continue
-            if moments.vectors[vector].size != side.count:
+            if inputs.vectors[vector].size != side.count:
                 continue
             seen.add((into, vector))
-            count = moments.vectors[vector].tokens
-            totals[into] += count * _by_channel(moments.mean_squares(vector).astype(np.float64), side)
+            count = inputs.vectors[vector].tokens
+            totals[into] += count * _by_channel(inputs.mean_squares(vector).astype(np.float64), side)
             tokens[into] += count
     if not tokens.any():
         return None

@@ -1,0 +1,78 @@
+"""What is known of the inputs of the weights of a model: which ones read the same, and how large these inputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputVector:
+    """One distinct vector of inputs.
+
+    size: K, its number of channels
+    tokens: how many rows its moments are the mean of
+    held_back: how many rows are held back
+    windows: of how many windows of the sample those are
+    """
+
+    size: int
+    tokens: int
+    held_back: int
+    windows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightInputs:
+    """Which vectors a weight reads.
+
+    vectors: for each of its matrices the number of the vector; None for a matrix that had no inputs
+    transposed: whether input channels run along its columns, [..., K, N], not along its rows, [..., N, K]
+    """
+
+    vectors: tuple[int | None, ...]
+    transposed: bool
+
+
+class KnownInputs(Protocol):
+    """The inputs of the weights of a checkpoint, from a sample of tokens. `prepare` must be called before the rest."""
+
+    @property
+    def identity(self) -> str:
+        """A digest of everything on which they depend, without `prepare`."""
+        ...
+
+    def prepare(self, progress: Progress) -> None:
+        """Have the model read the sample, unless it has.
+
+        Raises SourceError for a model that cannot be run, EvaluationError for a sample that cannot be had, OutputError.
+        """
+        ...
+
+    @property
+    def vectors(self) -> Sequence[InputVector]:
+        """What is known of each vector."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, WeightInputs]:
+        """What each weight reads, by name."""
+        ...
+
+    def mean_squares(self, vector: int) -> Floats:
+        """Return the mean square of each channel of a vector, [K]."""
+        ...
+
+    def moments(self, vector: int) -> tuple[Floats, Floats]:
+        """Return the means of x x' over the inputs x of a vector, [K, K], and the rows that were held back, [n, K].
+
+        It may take the time of a layer: those of one layer are at hand at a time. One thread at a time may ask.
+        """
+        ...
