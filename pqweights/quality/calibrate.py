@@ -91,7 +91,7 @@ def calibrate(
         checkpoint, planned = plan_original(source, recipe)
         check_free(out, options.overwrite, kind="scales", read=open_scales)
         sample = SampleOf(source=source, checkpoint=checkpoint, text=str(options.text), tokens=options.tokens)
-        model = LayeredModel(checkpoint, source)
+        model = LayeredModel(checkpoint, source, remedy="quantize it without `awq`")
     stated, threads = sample.stated, options.threads or usable_cores()
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:

@@ -64,7 +64,7 @@ def calibrated_codes(
     if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
         yield _finished(out, key)
         return
-    model = LayeredModel(checkpoint, source)
+    model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
     with worked_on_in(folder_beside(out, key), out, key, threads) as work:
         ids = sample.ids(work, threads)
         needed = work_bytes(checkpoint.config, ids.numel(), wanted)

@@ -88,7 +88,7 @@ class LayerPasses:
         """Raise SourceError for values or gradients that cannot be used."""
         if not all(bool(values.isfinite().all()) for values in found):
             name = "the head" if layer == OUTSIDE else f"layer {layer}"
-            raise SourceError(f"calibration: {name} of the model computes values that are not finite, or too large")
+            raise SourceError(f"{name} of the model computes values that are not finite, or too large")
 
     @property
     def _batches(self) -> list[slice]:

@@ -25,7 +25,6 @@ from pqweights.inference.runtimes.folders import transformers_config
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 
 OUTSIDE = -1  # in place of the number of a layer: what comes before and after the layers
-REMEDY = "quantize it without `calibrate`"
 
 
 class ModelMatrix(NamedTuple):
@@ -103,15 +102,16 @@ class LayeredModel:
 
     checkpoint: the opened source, an original
     folder: where its configuration lies
+    remedy: what to do if it cannot be run so, for messages
 
     Raises SourceError for a model that cannot be run so, MissingDependencyError.
     """
 
-    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+    def __init__(self, checkpoint: Checkpoint, folder: Path, *, remedy: str) -> None:
         transformers = package("transformers", "transformers", "calibrating")
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        self._folder = folder
+        self._folder, self._remedy = folder, remedy
         config = transformers_config(folder)
         with Refused(f"{folder}: transformers cannot run this model"), quiet(), _without_weights():
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -195,7 +195,7 @@ class LayeredModel:
         raise self._refused("it has no list of decoder layers")
 
     def _refused(self, why: str) -> SourceError:
-        return SourceError(f"{self._folder}: {type(self.model).__name__} cannot be calibrated: {why}; {REMEDY}")
+        return SourceError(f"{self._folder}: {type(self.model).__name__} cannot be run layer by layer: {why}; {self._remedy}")
 
     def _list_shares_state(self, config: Any) -> bool:
         return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))

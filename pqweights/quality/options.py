@@ -27,15 +27,6 @@ FETCHED_SOURCE = "Checkpoint: a folder of safetensors files, one safetensors fil
 
 
 @options
-class ReadingOptions(TokenizerOption):
-    """How a text becomes the tokens of windows."""
-
-    no_bos: bool = option(
-        "Do not begin windows with BOS, even if the tokenizer puts it before a text.", checks.flag, default=False
-    )
-
-
-@options
 class SamplingOptions(ThreadsOption):
     """On which tokens a model is measured, and where the result may go."""
 
@@ -69,9 +60,12 @@ class SensitivityArguments(RuleOptions, SamplingOptions, HubOptions):
 
 
 @options
-class TextOptions(ReadingOptions):
+class TextOptions(TokenizerOption):
     """How a text is cut into windows that are scored."""
 
+    no_bos: bool = option(
+        "Do not begin windows with BOS, even if the tokenizer puts it before a text.", checks.flag, default=False
+    )
     window: int | None = option(
         "Tokens per window.", checks.whole, default=None, least=2, default_text="2048, or the model's limit if smaller"
     )

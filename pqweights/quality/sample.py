@@ -25,7 +25,6 @@ from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bo
 from pqweights.planning.options import SELF, QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.layer_passes import save_whole
-from pqweights.quality.preparation import window_size
 from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.task import RunOptions
 
@@ -79,7 +78,7 @@ class SampleOf:
         """Return the token ids, [windows, tokens]; they are kept in a folder, so that no other is drawn."""
         file = work / "sample.safetensors"
         if not file.exists():
-            size = window_size(read_folder(self.source), None, WINDOW)
+            size = min(WINDOW, read_folder(self.source).context or WINDOW)
             windows = max(1, self.tokens // size)
             ids = (
                 self._drawn(work, (windows, size), threads).numpy()

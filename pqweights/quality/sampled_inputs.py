@@ -85,7 +85,7 @@ class SampledInputs:
     def _passes(self) -> LayerPasses:
         ids = self.sample.ids(self.work, self.threads)
         check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
-        model = LayeredModel(self.sample.checkpoint, self.sample.source)
+        model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
         return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1])
 
     def prepare(self, progress: Progress) -> None:
@@ -141,7 +141,7 @@ class SampledInputs:
             vectors.append(as_json(inputs.about))
             squares[f"{number}"] = inputs.mean_squares()
             if not np.isfinite(squares[f"{number}"]).all():
-                raise SourceError(f"calibration: the inputs of {matrices[0].parameter} are not finite, or too large")
+                raise SourceError(f"the inputs of {matrices[0].parameter} are not finite, or too large")
         weights = {}
         for tensor in model.tensors_of(OUTSIDE if layer == model.layers else layer):
             reads = weight_inputs(model.matrices_of(tensor.name), number_of, seen.products)

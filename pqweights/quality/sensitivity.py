@@ -102,7 +102,7 @@ def measure_sensitivity(
         checkpoint, planned = plan_original(source, recipe)
         check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
         sample = SampleOf(source=source, checkpoint=checkpoint, text=str(options.text), tokens=options.tokens)
-        model = LayeredModel(checkpoint, source)
+        model = LayeredModel(checkpoint, source, remedy="fit it with `sensitivity` heuristic")
     threads = options.threads or usable_cores()
     block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     key = hashlib.sha256(json.dumps([*sample.stated, block_sizes]).encode()).hexdigest()

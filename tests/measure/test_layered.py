@@ -28,7 +28,7 @@ CAUSAL = [name for name, family in families.FAMILIES.items() if family.model.end
 
 
 def opened(folder: Path) -> LayeredModel:
-    return LayeredModel(open_local(folder), folder)
+    return LayeredModel(open_local(folder), folder, remedy="leave it")
 
 
 def shrunk(moments: torch.Tensor, count: int) -> torch.Tensor:
