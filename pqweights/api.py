@@ -114,7 +114,7 @@ def _inputs(
     where = master.folder if master.original is None else master.original
     if not isinstance(where, Path):
         raise OptionError(f"`calibrate`: expected a model on this machine, found {where}; copy it here first")
-    checkpoint = master.open()[0] if master.original is None else open_local(where)
+    checkpoint = master.opened[0] if master.original is None else open_local(where)
     store.check_apart(where)
     with inputs_of(where, checkpoint, store, asked, run.threads) as inputs:
         yield inputs

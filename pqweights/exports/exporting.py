@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ class MasterFolder:
     origin: Origin | None = None
     original: Path | Address | None = None
 
-    def open(self) -> tuple[Checkpoint, Manifest | None]:
-        """Open the master, and read its manifest, if it has one.
+    @cached_property
+    def opened(self) -> tuple[Checkpoint, Manifest | None]:
+        """The opened master, and its manifest, if it has one.
 
         Raises SourceError for what is not a master, MasterError for a damaged one.
         """
@@ -93,7 +95,7 @@ def export(
     for where in (_location(master.folder), master.original):
         if where is not None:
             store.check_apart(where)
-    checkpoint, manifest = master.open()
+    checkpoint, manifest = master.opened
     source = ExportSource(
         folder=master.folder,
         checkpoint=checkpoint,

@@ -17,6 +17,10 @@ from pqweights.errors import EvaluationError, RecipeError, SourceError
 from pqweights.storage import Store
 from pqweights.storage.local import locked
 
+# Errors that trying again repeats; and what is there of a calibration that has not begun.
+REPEATED = (SourceError, RecipeError, EvaluationError)
+_NOT_WORK = {"lock", "identity"}
+
 
 def folder_beside(out: Store, key: str) -> Path:
     """Return where a calibration for a result works. key: what it depends on, of which a remote one has its name"""
@@ -29,6 +33,8 @@ def folder_beside(out: Store, key: str) -> Path:
 @contextlib.contextmanager
 def worked_on_in(folder: Path, out: object, key: str, threads: int) -> Iterator[Path]:
     """Yield a locked folder for a calibration, which goes at the end, or after an error that trying again repeats.
+
+    One in which nothing was worked on goes after any error.
 
     out: the result, for messages
     key: what the calibration depends on: what is there of another one goes first
@@ -44,8 +50,9 @@ def worked_on_in(folder: Path, out: object, key: str, threads: int) -> Iterator[
         try:
             torch.set_num_threads(threads)
             yield folder
-        except (SourceError, RecipeError, EvaluationError):
-            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException as error:
+            if isinstance(error, REPEATED) or {path.name for path in folder.iterdir()} <= _NOT_WORK:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
             torch.set_num_threads(before)
@@ -54,7 +61,7 @@ def worked_on_in(folder: Path, out: object, key: str, threads: int) -> Iterator[
 
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name != "lock":
+        if path.name not in _NOT_WORK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

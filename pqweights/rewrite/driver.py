@@ -34,6 +34,7 @@ from pqweights.storage.protocol import FileRecord
 OTHERS = {
     "awq": "other scales (`awq`)",
     "calibrated": "another calibration",
+    "calibration": "another sample (`calibrate`)",
     "fit": "another `sensitivity`",
     "fold": "another `fold`",
     "original_fingerprint": "another `source`",

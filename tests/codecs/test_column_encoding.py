@@ -13,7 +13,7 @@ from blocks import examples
 from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
-from random_moments import inputs
+from random_inputs import inputs
 
 from pqweights.codecs import column_encoding
 from pqweights.codecs.column_encoding import (

@@ -12,7 +12,6 @@ import language_models
 import pytest
 from helpers import folder_bytes
 from memory_storage import objects, put
-from random_moments import write_random_moments
 from rewriting import finished, killed_after
 from tasks_here import use_tasks_here
 
@@ -30,10 +29,9 @@ FEW = "model.layers.*.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a source, its moments and its master."""
+    """A folder with a source and its master."""
     folder = tmp_path_factory.mktemp("parts")
     language_models.with_tokenizer(families.build(families.FAMILIES["llama"], folder / "source"))
-    write_random_moments(folder / "source", folder / "moments.safetensors")
     pqweights.quantize(folder / "source", folder / "master", max_shard_size=SHARD)
     return folder
 
@@ -52,7 +50,7 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]
     "options",
     [
         {},
-        {"fold": "equalize", "calibration": "moments.safetensors"},
+        {"fold": "equalize"},
         {"target_bpw": 4.5},
         {"recipe": "t4", "keep": FEW},
         {"bits": 3, "set_bits": {FEW: 6}},
@@ -63,8 +61,6 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]
 def test_masters_in_tasks_have_the_bytes_of_plain_ones(
     options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "calibration" in options:
-        options = options | {"calibration": base / options["calibration"]}
     ran = both(
         monkeypatch,
         lambda out, ray: pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray=ray, **options),
@@ -78,9 +74,8 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
     [
         ("bf16", {"dtype": "source"}),
         ("gguf", {"target_size": 500_000}),
-        ("gguf", {"type": "q3_k_l", "calibration": "moments.safetensors"}),
+        ("gguf", {"type": "q3_k_l"}),
         ("torchao", {"group_size": 32}),
-        ("vllm", {"group_size": 32, "rounding": "gptq", "calibration": "moments.safetensors"}),
         ("vllm", {"group_size": 32, "source": "source"}),
         ("mlx", {"group_size": 32, "fold": "equalize"}),
     ],
@@ -89,7 +84,7 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
 def test_exports_in_tasks_have_the_bytes_of_plain_ones(
     target: str, options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {name: base / options[name] for name in ("calibration", "source") if name in options}
+    paths = {name: base / options[name] for name in ("source",) if name in options}
     ran = both(
         monkeypatch,
         lambda out, ray: pqweights.export(

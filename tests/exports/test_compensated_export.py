@@ -10,12 +10,11 @@ import families
 import numpy as np
 import pytest
 from export_decoders import export_weight, values_of
-from helpers import Array, as_float32, folder_bytes, read_all, run_command
+from helpers import as_float32, folder_bytes, read_all, run_command
 from integer_exports import LAYER, work
-from random_moments import write_random_moments
+from random_inputs import RandomInputs, random_inputs
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import SourceError
 from pqweights.exports import compensation
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
@@ -31,26 +30,23 @@ COMPENSATED = {
 NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
 
 
-def command(folder: Path, kind: str, calibration: Path | None, **options: Any) -> dict[str, Any]:
-    rounding = {"rounding": "gptq", "calibration": calibration} if calibration else {}
+def command(folder: Path, kind: str, inputs: RandomInputs | None, **options: Any) -> dict[str, Any]:
+    rounding = {"rounding": "gptq", "inputs": inputs} if inputs else {}
     return work(folder, "vllm", **{"qparams": "best", **COMPENSATED[kind], **rounding, **options})
 
 
 @pytest.fixture(scope="module")
-def calibrated(driven: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, int], Array]]:
-    """A file of moments of the source, and the rows that it holds back."""
-    path = tmp_path_factory.mktemp("moments") / "moments.safetensors"
-    return path, write_random_moments(driven / "src", path)
+def calibrated(driven: Path) -> RandomInputs:
+    return random_inputs(driven / "src")
 
 
 @pytest.mark.parametrize(("kind", "original"), [("tile", False), ("nibbles", True), ("vllm", False), ("vllm", True)])
 def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
-    kind: str, original: bool, driven: Path, calibrated: Any, tmp_path: Path
+    kind: str, original: bool, driven: Path, calibrated: RandomInputs, tmp_path: Path
 ) -> None:
-    path, held_back = calibrated
     options: dict[str, Any] = {"original": True} if original else {}
     run_command(command(driven, kind, None, **options), tmp_path / "plain")
-    report = run_command(command(driven, kind, path, **options), tmp_path / "gptq")
+    report = run_command(command(driven, kind, calibrated, **options), tmp_path / "gptq")
     records = {record.name: record for record in report.records}
     source, gains = read_all(driven / "src"), []
     master = {tensor.name: values_of(tensor) for tensor in open_local(driven / "master").tensors}
@@ -59,7 +55,7 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
         if account is None:
             continue
         weight = as_float32(source[name]) if original else master[name]
-        x = held_back[name, 0].astype(np.float64)
+        x = calibrated.held_back[name, 0].astype(np.float64)
         before, after = (
             np.square((export_weight(tmp_path / which)(name) - weight) @ x.T).sum() for which in ("plain", "gptq")
         )
@@ -73,17 +69,22 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
 
 @pytest.mark.parametrize(("threads", "chunk_weights"), [(3, 1 << 20), (2, 1000)])
 def test_output_is_identical_across_thread_counts_and_chunk_sizes(
-    threads: int, chunk_weights: int, driven: Path, calibrated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threads: int,
+    chunk_weights: int,
+    driven: Path,
+    calibrated: RandomInputs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = command(driven, "vllm", calibrated[0], original=True)
+    asked = command(driven, "vllm", calibrated, original=True)
     run_command(asked, tmp_path / "first")
     monkeypatch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
     run_command(asked, tmp_path / "second", threads=threads)
     assert folder_bytes(tmp_path / "first") == folder_bytes(tmp_path / "second")
 
 
-def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    report = run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out")
+def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated: RandomInputs, tmp_path: Path) -> None:
+    report = run_command(command(driven, "vllm", calibrated), tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
     assert manifest.records == report.records
     assert manifest.made_by["rounding"] == "gptq" and len(manifest.made_by["calibration"]) == 64
@@ -92,21 +93,19 @@ def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated:
     entry = next(t for t in report.to_json()["tensors"] if t["name"] == NAMES[0])
     assert entry["rounding"] == account
     json.dumps(report.to_json())
-    assert run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out").already_done
+    assert run_command(command(driven, "vllm", calibrated), tmp_path / "out").already_done
 
 
-def test_other_moments_are_another_run(driven: Path, calibrated: Any, tmp_path: Path) -> None:
-    run_command(command(driven, "vllm", calibrated[0]), tmp_path / "out")
-    other = tmp_path / "other.safetensors"
-    write_random_moments(driven / "src", other, change=lambda parts: parts[0].__imul__(2))
+def test_other_moments_are_another_run(driven: Path, calibrated: RandomInputs, tmp_path: Path) -> None:
+    run_command(command(driven, "vllm", calibrated), tmp_path / "out")
+    other = random_inputs(driven / "src", change=lambda parts: parts[0].__imul__(2))
     with pytest.raises(Exception, match="out: holds"):
         run_command(command(driven, "vllm", other), tmp_path / "out")
 
 
 def test_few_tokens_are_rounded_plainly_and_named(driven: Path, tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    write_random_moments(driven / "src", path, tokens=lambda name, _: 20 if "q_proj" in name else 1500)
-    report = run_command(command(driven, "vllm", path), tmp_path / "out")
+    known = random_inputs(driven / "src", tokens=lambda name, _: 20 if "q_proj" in name else 1500)
+    report = run_command(command(driven, "vllm", known), tmp_path / "out")
     found = {record.name: record.rounding for record in report.records if record.rounding}
     (reason,) = found[NAMES[0]]["rounded_plainly"]
     assert reason.startswith("fewer than 256 tokens") and found[NAMES[0]]["compensated"] == 0
@@ -118,48 +117,35 @@ def test_few_tokens_are_rounded_plainly_and_named(driven: Path, tmp_path: Path) 
 
 def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path) -> None:
     """The rows held back are of other inputs than the moments."""
-    path = tmp_path / "m.safetensors"
 
     def mislead(parts: Any) -> None:
         parts[1] = np.ascontiguousarray(parts[1][:, ::-1] ** 3)
 
-    held_back = write_random_moments(driven / "src", path, change=mislead)
-    report = run_command(command(driven, "vllm", path, original=True), tmp_path / "out")
+    known = random_inputs(driven / "src", change=mislead)
+    report = run_command(command(driven, "vllm", known, original=True), tmp_path / "out")
     run_command(command(driven, "vllm", None, original=True), tmp_path / "plain")
     source, records = read_all(driven / "src"), {record.name: record for record in report.records}
     account = records[NAMES[2]].rounding
     assert account is not None and account["rows_rounded_plainly"] > 0
-    weight, x = as_float32(source[NAMES[2]]), held_back[NAMES[2], 0].astype(np.float64)
+    weight, x = as_float32(source[NAMES[2]]), known.held_back[NAMES[2], 0].astype(np.float64)
     before, after = (
         np.square((export_weight(tmp_path / which)(NAMES[2]) - weight) @ x.T).sum(axis=1) for which in ("plain", "out")
     )
     assert (after <= before * (1 + 1e-6)).all()
 
 
-def test_negative_moments_are_refused(driven: Path, tmp_path: Path) -> None:
-    def damage(parts: Any) -> None:
-        parts[0][3, 3] = -1
-
-    write_random_moments(driven / "src", tmp_path / "m.safetensors", change=damage)
-    with pytest.raises(SourceError, match="negative"):
-        run_command(command(driven, "vllm", tmp_path / "m.safetensors"), tmp_path / "out")
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_path: Path) -> None:
     """mlx stacks Mixtral's experts, and cuts and transposes those of gpt-oss."""
     pytest.importorskip("mlx_lm")
-    held_back = write_random_moments(
+    known = random_inputs(
         families.model(base, name),
-        tmp_path / "m.safetensors",
         transposed=lambda tensor: name == "gpt_oss" and ".experts." in tensor,
     )
     source = {t.name: values_of(t) for t in open_local(families.model(base, name)).tensors}
     asked = {"export": str(families.master(base, name)), "target": "mlx", "original": families.model(base, name)}
     run_command(asked, tmp_path / "plain")
-    report = run_command(
-        {**asked, "rounding": "gptq", "calibration": tmp_path / "m.safetensors"}, tmp_path / "gptq", threads=3
-    )
+    report = run_command({**asked, "rounding": "gptq", "inputs": known}, tmp_path / "gptq", threads=3)
     stem = f"model.layers.0.{'block_sparse_moe.switch_mlp' if name == 'mixtral' else 'mlp.experts'}.gate_proj"
     account = {record.name: record.rounding for record in report.records}[f"{stem}.weight"]
     assert account is not None and (account["matrices"], account["compensated"]) == (4, 4)
@@ -171,16 +157,16 @@ def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_pa
         else:
             tensor, matrix = "model.layers.0.mlp.experts.gate_up_proj", expert
             weight = source[tensor][expert][:, ::2].T
-        x = held_back[tensor, matrix].astype(np.float64).T
+        x = known.held_back[tensor, matrix].astype(np.float64).T
         before, after = (np.square((found[expert] - weight) @ x).sum() for found in (plain, ours))
         assert after < 0.8 * before
 
 
 def test_embeddings_and_floats_are_rounded_plainly(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm")
-    write_random_moments(families.model(base, "llama"), tmp_path / "m.safetensors")
+    known = random_inputs(families.model(base, "llama"))
     asked = {"export": str(families.master(base, "llama")), "target": "mlx", "rounding": "gptq"}
-    report = run_command({**asked, "calibration": tmp_path / "m.safetensors"}, tmp_path / "out")
+    report = run_command({**asked, "inputs": known}, tmp_path / "out")
     accounts = {record.name: record.rounding for record in report.records if record.rounding}
     assert accounts["model.embed_tokens.weight"]["rounded_plainly"] == {"it is looked up, not multiplied by inputs": 1}
     assert all(account["compensated"] for name, account in accounts.items() if "embed" not in name)

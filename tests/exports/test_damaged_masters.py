@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -15,14 +16,15 @@ from damage import flip, stored_in
 from golden import make
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from memory_storage import objects, put
-from random_moments import write_random_moments
+from random_inputs import random_inputs
 from rewriting import interrupt
 from tasks_here import use_tasks_here
 
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
-from pqweights.planning.statistics_file import ScalesToWrite, write_statistics
+from pqweights.planning.scales_file import write_scales
+from pqweights.quality import sampled_inputs
 from pqweights.rewrite import jobs, listed_files
 from pqweights.rewrite.manifest import find_manifest
 
@@ -37,20 +39,19 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("torchao", GROUPS),
     ("vllm", GROUPS),
     ("vllm", {**GROUPS, "fold": "equalize"}),
-    ("vllm", {**GROUPS, "rounding": "gptq", "calibration": "moments.safetensors"}),
+    ("vllm", {**GROUPS, "rounding": "gptq", "calibrate": "self"}),
     ("mlx", GROUPS),
     ("gguf", {"type": "q4_k_m"}),
     ("gguf", {"target_size": 500_000}),
-    ("gguf", {"type": "q3_k_m", "calibration": "moments.safetensors"}),
+    ("gguf", {"type": "q3_k_m", "calibrate": "self"}),
 ]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, its moments, and its master at 5 bits."""
+    """A folder with a model and its master at 5 bits."""
     folder = tmp_path_factory.mktemp("damaged")
     language_models.with_tokenizer(families.build(families.FAMILIES["llama"], folder / "source"))
-    write_random_moments(folder / "source", folder / "moments.safetensors")
     pqweights.quantize(folder / "source", folder / "master", max_shard_size=300_000)
     return folder
 
@@ -62,8 +63,10 @@ def master(base: Path, tmp_path: Path) -> Path:
 
 
 def export(base: Path, master: Any, out: Any, target: str = "bf16", **options: Any) -> Any:
-    given = {name: base / value if name == "calibration" else value for name, value in options.items()}
-    return pqweights.export(master, out, target, max_shard_size=300_000, **given)
+    inputs = random_inputs(base / "source") if "calibrate" in options else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampled_inputs, "inputs_of", lambda *_: contextlib.nullcontext(inputs))
+        return pqweights.export(master, out, target, max_shard_size=300_000, **options)
 
 
 def damaged(place: str) -> str:
@@ -106,8 +109,7 @@ def test_awq_scales_are_checked(tmp_path: Path) -> None:
     about = {name: {"codec": "hadamard-lloyd-max", "bits": 5, "scaled": True} for name in tensors}
     scales = {"a.q_proj.weight": np.full(256, 2.0, np.float32), "b.experts.up_proj": np.full((3, 128), 0.5, np.float32)}
     fingerprint = open_local(source).fingerprint()
-    found = ScalesToWrite(weights=about, scales=scales)
-    write_statistics(tmp_path / "awq.safetensors", checkpoint=fingerprint, about={}, scales=found)
+    write_scales(tmp_path / "awq.safetensors", checkpoint=fingerprint, about={}, weights=about, scales=scales)
     run_command({"quantize": str(source), "awq": str(tmp_path / "awq.safetensors")}, tmp_path / "master")
     export(tmp_path, tmp_path / "master", tmp_path / "sound")
     for name in tensors:

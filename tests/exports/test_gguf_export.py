@@ -203,7 +203,7 @@ def test_a_target_size_is_met_and_used(size, master, tmp_path):
     ("options", "said"),
     [
         (("--target-size", "1kB"), "target: 1000 bytes: below the smallest possible, "),
-        (("--rounding", "importance"), "--rounding importance: expected --calibration FILE as well"),
+        (("--rounding", "importance"), "--rounding importance: expected --calibrate as well"),
     ],
 )
 def test_what_cannot_be_met_is_refused(options, said, master, tmp_path):
@@ -223,9 +223,7 @@ def test_another_format_leaves_no_file_of_the_one_before(master, tmp_path):
 def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some words that are not all the same, again and again. " * 120)
-    asked = ("--text", text, "--moments", tmp_path / "moments.safetensors", "--window", "64", "--max-tokens", "2048")
-    done("calibrate", model, *asked)
-    weighed = ("--calibration", tmp_path / "moments.safetensors")
+    weighed = ("--calibrate", text, "--calibration-tokens", "2048")
     found = answer("export", master, tmp_path / "out", "-t", "gguf", "--type", "q4_k_s", *weighed, "--json")
     plainly = answer("export", master, tmp_path / "plain", "-t", "gguf", "--type", "q4_k_s", "--json")
     by_name = {tensor["name"]: tensor for tensor in found["tensors"]}

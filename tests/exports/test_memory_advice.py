@@ -45,7 +45,7 @@ def proposed(source: Path, **asked: Any) -> tuple[Proposal, ...]:
 
 def planned_bytes(master: Path, stored: Stored) -> int:
     """The bytes of all tensors of an export, as its own plan has them."""
-    checkpoint, manifest = MasterFolder(master, None, None).open()
+    checkpoint, manifest = MasterFolder(master, None, None).opened
     source = ExportSource(folder=master, checkpoint=checkpoint, manifest=manifest, original=None)
     target = get_target(stored.target)
     read, transform = target.prepare(source, target.settings(ExportOptions(**stored.options)))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from folding_models import columns_of, folded_values, kept, rewritten, uneven
 from helpers import f32, run_command
+from pqweights.planning.statistics_file import Statistics
 from test_moments import SMALL, matrix, run
 
 from pqweights.checkpoint.source import open_local
 from pqweights.exports.compensation import Compensation
-from pqweights.planning.statistics_file import Statistics
 from pqweights.rewrite.folding import fold as folds
 from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.folding.sizes import mean_squares

@@ -17,10 +17,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from pqweights.planning.statistics_file import MOMENTS, Statistics, open_awq, open_statistics
 
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import parse_recipe
-from pqweights.planning.statistics_file import MOMENTS, Statistics, open_awq, open_statistics
 from pqweights.quality import collecting
 from pqweights.quality.calibrate import calibrate
 from pqweights.quality.options import CalibrationOptions

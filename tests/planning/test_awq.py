@@ -39,8 +39,9 @@ from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
 from pqweights.errors import MasterError, PqweightsError, SourceError
 from pqweights.inference.loading.packed import pack
-from pqweights.planning.statistics_file import NO_SCALES, ScalesToWrite, WeightInputs, open_awq, write_statistics
-from pqweights.quality import collecting, scale_search
+from pqweights.planning import scales_file
+from pqweights.planning.scales_file import NO_SCALES, open_scales
+from pqweights.quality import scale_search
 from pqweights.quality.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
@@ -83,8 +84,7 @@ def searched(codec: str = "hadamard-lloyd-max", bits: int = 5, names: Any = SCAL
 
 def write_scales(path: Path, source: Path, weights: Any, scales: dict[str, Floats], about: Any = None) -> None:
     fingerprint = open_local(source).fingerprint()
-    found = ScalesToWrite(weights=weights, scales=scales)
-    write_statistics(path, checkpoint=fingerprint, about=about or {}, scales=found)
+    scales_file.write_scales(path, checkpoint=fingerprint, about=about or {}, weights=weights, scales=scales)
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +307,7 @@ def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> No
     path = tmp_path / "none.safetensors"
     unscaled = {MATRIX: {"codec": "hadamard-lloyd-max", "bits": 5, "scaled": False}}
     write_scales(path, source, unscaled, {})
-    assert open_awq(path).file.searched == {}
+    assert open_scales(path).searched == {}
     run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
     assert not any(name.endswith("_awq_scale") or name == NO_SCALES for name in read_all(tmp_path / "out"))
 
@@ -467,19 +467,3 @@ def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
     assert best is not None
     assert np.isfinite(best).all()
     assert (best >= 2.0**-14).all()
-
-
-def test_samples_of_a_large_model_stay_within_the_limit_on_disk() -> None:
-    """4000 experts of two matrices each: the search needs that many rows, so the model is run several times."""
-    reads = {f"e{i}.{name}": WeightInputs(vectors=(i,), transposed=False) for i in range(4000) for name in "ab"}
-    places: list[Any] = [(f"e{i}.a", None) for i in range(4000)]
-    layout = collecting.Layout(sizes=[2048] * 4000, places=places, weights=reads)
-    large = collecting.Collection.of(layout, scales=True, moments=False)
-    units = [[vector for vector in read.vectors if vector is not None] for read in reads.values()]
-    parts = large.parts(units)
-    assert large.rows == scale_search.FEWEST_ROWS
-    assert [unit for part in parts for unit in part] == list(range(8000))
-    for part in parts:
-        channels = 2048 * len({vector for unit in part for vector in units[unit]})
-        assert sum(large.rows) * 4 * channels <= collecting.SAMPLE_BYTES
-    assert 1 < len(parts) <= 2 + sum(large.rows) * 4 * 2048 * 4000 / collecting.SAMPLE_BYTES

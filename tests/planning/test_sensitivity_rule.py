@@ -16,7 +16,6 @@ from pqweights.planning.sensitivity_file import (
     Measured,
     Sensitivity,
     alphas_for,
-    fitted_alpha,
     grouped,
     heuristic_alphas,
     is_tied,
@@ -25,7 +24,7 @@ from pqweights.planning.sensitivity_file import (
 
 
 def group(name: str, *weights: str, alpha: float) -> Measured:
-    return Measured(name=name, weights=weights, alpha=alpha, points=())
+    return Measured(name=name, weights=weights, alpha=alpha)
 
 
 def of_groups(*groups: Measured) -> Sensitivity:
@@ -136,6 +135,19 @@ def test_groups_taken_apart_have_the_alphas_of_the_whole() -> None:
     assert layer["mlp.gate_proj"] > layer["mlp.up_proj"]
 
 
+def test_groups_taken_apart_have_the_shares_that_were_measured() -> None:
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
+    roles = dict.fromkeys(names, "attention")
+    groups = grouped(roles.items(), False)
+    (name,) = groups
+    measured = of_groups(*(group(each, each, alpha=alpha) for each, alpha in zip(names, (1.0, 3.0, 4.0), strict=True)))
+    _, divided = taken_apart(groups, {name: 16.0}, roles, measured)
+    assert list(divided.values()) == [pytest.approx(alpha) for alpha in (2.0, 6.0, 8.0)]
+    # One that was not measured alone leaves the rule of thumb.
+    without = of_groups(*measured.groups[:2])
+    assert taken_apart(groups, {name: 16.0}, roles, without) == taken_apart(groups, {name: 16.0}, roles)
+
+
 def test_sensitivities_of_smaller_groups_add_up() -> None:
     measured = of_groups(
         group("q", "a.q_proj.weight", alpha=1.0), group("kv", "a.k_proj.weight", "a.v_proj.weight", alpha=2.5)
@@ -158,11 +170,6 @@ def test_sensitivities_of_smaller_groups_add_up() -> None:
 def test_tied_embeddings_are_read_from_the_configuration(tmp_path: Path, config: dict[str, Any], tied: bool) -> None:
     folder = write_checkpoint(tmp_path / "m", {"lm_head.weight": bf16(gaussian(4, 128))}, config=config)
     assert is_tied(open_local(folder), [("embed_tokens", "embedding"), ("lm_head", "lm_head")]) is tied
-
-
-def test_fitted_slope_goes_through_the_origin() -> None:
-    assert fitted_alpha([(0.01, 0.02), (0.02, 0.04), (0.04, 0.08)]) == pytest.approx(2)
-    assert fitted_alpha([(1.0, 1.0), (2.0, 4.0)]) == pytest.approx(9 / 5)  # (1*1 + 2*4) / (1 + 4)
 
 
 # --- which weights share a bit width, by the names of many architectures ---

@@ -18,7 +18,7 @@ from pqweights.publish import card
 from pqweights.publish.options import CardOptions
 from pqweights.quality import evaluation
 from pqweights.quality import sensitivity as measuring
-from pqweights.quality.options import EvaluationOptions, SensitivityOptions
+from pqweights.quality.options import EvaluationOptions, SamplingOptions
 from pqweights.quality.report import EvaluationReport
 from pqweights.rewrite import quantizing
 from pqweights.rewrite.task import RewriteReport, RunOptions
@@ -77,6 +77,6 @@ def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywor
 
 
 def measure_sensitivity(source: Path, recipe: Recipe, **keywords: Any) -> Sensitivity:
-    options = options_of(SensitivityOptions, keywords)
+    options = options_of(SamplingOptions, keywords)
     with tempfile.TemporaryDirectory() as folder:
         return measuring.measure_sensitivity(source, recipe, options, **{"out": Path(folder, "s.json"), **keywords})

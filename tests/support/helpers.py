@@ -25,7 +25,7 @@ from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.exports import torchao
-from pqweights.planning.options import ExportOptions
+from pqweights.planning.options import SELF, ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite import jobs, shard
 from pqweights.rewrite.task import RewriteReport
@@ -221,11 +221,11 @@ def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> R
     options = {key: value for key, value in command.items() if key not in ("quantize", "export", "recipe")}
     if "quantize" in command:
         recipe = load_recipe(command.get("recipe", "q5"))
-        paths = {key: Path(options.pop(key)) for key in ("awq", "calibration") if key in options}
+        paths = {"awq": Path(options.pop("awq"))} if "awq" in options else {}
         return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options, **paths)
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
-    if asked.get("calibration"):
-        asked["calibration"] = Path(asked["calibration"])
+    if "inputs" in options:
+        asked["calibrate"] = SELF
     if "original" in options:
         options["original"] = Path(options["original"])
     target = options.pop("target")
