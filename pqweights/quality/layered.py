@@ -21,7 +21,8 @@ from torch import Tensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import SourceError
-from pqweights.inference.runtimes.folders import transformers_config
+from pqweights.inference.runtimes.folders import read_folder, transformers_config
+from pqweights.inference.runtimes.models import loader_of
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 
 OUTSIDE = -1  # in place of the number of a layer: what comes before and after the layers
@@ -108,13 +109,13 @@ class LayeredModel:
     """
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, *, remedy: str) -> None:
-        transformers = package("transformers", "transformers", "calibrating")
+        package("transformers", "transformers", "calibrating")
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self._folder, self._remedy = folder, remedy
-        config = transformers_config(folder)
+        config, loader = transformers_config(folder), loader_of(read_folder(folder))
         with Refused(f"{folder}: transformers cannot run this model"), quiet(), _without_weights():
-            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            self.model = loader.from_config(config, dtype=torch.float32).eval()
         self.model.tie_weights()
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self._is_tied = head is not None and embedding.weight is head.weight

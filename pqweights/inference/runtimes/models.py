@@ -148,7 +148,7 @@ def _from_pretrained(folder: Folder, dtype: str) -> Any:
     Raises SourceError if tensors are missing, or if the model does not have them.
     """
     transformers = package("transformers", "transformers")
-    loader = _loader(folder)
+    loader = loader_of(folder)
     with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
         model, info = loader.from_pretrained(
             folder.path, dtype=dtype, output_loading_info=True, trust_remote_code=False
@@ -158,7 +158,7 @@ def _from_pretrained(folder: Folder, dtype: str) -> Any:
     return model.eval()
 
 
-def _loader(folder: Folder) -> Any:
+def loader_of(folder: Folder) -> Any:
     """Return the class of transformers that loads this model with a head for the next token.
 
     Raises SourceError if there is no such class.
@@ -246,7 +246,7 @@ def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Mo
     """Load a master through the integration with transformers: weights are decoded while they load, or stay packed."""
     from pqweights.inference.loading.transformers import load
 
-    _loader(folder)  # raises SourceError for what is not a language model
+    loader_of(folder)  # raises SourceError for what is not a language model
     with Refused(f"{folder.path}: transformers cannot load this model"), quiet():
         loaded = load(folder.path, packed=packed, dtype=dtype, device_map=None)
     model = loaded.model
