@@ -6,7 +6,6 @@ from typing import Any
 
 from hostile.case import Case, stored
 from hostile.evaluation import GOOD_MODEL, evaluating, language_model, of_broken_models
-from hostile.exports import TEXT
 
 CALIBRATE = "calibrate model scales.safetensors --text text.txt"
 
@@ -29,10 +28,9 @@ CASES = [
         "No such file",
         command="calibrate model s.safetensors --text nowhere.txt",
     ),
-    calibrating("text-empty", TEXT, "an empty file", text=b""),
-    calibrating("text-not-utf8", TEXT, "UTF-8", "0xff at offset 3", text=b"abc\xff"),
-    calibrating("text-short", "at least 256 tokens, 16 windows of 16", "found 40"),
-    calibrating("window-beyond-the-model", "16 tokens", "found 17", options=" --window 17"),
+    calibrating("text-empty", "at least 2048 tokens", "found 0", text=b""),
+    calibrating("text-not-utf8", "text.txt", "UTF-8", text=b"abc\xff"),
+    calibrating("text-short", "at least 2048 tokens", "found 40"),
     evaluating("calibrate-model-missing", "nowhere", command="calibrate nowhere s.safetensors --text text.txt"),
     calibrating("recipe-unknown", "'q55'", "'q5'", options=" --recipe q55"),
     evaluating(
@@ -40,15 +38,6 @@ CASES = [
         "nowhere",
         "make it first",
         command="calibrate model nowhere/s.safetensors --text text.txt",
-    ),
-    calibrating("moments-with-options-of-scales", "--bits", "--moments", options=" --moments --bits 4"),
-    there(
-        "calibrate-moments-output-foreign",
-        CALIBRATE + " --moments --overwrite",
-        "scales.safetensors",
-        "file of statistics",
-        "move it away",
-        content=stored(language_model()),
     ),
     there("calibrate-output-there", CALIBRATE, "scales.safetensors", "--overwrite", content=b"x"),
     there(

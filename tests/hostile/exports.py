@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from hostile.case import (
 )
 from hostile.masters import DOWN_192, MANIFEST, Damage, overwrite, run_quantize, set_json
 
-from pqweights.checkpoint.source import open_local
 from pqweights.exports.exporting import MasterFolder
 from pqweights.exports.exporting import export as exporting_of
 
@@ -88,40 +86,7 @@ ABSENT: dict[str, Content] = {
     "mlx/__init__.py": "raise ImportError(\"No module named 'mlx'\")\n",
     "mlx/__pycache__": "",  # a file, so that none is written
 }
-SCALES_ALONE = '{"version": 1, "holds": ["scales"], "checkpoint": "", "weights": {}}'
-COMPENSATED = " --rounding gptq --calibration m.safetensors"
-
-
-def moments(cut: int = 0, value: float = 1.0, **about: Any) -> Damage:
-    """A file of moments of the source beside it: of one vector of 128 channels, which the up projection reads.
-
-    cut: how many bytes are missing at its end
-    value: what each moment is
-    about: what the metadata say in place of the truth
-    """
-
-    def damage(folder: Path) -> None:
-        told = {
-            "version": 1,
-            "holds": ["moments"],
-            "checkpoint": open_local(folder / "src").fingerprint(),
-            "inputs": [{"tokens": 1000, "windows": 8}],
-            "weights": {UP: {"inputs": [0], "transposed": False}},
-            **about,
-        }
-        parts: dict[str, Stored] = {
-            "inputs.0.moments": ("F32", [128, 128], struct.pack("<f", value) * 128 * 128),
-            "inputs.0.held_back": ("F32", [200, 128], struct.pack("<f", 1.0) * 200 * 128),
-        }
-        data = stored(parts, {"pqweights_statistics": json.dumps(told)})
-        (folder / "m.safetensors").write_bytes(data[: len(data) - cut])
-
-    return damage
-
-
-def of_moments(name: str, *fragments: str, **damage: Any) -> Case:
-    """A file of moments that is damaged. damage: arguments of `moments`"""
-    return exporting(f"moments-{name}", {VLLM + COMPENSATED: ("m.safetensors", *fragments)}, damage=moments(**damage))
+MOMENTS_ALONE = '{"version": 1, "holds": ["moments"], "checkpoint": "", "weights": {}}'
 
 
 def of_original(
@@ -178,35 +143,29 @@ CASES = [
     exporting(
         "rounding-without-or-beside-what-it-needs",
         {
-            VLLM + " --rounding gptq": ("--rounding gptq", "--calibration FILE"),
-            VLLM + " --rounding plain --calibration m": ("--calibration", "--rounding gptq"),
+            VLLM + " --rounding gptq": ("--rounding gptq", "--calibrate as well"),
+            VLLM + " --rounding plain --calibrate self": ("--calibrate", "--rounding gptq"),
             TORCHAO + " --rounding nearest": ("--rounding nearest", "plain, gptq"),
-            TORCHAO + " --rounding gptq --calibration m --qparams minmax": ("--rounding gptq", "--qparams best"),
-            MLX + " --mode mxfp4 --rounding gptq --calibration m": ("--rounding gptq", "--mode affine", "mxfp4"),
-            EXPORT + " --rounding gptq --calibration m": ("--rounding", "bf16"),
+            TORCHAO + " --rounding gptq --calibrate self --qparams minmax": ("--rounding gptq", "--qparams best"),
+            MLX + " --mode mxfp4 --rounding gptq --calibrate self": ("--rounding gptq", "--mode affine", "mxfp4"),
+            EXPORT + " --rounding gptq --calibrate self": ("--rounding", "bf16"),
         },
     ),
-    exporting("moments-missing", {VLLM + COMPENSATED: ("m.safetensors", "no such file", "--moments")}),
     exporting(
-        "moments-of-something-else",
-        {VLLM + COMPENSATED: ("m.safetensors", "another file"), TORCHAO + COMPENSATED: ("m.safetensors",)},
-        files={"m.safetensors": stored({UP: WEIGHT})},
-    ),
-    exporting(
-        "moments-that-are-scales",
-        {VLLM + COMPENSATED: ("m.safetensors", "found scales", "--moments")},
-        files={"m.safetensors": stored({"a_awq_scale": ("F16", [1], b"\0\0")}, {"pqweights_statistics": SCALES_ALONE})},
+        "calibrate-that-cannot-be",
+        {
+            VLLM + " --calibrate nowhere.txt": ("nowhere.txt", "No such file"),
+            VLLM + " --calibrate self --ray local": ("--ray", "--calibrate"),
+            VLLM + " --calibrate self --calibration-tokens 100": ("--calibration-tokens", "2048"),
+            VLLM + " --calibrate src --source src": ("src", "*.txt in the folder"),
+            VLLM + " --calibrate self --source src": ("src", "transformers"),
+        },
     ),
     exporting(
         "moments-as-scales",
         {"quantize src out --awq m.safetensors": ("m.safetensors", "expected scales", "found moments")},
-        damage=moments(),
+        files={"m.safetensors": stored({UP: WEIGHT}, {"pqweights_statistics": MOMENTS_ALONE})},
     ),
-    of_moments("of-another-checkpoint", "another checkpoint", "this master", checkpoint="0" * 64),
-    of_moments("truncated", "file", cut=100),
-    of_moments("of-a-newer-version", "version", "newer", version=99),
-    of_moments("that-name-no-vector", UP, "numbers of its inputs", weights={UP: {"inputs": [7], "transposed": False}}),
-    of_moments("not-finite", "inputs.0.moments", "NaN", value=float("nan")),
     exporting(
         "export-onto-an-input",
         {

@@ -1,4 +1,4 @@
-"""Bad inputs of --fold: names, combinations, moments of other models, and masters that are folded already."""
+"""Bad inputs of --fold: names, combinations, and masters that are folded already."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from folding_models import CONFIG, llama, llama_tensors, say_rotated
+from folding_models import CONFIG, llama_tensors, say_rotated
 from helpers import run_command, write_checkpoint
-from hostile.case import Case, stored
-from random_moments import write_random_moments
+from hostile.case import Case
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
 FOLD = "quantize src out --fold equalize"
-WITH_DATA = FOLD + " --calibration m.safetensors"
 VLLM = "--target vllm --group-size 32"
-GPTQ = "--rounding gptq --calibration m.safetensors"
 
 
 def folding(
@@ -32,21 +29,11 @@ def folding(
     return Case(name, commands, prepare=prepare)
 
 
-def quantized(fold: str | None, out: str, calibration: str | None = None) -> Callable[[Path], None]:
+def quantized(fold: str | None, out: str) -> Callable[[Path], None]:
     """A step that quantizes src."""
 
     def step(folder: Path) -> None:
-        moments = {} if calibration is None else {"calibration": str(folder / calibration)}
-        run_command({"quantize": str(folder / "src"), "fold": fold, **moments}, folder / out)
-
-    return step
-
-
-def moments(of: str = "src", out: str = "m.safetensors", rows: int = 300) -> Callable[[Path], None]:
-    """A step that writes moments of a model."""
-
-    def step(folder: Path) -> None:
-        write_random_moments(folder / of, folder / out, tokens=lambda name, matrix: rows)
+        run_command({"quantize": str(folder / "src"), "fold": fold}, folder / out)
 
     return step
 
@@ -61,9 +48,11 @@ def nan_gain(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def scales_file(folder: Path) -> None:
-    """Write a file with the metadata of calibrate's scales."""
-    (folder / "m.safetensors").write_bytes(stored({"a_awq_scale": ("F16", [1], b"\0\0")}))
+def say_calibrated(master: Path) -> None:
+    """Make the manifest of a folded master say what earlier versions did of one that they made with moments."""
+    manifest = json.loads((master / "pqweights.json").read_bytes())
+    manifest["fold"]["calibration"] = "0" * 64
+    (master / "pqweights.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 CASES = [
@@ -80,13 +69,11 @@ CASES = [
         "fold-beside-other-options",
         {
             FOLD + " --awq m.safetensors": ("--fold", "--awq"),
-            "quantize src out --calibration m.safetensors": ("--calibration", "--fold"),
-            "plan src --calibration m.safetensors": ("--calibration", "--fold"),
             "export master out --target bf16 --fold equalize": ("--fold", "bf16"),
-            f"export master out {VLLM} --rounding plain --calibration m.safetensors": ("--calibration", "--fold"),
+            f"export master out {VLLM} --rounding plain --calibrate self": ("--calibrate", "--fold"),
+            f"export master out {VLLM} --fold equalize --calibration-tokens 4096": ("--calibration-tokens",),
         },
         quantized(None, "master"),
-        moments(),
     ),
     folding(
         "fold-without-a-norm",
@@ -109,38 +96,6 @@ CASES = [
         quantized(None, "master"),
     ),
     folding(
-        "fold-moments-missing",
-        {
-            WITH_DATA: ("m.safetensors", "no such file", "calibrate --moments"),
-            f"export master out {VLLM} --fold equalize --calibration m.safetensors": ("m.safetensors", "no such file"),
-        },
-        quantized(None, "master"),
-    ),
-    folding(
-        "fold-moments-of-another-model",
-        {
-            WITH_DATA: ("m.safetensors", "this checkpoint", "another checkpoint"),
-            f"export master out {VLLM} --fold equalize --calibration m.safetensors": ("m.safetensors", "this master"),
-            f"export master out {VLLM} --fold equalize --source src --calibration m.safetensors": (
-                "m.safetensors",
-                "this original",
-            ),
-        },
-        quantized(None, "master"),
-        lambda folder: llama(folder / "other", "F32"),
-        moments("other"),
-    ),
-    folding(
-        "fold-moments-of-a-folded-model",
-        {
-            WITH_DATA: ("m.safetensors", "this checkpoint", "another checkpoint"),
-            f"export folded out {VLLM} --source src {GPTQ}": ("m.safetensors", "this original"),
-        },
-        quantized("equalize", "folded"),
-        moments("folded"),
-    ),
-    folding("fold-moments-that-are-something-else", {WITH_DATA: ("m.safetensors", "moments")}, scales_file),
-    folding(
         "fold-of-a-master",
         {"quantize folded out --fold equalize": ("already a pqweights master",)},
         quantized("equalize", "folded"),
@@ -160,34 +115,14 @@ CASES = [
         "master-of-a-fold-that-went",
         {
             f"export rotated out {VLLM} --source src": ("--source", "--fold rotate", "quantize again"),
-            f"export rotated out {VLLM} --source src {GPTQ}": ("--source", "--fold rotate", "quantize again"),
         },
         quantized("equalize", "rotated"),
         lambda folder: say_rotated(folder / "rotated"),
-        moments("rotated"),
     ),
     folding(
-        "folded-master-with-moments-of-the-original",
-        {f"export folded out {VLLM} {GPTQ}": ("m.safetensors", "folded from", "add --source")},
+        "fold-with-moments-of-an-earlier-version",
+        {f"export folded out {VLLM} --source src": ("--source", "file of moments", "quantize again")},
         quantized("equalize", "folded"),
-        moments(),
-    ),
-    folding(
-        "fold-with-moments-that-the-original-lacks-now",
-        {
-            f"export folded out {VLLM} --source src": ("--source", "folded with the moments", "--calibration"),
-            f"export folded out {VLLM} --source src {GPTQ.replace('m.', 'n.')}": ("--source", "--calibration"),
-            f"export folded out {VLLM} --source src --calibration n.safetensors": (
-                "--source",
-                "folded with the moments",
-            ),
-            f"export folded out {VLLM} --rounding plain --calibration m.safetensors": (
-                "--calibration",
-                "--rounding gptq",
-            ),
-        },
-        moments(),
-        quantized("equalize", "folded", calibration="m.safetensors"),
-        moments(out="n.safetensors", rows=301),
+        lambda folder: say_calibrated(folder / "folded"),
     ),
 ]

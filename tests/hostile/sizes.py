@@ -10,7 +10,7 @@ from hostile.exports import TEXT
 
 FIT = "plan model --target-size 15kB"
 BY_FILE = FIT + " --sensitivity s.json"
-MEASURE = "sensitivity model s.json --tokens 16"
+MEASURE = "sensitivity model s.json"
 SENSITIVITIES: dict[str, Any] = {
     "pqweights_sensitivity": 1,
     "checkpoint": "0" * 64,
@@ -98,29 +98,15 @@ CASES = [
     ),
     evaluating("sensitivity-output-there", TEXT, "--overwrite", command="sensitivity model text.txt"),
     evaluating("sensitivity-output-a-folder", "model", "found a folder", command="sensitivity model model --overwrite"),
-    evaluating("sensitivity-window-beyond-the-model", "16 tokens", "found 17", command=MEASURE + " --window 17"),
-    evaluating(
-        "sensitivity-too-few-tokens",
-        "--tokens 15",
-        "one window of 16",
-        command="sensitivity model s.json --tokens 15 --window 16",
-    ),
     evaluating("sensitivity-recipe-unknown", "'q55'", "'q5'", command=MEASURE + " --recipe q55"),
     evaluating("sensitivity-keep-matches-nothing", "--keep: the pattern 'x*'", command=MEASURE + " --keep x*"),
     evaluating(
         "calibrate-set-matches-nothing",
         "--set: the pattern 'x*'",
-        command="calibrate model s.safetensors --text text.txt --window 16 --max-tokens 64 --set x*=4",
-    ),
-    evaluating(
-        "sensitivity-vocabulary-unknown",
-        "vocab_size",
-        "--text",
-        command=MEASURE + " --window 16",
-        config={"model_type": "llama"},
+        command="calibrate model s.safetensors --text text.txt --set x*=4",
     ),
     evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
     evaluating(
-        "sensitivity-text-short", "1 window of 16", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
+        "sensitivity-text-short", "2048 tokens", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
     ),
 ]

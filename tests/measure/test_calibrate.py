@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file
 
 from pqweights.inference.runtimes.models import open_model
-from pqweights.quality import collecting
 from pqweights.quality.protocol import Windows, compare
 
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
@@ -50,8 +47,13 @@ def outlier_model(folder: Path) -> Path:
                 reader.weight.data.div_(sizes.to(reader.weight.dtype))
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
-    llama = families.FAMILIES["llama"]
-    return families.build(replace(llama, settings={**llama.settings, **sizes}), folder, with_outliers)
+    return families.build(short("llama", **sizes), folder, with_outliers)
+
+
+def short(family: str, **sizes: int) -> families.Family:
+    """A family that takes windows of 64 tokens."""
+    known = families.FAMILIES[family]
+    return replace(known, settings={**known.settings, "max_position_embeddings": 64, **sizes})
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """A text, and how much of it is read."""
     path = tmp_path_factory.mktemp("texts") / "long.txt"
     path.write_text(text(3000))
-    return "--text", path, "--window", 64, "--max-tokens", 1250
+    return "--text", path, "--tokens", 2048, "--threads", 1
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +84,8 @@ def test_command_prints_the_gain_of_each_layer(calibrated):
     assert "no product of activations" in lines["model.embed_tokens.weight"]
     for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj"):
         assert "%" in lines[f"model.layers.0.{name}.weight"]
-    # 19 windows of 64, every fourth held back
-    assert "searched on 960 tokens and checked on another 256" in result.stdout
+    # 32 windows of 64, every fourth held back
+    assert "searched on 1536 tokens and checked on another 512" in result.stdout
     assert "Loading" not in result.stderr
 
 
@@ -110,9 +112,9 @@ def test_scales_halve_the_divergence_on_unseen_text(source, masters):
 
 def test_output_is_deterministic_and_matches_the_json_report(source, asked, calibrated, tmp_path):
     out = tmp_path / "again.safetensors"
-    report = reported("calibrate", source, out, *asked, "--bits", 3, "--threads", 1)
+    report = reported("calibrate", source, out, *asked, "--bits", 3)
     assert out.read_bytes() == calibrated[0].read_bytes()
-    assert (report["tokens"], report["held_back_tokens"]) == (960, 256)
+    assert (report["tokens"], report["held_back_tokens"]) == (1536, 512)
     stored = load_file(out)
     scaled = {name for name, weight in report["weights"].items() if weight["scaled"]}
     assert {name.removesuffix("_awq_scale") for name in stored} == scaled
@@ -128,21 +130,10 @@ def reported(*arguments: object) -> Any:
     return json.loads(done(*arguments, "--json").stdout)
 
 
-def test_experts_with_few_tokens_are_named(asked, source, tmp_path, tmp_path_factory):
-    moe = families.model(tmp_path_factory.getbasetemp(), "qwen3_moe")
-    options = (
-        "--tokenizer",
-        source,
-        "--window",
-        32,
-        "--max-tokens",
-        512,
-        "--keep",
-        "*self_attn*",
-        "--keep",
-        "lm_head*",
-    )
-    report = reported("calibrate", moe, tmp_path / "s.safetensors", *asked[:2], *options)
+def test_experts_with_few_tokens_are_named(asked, tmp_path):
+    moe = families.build(short("qwen3_moe", num_experts=16), tmp_path / "moe")
+    options = ("--keep", "*self_attn*", "--keep", "lm_head*")
+    report = reported("calibrate", moe, tmp_path / "s.safetensors", *asked, *options)
     experts = [m for name, w in report["weights"].items() if ".experts." in name for m in w["matrices"]]
     few = [m for m in experts if "held back from" in m["reason"]]
     assert experts and few
@@ -150,34 +141,14 @@ def test_experts_with_few_tokens_are_named(asked, source, tmp_path, tmp_path_fac
     assert all("256 tokens" in m["reason"] for m in few)
 
 
-def test_encoder_is_calibrated(asked, tmp_path):
-    """The demo calibrates such a model."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=502,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    families.save_tokenizer(tmp_path / "bert")
-    report = reported("calibrate", tmp_path / "bert", tmp_path / "s.safetensors", *asked[:2], "--max-tokens", 1024)
-    seen = {name for name, w in report["weights"].items() if w["matrices"][0]["tokens"]}
-    assert {name for name in report["weights"] if "encoder.layer" in name} <= seen
+def test_recipe_with_a_target_is_refused(source, asked, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("target_bpw: 4")
+    message = refused("calibrate", source, tmp_path / "s.safetensors", *asked, "--recipe", recipe)
+    assert "expected given widths, because scales are searched for them; found a target" in message
 
 
-def test_full_disk_is_reported(source, asked, tmp_path, monkeypatch):
-    """Samples of activations are written to a temporary file; the error must not blame transformers."""
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(collecting.os, "posix_fallocate", full)
-    message = refused("calibrate", source, tmp_path / "s.safetensors", *asked)
-    assert "s.safetensors: the disk is full" in message and "transformers" not in message
+def test_few_windows_are_refused(tmp_path, tmp_path_factory, asked):
+    message = refused("calibrate", families.model(tmp_path_factory.getbasetemp(), "llama"), tmp_path / "s", *asked)
+    assert "the sample: expected at least 4096 tokens, found 2048; raise --tokens, or give a longer text" in message
     assert list(tmp_path.iterdir()) == []

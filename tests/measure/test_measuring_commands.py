@@ -1,9 +1,11 @@
-"""What `calibrate` and `sensitivity` refuse alike, in one line, and that nothing is left of a run that has ended."""
+"""What `calibrate` and `sensitivity` refuse alike, in one line, and that interrupted runs go on."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -15,11 +17,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pqweights.errors import MissingDependencyError, SourceChangedError
-from pqweights.inference.loading import transformers as integration
 from pqweights.inference.runtimes import packages
 from pqweights.planning.recipe import parse_recipe
+from pqweights.quality import layered
 from pqweights.quality.calibrate import calibrate
-from pqweights.quality.options import CalibrationOptions, SensitivityOptions
+from pqweights.quality.options import SamplingOptions
 from pqweights.quality.sensitivity import measure_sensitivity
 
 COMMANDS = {"calibrate": "s.safetensors", "sensitivity": "s.json"}
@@ -29,32 +31,29 @@ Progress = Callable[..., None]
 
 
 def measure(command: str, source: Path, out: Path, progress: Progress = lambda *_: None) -> None:
-    """Run what a command runs: calibrate for both scales and moments."""
+    """Run what a command runs, on 2048 tokens."""
+    text = source.with_name("text.txt")
+    text.write_text(" ".join(f"w{number}" for number in TOKENS))
+    options = SamplingOptions(text=text, tokens=2048, threads=1)
     if command == "calibrate":
-        text, asked = " ".join(f"w{number}" for number in TOKENS), CalibrationOptions(window=64, max_tokens=1024)
-        calibrate(source, out, text, recipe=RECIPE, moments=True, options=asked, progress=progress)
+        calibrate(source, out, recipe=RECIPE, options=options, progress=progress)
     else:
-        measure_sensitivity(source, RECIPE, SensitivityOptions(tokens=16, window=16), out=out, progress=progress)
+        measure_sensitivity(source, RECIPE, options, out=out, progress=progress)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return families.model(tmp_path_factory.getbasetemp(), "llama")
+    llama = families.FAMILIES["llama"]
+    short = replace(llama, settings=llama.settings | {"max_position_embeddings": 64})
+    return families.build(short, tmp_path_factory.mktemp("source") / "model")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, and a tokenizer with a larger vocabulary than that of the model."""
-    import tokenizers
-    import transformers
-
     folder = tmp_path_factory.mktemp("texts")
     for name, count in (("long", 3000), ("short", 100)):
         (folder / f"{name}.txt").write_text(" ".join(f"w{number}" for number in TOKENS[:count]))
     (folder / "empty.txt").write_text("")
-    wide = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": 1999 - i for i in range(500)}, unk_token="w0"))
-    wide.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=wide, unk_token="w0").save_pretrained(folder / "wide")
     return folder
 
 
@@ -62,18 +61,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--text {texts}/empty.txt", "an empty file"),
+        ("--text {texts}/empty.txt", "found 0; give a longer text"),
         ("--text {texts}/short.txt", "found 100; give a longer text"),
-        ("--text {texts}/long.txt --window 600", "the 512 tokens that the model takes"),
-        ("--text {texts}/long.txt --tokenizer {texts}", "expected a tokenizer"),
-        (
-            "--text {texts}/long.txt --tokenizer {texts}/wide --window 64",
-            "the text contains token 1999, but the model has only 512 tokens",
-        ),
-        ("--text {texts}/long.txt --window 64 --device-map bogus", "transformers cannot run this model"),
+        ("--text {texts}/none.txt", "none.txt: expected a UTF-8 text, or a folder of *.txt"),
+        ("--text {texts}/wide", "wide: expected *.txt in the folder, found none"),
     ],
 )
 def test_bad_input_is_one_line(command, arguments, expected, source, texts, tmp_path):
+    (texts / "wide").mkdir(exist_ok=True)
     message = refused(command, source, tmp_path / COMMANDS[command], *arguments.format(texts=texts).split())
     assert expected in message
     assert list(tmp_path.iterdir()) == []
@@ -84,7 +79,7 @@ def test_output_is_checked_before_the_model_is_loaded(command, source, texts, tm
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(integration, "load", never)
+    monkeypatch.setattr(layered.LayeredModel, "__init__", never)
     foreign = tmp_path / "foreign.safetensors"
     foreign.write_bytes((source / "model.safetensors").read_bytes())
     for out, options, expected in (
@@ -115,26 +110,28 @@ def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(file, command
 
     with pytest.raises(SourceChangedError, match=f"{file}: the source changed while it was being read"):
         measure(command, model, tmp_path / "out", change)
-    assert list(tmp_path.iterdir()) == [model]
+    assert sorted(tmp_path.iterdir()) == [model, tmp_path / "text.txt"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_is_left_of_an_interrupted_run(command, source, tmp_path):
-    """What is collected has no name on the disk, so a run that is killed leaves nothing either."""
-
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_interrupted_run_goes_on_and_gives_the_same_bytes(steps, command, source, tmp_path):
     def interrupt(done: int, *_: object) -> None:
-        assert list(tmp_path.iterdir()) == []
-        if done == 2:
+        if done == steps:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        measure(command, source, tmp_path / "out", interrupt)
-    assert list(tmp_path.iterdir()) == []
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    measure(command, source, whole)
+    with contextlib.suppress(KeyboardInterrupt):
+        measure(command, source, out, interrupt)
+        assert steps > 3 and command == "calibrate"  # has as few steps
+        out.unlink()
+    measure(command, source, out)
+    assert out.read_bytes() == whole.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [out, whole]
 
 
-@pytest.mark.parametrize(
-    ("command", "what"), [("calibrate", "calibrating"), ("sensitivity", "measuring sensitivities")]
-)
+@pytest.mark.parametrize(("command", "what"), [("calibrate", "calibrating"), ("sensitivity", "calibrating")])
 def test_missing_transformers_is_named_with_what_needs_it(command, what, source, tmp_path, monkeypatch):
     def missing(name: str) -> None:
         raise ImportError(name)
