@@ -26,8 +26,8 @@ from pqweights.inference.runtimes.packages import package
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.planning.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.calibrate import WINDOW, calibrate
-from pqweights.quality.options import CalibrationOptions
+from pqweights.quality.calibrate import calibrate
+from pqweights.quality.options import SamplingOptions
 from pqweights.quality.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
@@ -44,7 +44,7 @@ LEAST_SQUARES = "+ least-squares norm"
 AWQ = "+ AWQ"
 TRELLIS = "trellis of the same size"
 POLAR = "polar"
-MOST_CALIBRATION_TOKENS = 16384
+CALIBRATION_TOKENS = 16384
 
 
 class Configuration(NamedTuple):
@@ -191,13 +191,10 @@ class Ablation:
         recipe = replace(self.recipe, codec=configuration.codec).with_bits(configuration.rate(bits))
         scales = self.work / "scales.safetensors" if configuration.scaled else None
         if scales is not None:
-            options = CalibrationOptions(
-                max_tokens=MOST_CALIBRATION_TOKENS,
-                window=min(WINDOW, self.windows.size),
-                threads=self.threads,
-                overwrite=True,
-            )
-            calibrate(self.source, scales, self.calibration or "", recipe=recipe, options=options)
+            text = self.work / "calibration.txt"
+            text.write_text(self.calibration or "", encoding="utf-8")
+            options = SamplingOptions(text=text, tokens=CALIBRATION_TOKENS, threads=self.threads, overwrite=True)
+            calibrate(self.source, scales, recipe=recipe, options=options)
         quantize(self.source, self._master, recipe, options=QuantizeOptions(awq=scales), run=self._run)
 
     def _integers(self, bits: float | None, original: Path | None) -> Iterator[Made]:

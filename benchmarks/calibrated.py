@@ -80,28 +80,25 @@ class Ours:
     """A row of this project.
 
     calibrated: whether it reads the calibration text.
-    quantize, export: arguments of the commands. MODEL, and FILE for what `calibrate` writes, are put in.
-    calibrate: arguments of `pqweights calibrate`, which is not run without them.
+    quantize, export: arguments of the commands. MODEL, and TEXT for the calibration text, are put in.
     """
 
     name: str
     quantize: tuple[str, ...] = ("--recipe", "q5")
     export: tuple[str, ...] = ()
-    calibrate: tuple[str, ...] | None = None
 
 
 FROM_ORIGINAL = ("--source", "MODEL")
 FOLDED = ("--fold", "equalize")
-GPTQ = ("--rounding", "gptq", "--calibration", "FILE")
-MOMENTS = ("--moments",)
+GPTQ = ("--rounding", "gptq", "--calibrate", "TEXT", "--calibration-tokens", str(WINDOWS * WINDOW))
 OUR_ROWS = (
     Ours(name="pqweights, min-max", export=(*FROM_ORIGINAL, "--qparams", "minmax")),
     Ours(name="pqweights", export=FROM_ORIGINAL),
     Ours(name="pqweights, from a 5-bit master"),
     Ours(name="pqweights, folded", export=(*FROM_ORIGINAL, *FOLDED)),
     Ours(name="pqweights, folded, from a 5-bit master", quantize=("--recipe", "q5", *FOLDED)),
-    Ours(name="pqweights GPTQ", export=(*FROM_ORIGINAL, *GPTQ), calibrate=MOMENTS),
-    Ours(name="pqweights GPTQ, folded", export=(*FROM_ORIGINAL, *FOLDED, *GPTQ), calibrate=MOMENTS),
+    Ours(name="pqweights GPTQ", export=(*FROM_ORIGINAL, *GPTQ)),
+    Ours(name="pqweights GPTQ, folded", export=(*FROM_ORIGINAL, *FOLDED, *GPTQ)),
 )
 
 
@@ -235,18 +232,14 @@ class Bench:
 
 def ours(bench: Bench, row: Ours, form: str) -> tuple[Path, Cost]:
     """Make an export with the command line. Raises Failed."""
-    master, out, found = (bench.work / name for name in ("master", "export", "found.safetensors"))
-    put_in = {"MODEL": str(bench.model), "FILE": str(found)}
+    master, out = (bench.work / name for name in ("master", "export"))
+    put_in = {"MODEL": str(bench.model), "TEXT": str(bench.calibration)}
 
     def command(name: str, source: Path, result: Path, *arguments: str) -> Cost:
         named = [put_in.get(argument, argument) for argument in arguments]
         return run([*PQWEIGHTS, name, str(source), str(result), *named, "--overwrite", "--quiet"], bench.work)
 
-    cost = Cost()
-    if row.calibrate is not None:
-        tokens = ("--max-tokens", str(WINDOWS * WINDOW), "--window", str(WINDOW))
-        cost += command("calibrate", bench.model, found, "--text", str(bench.calibration), *tokens, *row.calibrate)
-    cost += command("quantize", bench.model, master, *row.quantize)
+    cost = command("quantize", bench.model, master, *row.quantize)
     target = ("--target", form, "--group-size", str(bench.group_size(form)), *FORMATS[form].arguments)
     return out, cost + command("export", master, out, *target, *row.export)
 
@@ -387,7 +380,7 @@ def jobs(bench: Bench) -> Iterator[Job]:
             if peer.format == form:
                 yield Job(form, peer.name, PEERS, peer.calibrated, functools.partial(theirs, bench, peer))
         for row in OUR_ROWS:
-            yield Job(form, row.name, OURS, row.calibrate is not None, functools.partial(ours, bench, row, form))
+            yield Job(form, row.name, OURS, "--calibrate" in row.export, functools.partial(ours, bench, row, form))
 
 
 def open_bench(model: Path, options: Any, work: Path) -> Bench:

@@ -5,9 +5,9 @@ measured.
 
 Each model is measured beside the original by the protocol of `pqweights eval` on the first `--max-tokens` tokens of
 MODEL_DIR/eval.txt, in float32 on the CPU: the change of the log-perplexity, paired by window, and the KL divergence.
-Sensitivities are (a) the rule of thumb, (b) measured on random tokens, (c) measured on the text that follows the part
-that is evaluated on. The hand-made recipe is that of arXiv:2603.29078 v1: gate and up 3 bits, down 4, attention 5,
-o_proj and lm_head 6 (embeddings 5, experts as the MLP).
+Sensitivities are (a) the rule of thumb, (b) measured on text sampled from the model itself, (c) measured on the text
+that follows the part that is evaluated on. The hand-made recipe is that of arXiv:2603.29078 v1: gate and up 3 bits,
+down 4, attention 5, o_proj and lm_head 6 (embeddings 5, experts as the MLP).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from quality import remembering
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.planning.options import SELF
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
 from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import SensitivityOptions, TextOptions
+from pqweights.quality.options import SamplingOptions, TextOptions
 from pqweights.quality.protocol import Windows, compare, perplexity
 from pqweights.quality.sensitivity import measure_sensitivity
 from pqweights.rewrite.quantizing import plan_quantize, quantize
@@ -45,8 +46,8 @@ UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 # Below it the theorem does not hold.
 FEWEST_BITS = 3.0
-RULE, RANDOM, TEXT = "(a) rule of thumb", "(b) random tokens", "(c) text"
-KINDS = (RULE, RANDOM, TEXT)
+RULE, SAMPLED, TEXT = "(a) rule of thumb", "(b) sampled text", "(c) text"
+KINDS = (RULE, SAMPLED, TEXT)
 HAND_MADE = Recipe(
     name="hand-made",
     description="gate and up 3, down 4, attention 5, o_proj and lm_head 6",
@@ -62,10 +63,12 @@ HAND_MADE = Recipe(
 
 
 def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitivity:
-    """Sensitivities measured on the first tokens of a text, or on random tokens without one."""
+    """Sensitivities measured on the first tokens of a text, or on what is sampled from the model without one."""
     with tempfile.TemporaryDirectory() as folder:
-        options = SensitivityOptions(tokens=tokens)
-        return measure_sensitivity(model, load_recipe("q5"), options, text=text, out=Path(folder, "s.json"))
+        file = Path(folder, "text.txt")
+        file.write_text(text or "", encoding="utf-8")
+        options = SamplingOptions(text=SELF if text is None else file, tokens=tokens)
+        return measure_sensitivity(model, load_recipe("q5"), options, out=Path(folder, "s.json"))
 
 
 class Groups(NamedTuple):
@@ -111,7 +114,7 @@ class Bench:
         self.files: dict[str, str] = {RULE: HEURISTIC}
         self.found: dict[str, Sensitivity | None] = {RULE: None}
         self.seconds: dict[str, float] = {}
-        for kind, given in ((RANDOM, None), (TEXT, rest)):
+        for kind, given in ((SAMPLED, None), (TEXT, rest)):
             start = time.monotonic()
             found = measured_sensitivity(model, given, sensitivity_tokens)
             self.seconds[kind] = time.monotonic() - start
@@ -202,7 +205,7 @@ def shortfall(models: list[dict[str, Any]]) -> str:
     for model in models:
         for row in model["rows"]:
             if row["what"] == RULE and row["bits_per_weight"] > FEWEST_BITS - 0.01:
-                other = next(r for r in model["rows"] if r["what"] == RANDOM and r["target"] == row["target"])
+                other = next(r for r in model["rows"] if r["what"] == SAMPLED and r["target"] == row["target"])
                 ratios[model["name"], row["bits_per_weight"]] = row["kl"] / other["kl"]
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
     (name, bits), worst = max(ratios.items(), key=lambda item: item[1])
@@ -331,7 +334,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the benchmarks of fits are told."""
     parser.add_argument("models", type=Path, nargs="+", help="folders, each with eval.txt")
     parser.add_argument("--max-tokens", type=int, default=20000, help="how many tokens of the text to evaluate on")
-    parser.add_argument("--tokens", type=int, default=2048, help="how many tokens to measure sensitivities on")
+    parser.add_argument("--tokens", type=int, default=DEFAULT_SAMPLE_TOKENS, help="tokens to measure sensitivities on")
     parser.add_argument("--folder", type=Path, help="where masters are made; by default a temporary folder")
 
 

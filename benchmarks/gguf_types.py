@@ -43,10 +43,11 @@ from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.planning.statistics_file import MOMENTS, open_statistics
-from pqweights.quality.calibrate import calibrate
-from pqweights.quality.options import CalibrationOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.quality.protocol import Windows, compare
+from pqweights.quality.sampled_inputs import inputs_of
+from pqweights.rewrite.task import usable_cores
+from pqweights.storage import open_store
 
 BLOCKS, MODELS = "blocks", "models"
 TYPES = (
@@ -59,8 +60,8 @@ THEIRS, THEIRS_WITH_DATA = "llama.cpp", "llama.cpp, imatrix"
 OURS: dict[str, tuple[str, ...]] = {
     "ours": ("source",),
     "ours, folded": ("source", "fold"),
-    "ours, imatrix": ("source", "calibration"),
-    "ours, imatrix, folded": ("source", "calibration", "fold"),
+    "ours, imatrix": ("source", "calibrate"),
+    "ours, imatrix, folded": ("source", "calibrate", "fold"),
     "ours, from the master": (),
 }
 # The vectors of calibration, of the text behind the tokens that are scored.
@@ -180,7 +181,7 @@ class Bench:
         given: dict[str, Any] = {
             "source": self.model,
             "fold": "equalize",
-            "calibration": self.work / "moments.safetensors",
+            "calibrate": self.work / "calibration.txt",
         }
         start = time.perf_counter()
         folder = self.work / out
@@ -190,13 +191,13 @@ class Bench:
 
 
 def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
-    """Make the master, the moments and the BF16 file of a model."""
+    """Make the master, the text to calibrate on and the BF16 file of a model."""
     text = read_text(model / "eval.txt")
     tokenizer = load_tokenizer(model)
     ids = tokenize(model, text)
     pqweights.quantize(model, work / "master", "q6")
     rest = str(tokenizer.decode(ids[tokens : tokens + CALIBRATION_TOKENS].tolist()))
-    calibrate(model, work / "moments.safetensors", rest, moments=True, options=CalibrationOptions(window=window))
+    (work / "calibration.txt").write_text(rest, encoding="utf-8")
     bench = Bench(
         model=model,
         base=quality.remembering(open_model(model)),
@@ -255,14 +256,16 @@ def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[st
 
 def importances(bench: Bench) -> list[tuple[str, np.ndarray]]:
     """The mean squares of the inputs of matrices, by name in a GGUF file: llama.cpp's importance matrix."""
-    moments = open_statistics(bench.work / "moments.safetensors", MOMENTS)
-    held = []
-    for tensor in gguf_model(open_local(bench.model), name=None).tensors:
-        sources = tensor.sources if isinstance(tensor, View) else ()
-        known = moments.weights.get(sources[0].name) if sources and tensor.name != "token_embd.weight" else None
-        vectors = [] if known is None else [vector for vector in known.vectors if vector is not None]
-        if vectors:
-            held.append((tensor.name, np.concatenate([moments.mean_squares(vector) for vector in vectors])))
+    held, options = [], ExportOptions(calibrate=bench.work / "calibration.txt")
+    checkpoint, out = open_local(bench.model), open_store(bench.work / "importances")
+    with inputs_of(bench.model, checkpoint, out, options, usable_cores()) as inputs:
+        inputs.prepare(lambda *_: None)
+        for tensor in gguf_model(checkpoint, name=None).tensors:
+            sources = tensor.sources if isinstance(tensor, View) else ()
+            known = inputs.weights.get(sources[0].name) if sources and tensor.name != "token_embd.weight" else None
+            vectors = [] if known is None else [vector for vector in known.vectors if vector is not None]
+            if vectors:
+                held.append((tensor.name, np.concatenate([inputs.mean_squares(vector) for vector in vectors])))
     return held
 
 

@@ -27,7 +27,7 @@ from unittest import mock
 
 import numpy as np
 import peers
-from ablation import MOST_CALIBRATION_TOKENS, Ablation
+from ablation import CALIBRATION_TOKENS, Ablation
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 from safetensors.numpy import save_file
 
@@ -43,10 +43,13 @@ from pqweights.planning import fit
 from pqweights.planning.options import SELF, QuantizeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
-from pqweights.quality.calibrate import WINDOW, calibrate, fewest_tokens
+from pqweights.quality.calibrate import calibrate
+from pqweights.quality.collecting import HELD_BACK_OF
 from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import CalibrationOptions, TextOptions
+from pqweights.quality.options import SamplingOptions, TextOptions
 from pqweights.quality.protocol import Scores, Windows, compare
+from pqweights.quality.sample import WINDOW
+from pqweights.quality.scale_search import FEWEST_WINDOWS
 from pqweights.rewrite.quantizing import Quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
@@ -181,19 +184,10 @@ def measures(scores: Scores) -> dict[str, Any]:
 
 def searched_scales(bench: Bench, recipe: Recipe) -> Path:
     """Activation-aware scales for the recipe."""
-    path = bench.work / "scales.safetensors"
-    calibrate(
-        bench.model,
-        path,
-        bench.calibration,
-        recipe=recipe,
-        options=CalibrationOptions(
-            max_tokens=MOST_CALIBRATION_TOKENS,
-            window=min(WINDOW, bench.windows.size),
-            threads=usable_cores(),
-            overwrite=True,
-        ),
-    )
+    path, text = bench.work / "scales.safetensors", bench.work / "calibration.txt"
+    text.write_text(bench.calibration, encoding="utf-8")
+    options = SamplingOptions(text=text, tokens=CALIBRATION_TOKENS, threads=usable_cores(), overwrite=True)
+    calibrate(bench.model, path, recipe=recipe, options=options)
     return path
 
 
@@ -317,7 +311,7 @@ def write_peer(checkpoint: Checkpoint, quantizer: peers.Quantizer, folder: Path)
 
 def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of benchmarks/ablation.py; without AWQ if too few tokens are left to calibrate on."""
-    needed = fewest_tokens(min(WINDOW, bench.windows.size))
+    needed = HELD_BACK_OF * FEWEST_WINDOWS * WINDOW
     scaled = len(bench.rest) >= needed
     if not scaled:
         bench.absent["AWQ"] = f"needs {needed} tokens after those of --max-tokens, found {len(bench.rest)}"
@@ -364,7 +358,7 @@ def open_bench(model: Path, options: Any, work: Path) -> Bench:
         base=open_model(model),
         text=text,
         ids=ids[: options.max_tokens],
-        rest=ids[options.max_tokens :][:MOST_CALIBRATION_TOKENS],
+        rest=ids[options.max_tokens :][:CALIBRATION_TOKENS],
         windows=choose_windows([read_folder(model)], TextOptions(window=options.window, stride=options.stride)),
         widths=tuple(options.bits),
         work=work,

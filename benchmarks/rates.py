@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fit import RANDOM, Bench, run
+from fit import SAMPLED, Bench, run
 from harness import Cell, Document, table
 
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
@@ -41,7 +41,7 @@ def measured_model(folder: Path, options: Any) -> dict[str, Any]:
         bench = Bench(folder, Path(work), max_tokens=options.max_tokens, sensitivity_tokens=options.tokens)
         rows = []
         for target in TARGETS:
-            for what, recipe in recipes(target, bench.files[RANDOM]).items():
+            for what, recipe in recipes(target, bench.files[SAMPLED]).items():
                 rows.append({**bench.row(what, recipe), "target": target})
                 print(f"{folder.name}: {target} {what}: KL {rows[-1]['kl']:.5f}", file=sys.stderr, flush=True)
     return {"name": folder.resolve().name, "perplexity": bench.perplexity, "rows": rows}

@@ -201,7 +201,7 @@ def draw_quality(document: Document, panels: Panels) -> None:
 
 def draw_fit(document: Document, panels: Panels) -> None:
     """Measured KL over predicted rise: a panel for each kind of sensitivities, a colour for each model."""
-    for panel, kind in zip(panels, (fit.RULE, fit.RANDOM, fit.TEXT), strict=True):
+    for panel, kind in zip(panels, (fit.RULE, fit.SAMPLED, fit.TEXT), strict=True):
         for place, model in enumerate(document["models"]):
             rows = [row for row in model["rows"] if row["bits_per_weight"] >= fit.FEWEST_BITS]
             predicted, measured = [row["predicted"][kind] for row in rows], [row["kl"] for row in rows]

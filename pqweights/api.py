@@ -85,6 +85,8 @@ def export(asked: ExportArguments) -> RewriteReport:
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
     get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
+    if asked.ray is not None and asked.calibrate is not None:
+        raise OptionError("`ray`: a calibration runs on one machine; leave out `ray` or `calibrate`")
     store = open_store(located(asked.out))
     with _run(asked) as run:
         result = find_result(located(asked.master), asked.access, ours=True, progress=run.progress)
@@ -109,8 +111,6 @@ def _inputs(
         return
     from pqweights.quality.sampled_inputs import inputs_of
 
-    if asked.ray is not None:
-        raise OptionError("`ray`: a calibration runs on one machine; leave out `ray` or `calibrate`")
     where = master.folder if master.original is None else master.original
     if not isinstance(where, Path):
         raise OptionError(f"`calibrate`: expected a model on this machine, found {where}; copy it here first")

@@ -107,7 +107,7 @@ BERT: dict[str, Any] = {
     "max_position_embeddings": 16,
 }
 UNKNOWN = {"model_type": "no_such_model", "max_position_embeddings": 16, "vocab_size": 16}
-LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(300))
+LONG_TEXT = " ".join(f"w{number * 7 % 16}" for number in range(2100))
 
 
 def of_broken_models(prefix: str, command: str) -> list[Case]:
@@ -117,16 +117,18 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
         return evaluating(f"{prefix}-{name}", *fragments, command=command, **({"text": LONG_TEXT} | changed))
 
     no_tokenizer = ("model/tokenizer.json", "model/tokenizer_config.json")
-    encoder = ("not a causal language model",) if prefix == "eval" else ("lacks",)
+    encoder = "not a causal language model"
+    lacks = ("lacks 1 weight",) if prefix == "eval" else ("no tensor for",)
+    not_finite = "logits are NaN" if prefix == "eval" else "not finite"
     small, nan = stored(language_model(8)), stored(language_model(value=float("nan")))
     return [
         broken("config-damaged", "config.json", "JSON", config=b"{"),
         broken("model-unknown", "transformers cannot", "no_such_model", config=UNKNOWN),
-        broken("model-an-encoder", "BertModel", *encoder, config=BERT),
+        broken("model-an-encoder", "BertModel", encoder, config=BERT),
         broken("tokenizer-missing", "model", "--tokenizer", without=no_tokenizer),
         broken("tokens-unknown-to-the-model", "token 15", "has only 8", config=language_model_config(8), weights=small),
-        broken("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),
-        *([] if prefix == "calibrate" else [broken("logits-nan", "logits are NaN", weights=nan)]),
+        broken("weight-missing", *lacks, "lm_head.weight", weights=without_tensor("lm_head.weight")),
+        broken("logits-nan", not_finite, weights=nan),
     ]
 
 
