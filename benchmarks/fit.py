@@ -30,7 +30,7 @@ from quality import remembering
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.planning.options import SELF
+from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
@@ -46,7 +46,7 @@ UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 # Below it the theorem does not hold.
 FEWEST_BITS = 3.0
-RULE, SAMPLED, TEXT = "(a) rule of thumb", "(b) sampled text", "(c) text"
+RULE, SAMPLED, TEXT = "(a) rule of thumb", "(b) without a text", "(c) text"
 KINDS = (RULE, SAMPLED, TEXT)
 HAND_MADE = Recipe(
     name="hand-made",

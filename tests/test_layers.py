@@ -66,8 +66,9 @@ OPTIONAL = {
         inference.kv.klt inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated inference.kv.states
         inference.loading.conversion inference.loading.packed inference.loading.packed_products
         inference.loading.packed_rows kernels.attention kernels.gpu_products kernels.reference
-        kernels.transform_codes quality.activations quality.calibrated quality.calibrated_master
-        quality.collecting quality.layer_statistics quality.layered quality.sample
+        kernels.transform_codes quality.calibrated quality.calibrated_master
+        quality.collecting quality.layer_passes quality.layer_statistics quality.layered quality.sample
+        quality.sensitivity quality.work_folder
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
@@ -76,7 +77,7 @@ OPTIONAL = {
     "matplotlib": "",
     "transformers": """
         inference.kv.cache inference.kv.on_codes inference.kv.schemes inference.loading.conversion
-        inference.loading.packed inference.loading.quantizer inference.loading.transformers quality.activations
+        inference.loading.packed inference.loading.quantizer inference.loading.transformers
         quality.layered
     """,
 }

@@ -47,16 +47,18 @@ def worked_on_in(folder: Path, out: object, key: str, threads: int) -> Iterator[
             if not stated.exists() or stated.read_text() != key:
                 _clear(folder)
                 stated.write_text(key)
+        is_over = False
         try:
             torch.set_num_threads(threads)
             yield folder
-        except BaseException as error:
-            if isinstance(error, REPEATED) or {path.name for path in folder.iterdir()} <= _NOT_WORK:
-                shutil.rmtree(folder, ignore_errors=True)
+            is_over = True
+        except REPEATED:
+            is_over = True
             raise
         finally:
             torch.set_num_threads(before)
-        shutil.rmtree(folder, ignore_errors=True)
+            if is_over or {path.name for path in folder.iterdir()} <= _NOT_WORK:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clear(folder: Path) -> None:
