@@ -20,19 +20,19 @@ import numpy.typing as npt
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import check_free
 from pqweights.common.threads import slow_step
-from pqweights.errors import EvaluationError, RecipeError
+from pqweights.errors import RecipeError
 from pqweights.planning.inputs import Progress
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.scales_file import open_scales, write_scales
-from pqweights.quality.collecting import HELD_BACK_OF, VectorInputs
+from pqweights.quality.collecting import HELD_BACK_OF, VectorInputs, check_windows
 from pqweights.quality.layer_passes import LayerPasses
 from pqweights.quality.layer_statistics import LayerStatistics, weight_inputs
 from pqweights.quality.layered import OUTSIDE, LayeredModel, ModelMatrix
 from pqweights.quality.options import SamplingOptions
 from pqweights.quality.preparation import plan_original
 from pqweights.quality.sample import SampleOf
-from pqweights.quality.scale_search import FEWEST_WINDOWS, Inputs, LayerReport, search_layer
+from pqweights.quality.scale_search import Inputs, LayerReport, search_layer
 from pqweights.quality.work_folder import worked_on_in
 from pqweights.rewrite.task import usable_cores
 
@@ -96,12 +96,8 @@ def calibrate(
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
         ids = sample.ids(work, threads)
+        check_windows(ids)
         windows, window = ids.shape
-        if windows < FEWEST_WINDOWS * HELD_BACK_OF:
-            raise EvaluationError(
-                f"the sample: expected at least {FEWEST_WINDOWS * HELD_BACK_OF * window} tokens, found {ids.numel()}; "
-                "raise `tokens`, or give a longer text"
-            )
         passes = LayerPasses(model=model, ids=ids, work=work, batch_tokens=window)
         layers = _searched(passes, checkpoint, planned, threads, progress)
         checkpoint.check_unchanged()

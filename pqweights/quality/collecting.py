@@ -6,13 +6,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pqweights.errors import EvaluationError
 from pqweights.planning.inputs import InputVector
+from pqweights.quality.scale_search import FEWEST_WINDOWS
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 # One window in this many is held back, to check what was learned from the others.
 HELD_BACK_OF = 4
+
+
+def check_windows(ids: torch.Tensor) -> None:
+    """Raise EvaluationError if windows [windows, tokens] are too few to check on those that are held back."""
+    windows, window = ids.shape
+    fewest = HELD_BACK_OF * FEWEST_WINDOWS
+    if windows < fewest:
+        raise EvaluationError(
+            f"the sample: expected at least {fewest * window} tokens, {fewest} windows of {window}, found "
+            f"{ids.numel()}; take more tokens, or give a longer text"
+        )
 
 
 class RowSample:

@@ -20,6 +20,7 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.folders import read_folder
+from pqweights.inference.runtimes.models import check_loaded
 from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
 from pqweights.planning.options import SELF, QuantizeOptions
@@ -105,7 +106,9 @@ class SampleOf:
                 run = RunOptions(threads=threads)
                 quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=pickled, run=run)
             with Refused(f"{self.source}: transformers cannot run this model"), quiet():
-                model = load(folder, **options).model.eval()
+                loaded = load(folder, **options)
+            model = loaded.model.eval()
+            check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
             ids = draw(model, windows=shape[0], tokens=shape[1], first=first_token(model), seed=SEED)
         shutil.rmtree(work / "draft", ignore_errors=True)
         return ids

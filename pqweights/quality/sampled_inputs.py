@@ -26,7 +26,7 @@ from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.inputs import InputVector, Progress, WeightInputs
 from pqweights.planning.options import SampleOptions
-from pqweights.quality.collecting import VectorInputs
+from pqweights.quality.collecting import VectorInputs, check_windows
 from pqweights.quality.layer_passes import LayerPasses
 from pqweights.quality.layer_statistics import LayerStatistics, weight_inputs
 from pqweights.quality.layered import OUTSIDE, LayeredModel, ModelMatrix
@@ -84,6 +84,7 @@ class SampledInputs:
     @cached_property
     def _passes(self) -> LayerPasses:
         ids = self.sample.ids(self.work, self.threads)
+        check_windows(ids)
         check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
         model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
         return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1])

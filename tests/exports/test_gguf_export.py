@@ -222,8 +222,8 @@ def test_another_format_leaves_no_file_of_the_one_before(master, tmp_path):
 
 def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("some words that are not all the same, again and again. " * 120)
-    weighed = ("--calibrate", text, "--calibration-tokens", "2048")
+    text.write_text("some words that are not all the same, again and again. " * 400)
+    weighed = ("--calibrate", text, "--calibration-tokens", "4096")
     found = answer("export", master, tmp_path / "out", "-t", "gguf", "--type", "q4_k_s", *weighed, "--json")
     plainly = answer("export", master, tmp_path / "plain", "-t", "gguf", "--type", "q4_k_s", "--json")
     by_name = {tensor["name"]: tensor for tensor in found["tensors"]}

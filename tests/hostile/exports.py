@@ -158,7 +158,6 @@ CASES = [
             VLLM + " --calibrate self --ray local": ("--ray", "--calibrate"),
             VLLM + " --calibrate self --calibration-tokens 100": ("--calibration-tokens", "2048"),
             VLLM + " --calibrate src --source src": ("src", "*.txt in the folder"),
-            VLLM + " --calibrate self --source src": ("src", "transformers"),
         },
     ),
     exporting(

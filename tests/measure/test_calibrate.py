@@ -150,5 +150,5 @@ def test_recipe_with_a_target_is_refused(source, asked, tmp_path):
 
 def test_few_windows_are_refused(tmp_path, tmp_path_factory, asked):
     message = refused("calibrate", families.model(tmp_path_factory.getbasetemp(), "llama"), tmp_path / "s", *asked)
-    assert "the sample: expected at least 4096 tokens, found 2048; raise --tokens, or give a longer text" in message
+    assert "the sample: expected at least 4096 tokens, 16 windows of 256, found 2048; take more tokens" in message
     assert list(tmp_path.iterdir()) == []
