@@ -434,6 +434,16 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
             lambda g, s, r: _as_columns(_packed_along_rows(_zeros(g, s, r), r.bits)).reshape(-1),
         ),
     ),
+    # The stacks of experts of gpt-oss: 16 bytes for each group.
+    "mxfp4-blocks": (
+        StoredPart(
+            "{weight}_blocks",
+            "U8",
+            lambda s, r: (*s[:-1], s[-1] // r.group_size, r.group_size // 2),
+            lambda g, s, r: pack_bits(g.codes, r.bits),
+        ),
+        _byte_scales("{weight}_scales"),
+    ),
     # A weight q is stored as itself.
     "int-quantized": (_bytes("{weight}", "I8", flipped=128), _numbers("{weight}_scale")),
     "float-quantized": (_bytes("{weight}", "F8_E4M3"), _numbers("{weight}_scale")),

@@ -36,6 +36,7 @@ from pqweights.exports.assignment import (
     distortion,
 )
 from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
+from pqweights.exports.experts import is_stack
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
@@ -139,6 +140,7 @@ class LinearRules:
     assignment: what the user asks for
     experts: why single experts stay plain; None if they need not
     one_size: whether all layers outside of experts must have the same group size
+    stacks: whether it takes the stacks of all experts of a layer, and nothing else
     """
 
     target: str
@@ -147,6 +149,7 @@ class LinearRules:
     assignment: Assignment = NOTHING
     experts: str | None = None
     one_size: bool = False
+    stacks: bool = False
 
 
 def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
@@ -162,7 +165,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
     model = text_model(checkpoint.config)
-    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules.experts, tokens)) is not None}
+    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules, tokens)) is not None}
     linear = [tensor for tensor in encoded if tensor.name not in plain]
     sizes = _Sizes(rules.formats, linear, model, one_size=rules.one_size)
     chosen: dict[str, Chosen] = {}
@@ -339,17 +342,19 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
-def _not_linear(tensor: LogicalTensor, model: ModelDescription, experts: str | None, tokens: set[int]) -> str | None:
+def _not_linear(tensor: LogicalTensor, model: ModelDescription, rules: LinearRules, tokens: set[int]) -> str | None:
     """Return why a weight is no linear layer that the format stores; None if it is one. tokens: vocabulary sizes"""
     role = role_of(tensor, model)
+    if rules.stacks:
+        return None if is_stack(tensor) else "the format stores stacks of experts alone"
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):
         return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
         return f"fused weights {list(tensor.shape)}: the format stores single linear layers"
-    if role == "expert" and experts is not None:
-        return experts
+    if role == "expert" and rules.experts is not None:
+        return rules.experts
     if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):
         return f"{role}: not known to be a linear layer"
     is_numbered = any(component.isdigit() for component in tensor.name.split("."))

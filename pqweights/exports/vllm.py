@@ -17,7 +17,7 @@ from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.dialects import configuration, small_files
-from pqweights.exports.experts import with_single_experts
+from pqweights.exports.experts import with_single_experts, with_upright_stacks
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
@@ -84,7 +84,8 @@ class VllmFormat:
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
-        checkpoint = with_single_experts(checkpoint)
+        stacks = self.scheme.dialect is Dialect.GPT_OSS
+        checkpoint = with_upright_stacks(checkpoint) if stacks else with_single_experts(checkpoint)
         rules = LinearRules(
             target=NAME,
             formats=self.formats,
@@ -92,8 +93,11 @@ class VllmFormat:
             assignment=self.assignment,
             # transformers decodes all layers in one group size, if it decodes them as it loads them
             one_size=self.scheme.has_one_size or uses_weights_early(checkpoint.config),
+            stacks=stacks,
         )
         linear = linear_weights(checkpoint, rules)
+        if stacks:
+            _check_stacks(checkpoint, linear)
         quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
         outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
         files = small_files(quantization, self.scheme.dialect)
@@ -119,6 +123,15 @@ def _ladder(name: str) -> tuple[str, ...]:
     activations = SCHEMES[name].activations
     others = (n for n in LADDER if n in _that_mix_with(name) and SCHEMES[n].activations == activations)
     return tuple(dict.fromkeys([name, *others]))
+
+
+def _check_stacks(checkpoint: Checkpoint, linear: LinearWeights) -> None:
+    """Raise ExportError if a stack stays plain: vLLM and transformers take the experts of every layer for packed ones."""
+    stacks = (t.name for t in checkpoint.tensors if len(t.shape) == 3 and role_of(t, linear.model) == "expert")
+    for name in stacks:
+        if name not in linear.chosen:
+            reason = linear.plain.get(name, "the master keeps it")
+            raise ExportError(f"tensor {name!r}: mxfp4-gpt-oss holds all experts or none, and it stays plain: {reason}")
 
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
