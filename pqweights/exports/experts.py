@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.conventions import STACKED_EXPERTS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
@@ -24,12 +24,12 @@ OF_STACKS = "gpt_oss"
 def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with a weight for each expert in the place of the stacks that the master encodes.
 
-    Stacks of models of which transformers does not take single experts stay as they are.
+    Stacks of models of which neither transformers nor vLLM takes single experts stay as they are.
     """
     traits = text_model(checkpoint.config).traits
-    if Trait.TAKES_SINGLE_EXPERTS not in traits:
+    if not traits & {Trait.TAKES_SINGLE_EXPERTS, Trait.VLLM_TAKES_SINGLE_EXPERTS}:
         return checkpoint
-    turned, cache = Trait.TURNED_EXPERTS in traits, MatrixCache()
+    turned, cache = _is_turned(checkpoint, traits), MatrixCache()
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)
@@ -38,6 +38,14 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
         else:
             tensors += _singles(tensor, match["layer"], match["matrix"], turned=turned, cache=cache)
     return replace(checkpoint, tensors=tuple(tensors))
+
+
+def _is_turned(checkpoint: Checkpoint, traits: frozenset[Trait]) -> bool:
+    """Whether stacks are [experts, in, out]."""
+    if Trait.EXPERTS_EITHER_WAY not in traits:
+        return Trait.TURNED_EXPERTS in traits
+    width = text_config(checkpoint.config).get("hidden_size")
+    return any(t.shape[-1] == width for t in checkpoint.tensors if is_stack(t) and "down_proj" in t.name)
 
 
 def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:

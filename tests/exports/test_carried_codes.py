@@ -33,7 +33,8 @@ SAID = "hold the very numbers of the original (but for the signs of zeros), whic
 
 
 def source_of(base: Path, name: str, **options: object) -> Path:
-    return families.exported(base, "llama", "vllm", format=name, **options)
+    family = "gpt_oss" if name == "mxfp4-gpt-oss" else "llama"
+    return families.exported(base, family, "vllm", format=name, **options)
 
 
 def master_of(tmp_path: Path, source: Path) -> Path:
