@@ -203,6 +203,11 @@ class Rounding:
         parts = LAYOUTS[self.layout]
         return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, self.rule)) for part in parts)
 
+    def column_bytes(self, shape: Shape) -> int:
+        """Return how many bytes of a weight [..., K] come by columns, and wait in files for all of them."""
+        parts = (part for part in LAYOUTS[self.layout] if part.by_columns)
+        return sum(byte_count(part.dtype, part.shape(shape, self.rule)) for part in parts)
+
     def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[StoredPiece]:
         """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
         result = []

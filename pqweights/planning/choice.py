@@ -37,7 +37,11 @@ def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions =
         recipe = recipe.with_effort(options.effort)
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
-    recipe = recipe.with_target(target, None if options.sensitivity is None else str(options.sensitivity))
+    sensitivity = None if options.sensitivity is None else str(options.sensitivity)
+    if target is None and getattr(options, "memory", None) is not None:  # by it exports are rated, without a target
+        recipe = replace(recipe, sensitivity=sensitivity or recipe.sensitivity)
+    else:
+        recipe = recipe.with_target(target, sensitivity)
     return replace(recipe, overrides=(*_overrides(recipe.codec, options), *recipe.overrides))
 
 

@@ -330,6 +330,7 @@ def result_need(task: RewriteTask, run: Run, *, fetched_bytes: int | None = None
     fetched_bytes: see fetched_bytes_of, by default of one process
     """
     fetched = fetched_bytes_of(task) if fetched_bytes is None else fetched_bytes
+    fetched += task.transform.inputs.disk_bytes
     present = _bytes_in(run.fetched)
     if run.store.is_elsewhere:
         needed = room_for_shards(task.plan) + fetched
