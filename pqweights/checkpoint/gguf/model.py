@@ -17,15 +17,8 @@ import numpy as np
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.settings import (
-    Settings,
-    add_rope,
-    ignored_window,
-    layer_kinds,
-    read_settings,
-    rope_parameters,
-    windowed_layers,
-)
+from pqweights.checkpoint.gguf.rope import add_rope, rope_parameters
+from pqweights.checkpoint.gguf.settings import Settings, ignored_window, layer_kinds, read_settings, windowed_layers
 from pqweights.checkpoint.gguf.tensors import gguf_tensors
 from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
