@@ -41,6 +41,9 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
         keys |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
         values |= {keys[key]: value for key, value in linear.items() if key in keys}
     _restate_full_layers(values)
+    named = (config.get("architectures") or [""])[0]
+    values["ranks"] = isinstance(named, str) and named.endswith("ForSequenceClassification")
+    values["encodes"] = isinstance(named, str) and named.endswith("EncoderModel")
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_experts, llama_cpp_hybrids
+from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_encoders, llama_cpp_experts, llama_cpp_hybrids
 from pqweights.checkpoint.models.description import STACKED, TURNED, UNKNOWN, UNPREFIXED, MlxDifferences
 from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
@@ -68,6 +68,11 @@ _ROWS: dict[str, Row] = {
     "arcee": Row(
         llama_cpp=llama_cpp.ARCEE, defaults=_sizes(2560, 18432, 32, 32, 4096) | _OWN_HEAD | {
             "rms_norm_eps": 1e-05, "hidden_act": "relu2",
+        },
+    ),
+    "bert": Row(
+        llama_cpp=llama_cpp_encoders.BERT, defaults=_sizes(768, 3072, 12, 12, 512) | _TIED | {
+            "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": False,
         },
     ),
     "cohere": Row(llama_cpp=llama_cpp.COHERE, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
