@@ -5,7 +5,7 @@ Differences are the largest of all values, in units of their standard deviation.
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,11 @@ pytest.importorskip("transformers")
 
 import encoder_cases
 import llama_embeddings
-from encoder_cases import CASES
+import torch
+from encoder_cases import ANSWERING, CASES, SCORING, Case
 from external_runtimes import need
 from gguf_files import write_gguf
-from helpers import Array, run_command
+from helpers import Array
 
 need("llama.cpp")
 
@@ -28,11 +29,35 @@ def difference(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / expected.std())
 
 
+def bound(case: Case) -> float:
+    return 2e-5 if case.exact else 1e-3
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_llama_cpp_computes_the_vectors_of_transformers(name: str, tmp_path: Path) -> None:
     case, ids = CASES[name], encoder_cases.token_ids(80)
     expected = encoder_cases.vectors(encoder_cases.saved(case, tmp_path), ids)
-    assert difference(llama_embeddings.token_vectors(write_gguf(tmp_path), ids), expected) < case.bound
+    assert difference(llama_embeddings.token_vectors(write_gguf(tmp_path), ids), expected) < bound(case)
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_llama_cpp_computes_the_scores_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of rerankers and classifiers."""
+    case, ids = SCORING[name], encoder_cases.token_ids(40)
+    model = encoder_cases.saved(case, tmp_path)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    found = llama_embeddings.pooled(write_gguf(tmp_path), ids, scores=len(expected))
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_llama_cpp_computes_the_logits_of_encoders_with_decoders(name: str, tmp_path: Path) -> None:
+    case, ids, answer = ANSWERING[name], encoder_cases.token_ids(60), [0, *encoder_cases.token_ids(30)]
+    model = encoder_cases.saved(case, tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0].numpy()
+    assert difference(llama_embeddings.decoded(write_gguf(tmp_path), ids, answer), expected) < bound(case)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +65,11 @@ def test_llama_cpp_computes_the_vectors_of_transformers(name: str, tmp_path: Pat
     [("pooling_mode_cls_token", lambda vectors: vectors[0]), ("pooling_mode_mean_tokens", lambda v: v.mean(axis=0)),
      ("pooling_mode_lasttoken", lambda vectors: vectors[-1])],
 )  # fmt: skip
-def test_vectors_are_pooled_as_sentence_transformers_pools_them(mode: str, expected, tmp_path: Path) -> None:
+def test_vectors_are_pooled_as_sentence_transformers_pools_them(
+    mode: str, expected: Callable[[Array], Array], tmp_path: Path
+) -> None:
     ids = encoder_cases.token_ids(40)
     vectors = encoder_cases.vectors(encoder_cases.saved(CASES["bert"], tmp_path), ids)
     encoder_cases.pooling(tmp_path, mode)
     found = llama_embeddings.pooled(write_gguf(tmp_path), ids)
-    assert difference(found, expected(vectors)) < CASES["bert"].bound
+    assert difference(found, expected(vectors)) < bound(CASES["bert"])

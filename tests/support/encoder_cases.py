@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 import transformers
+from gguf_cases import with_gelu_table
 
 VOCABULARY = 128
 SETTINGS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.1,
 }  # fmt: skip
+SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+T5_SIZES = {
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +34,58 @@ class Case:
     head: the end of the name of its class
     settings: beside those of all
     sizes: the keys of its configuration for those of SETTINGS that have other names
+    exact: whether it has no gelu, of which ggml looks up values of half precision
     """
 
     name: str
     head: str = "Model"
     settings: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
-    bound: float = 2e-3  # ggml has gelu by tanh, in a table of half-precision numbers
+    exact: bool = False
 
 
-CASES = {
+CASES: dict[str, Case] = {
     "bert": Case(name="Bert"),
     "bert for masks": Case(name="Bert", head="ForMaskedLM"),
-}
+    "distilbert": Case(
+        name="DistilBert",
+        sizes={"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads"},
+    ),
+    "roberta": Case(name="Roberta"),
+    "xlm-roberta": Case(name="XLMRoberta"),
+    "jina v3": Case(name="JinaEmbeddingsV3"),
+    "nomic": Case(name="NomicBert", exact=True),
+    "modernbert": Case(
+        name="ModernBert", settings=SPECIAL_IDS | {"num_hidden_layers": 4, "local_attention": 16}
+    ),
+    "eurobert": Case(name="EuroBert", settings=SPECIAL_IDS, exact=True),
+    "gemma embedding": Case(
+        name="Gemma3Text", settings=SPECIAL_IDS | {"use_bidirectional_attention": True, "head_dim": 32,
+        "num_key_value_heads": 2, "query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 7},
+    ),
+    "t5 encoder": Case(name="T5", head="EncoderModel", sizes=T5_SIZES, settings={"d_kv": 24}, exact=True),
+    "t5 encoder gated": Case(
+        name="T5", head="EncoderModel", sizes=T5_SIZES, settings={"d_kv": 24, "feed_forward_proj": "gated-gelu"}
+    ),
+}  # fmt: skip
+
+SCORING = {
+    "bert": Case(name="Bert", head="ForSequenceClassification", settings={"num_labels": 1}),
+    "bert of three": Case(name="Bert", head="ForSequenceClassification", settings={"num_labels": 3}),
+    "xlm-roberta": Case(name="XLMRoberta", head="ForSequenceClassification", settings={"num_labels": 1}),
+    "modernbert": Case(
+        name="ModernBert", head="ForSequenceClassification",
+        settings=SPECIAL_IDS | {"num_labels": 1, "classifier_pooling": "mean"},
+    ),
+}  # fmt: skip
+ANSWERING = {
+    "t5": Case(name="T5", head="ForConditionalGeneration", sizes=T5_SIZES, settings={"d_kv": 24}, exact=True),
+    "t5 untied": Case(
+        name="T5", head="ForConditionalGeneration", sizes=T5_SIZES,
+        settings={"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}  # fmt: skip
 
 
 def build(case: Case) -> Any:
@@ -58,7 +105,7 @@ def saved(case: Case, folder: Path) -> Any:
     """The model of a case, which is also written to a folder."""
     model = build(case)
     model.save_pretrained(folder)
-    return model
+    return with_gelu_table(model)
 
 
 def token_ids(count: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION
+from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION, SLIDING
 
 # The letters of hybrid_override_pattern.
 BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}
@@ -43,9 +43,25 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     _restate_full_layers(values)
     named = (config.get("architectures") or [""])[0]
     values["ranks"] = isinstance(named, str) and named.endswith("ForSequenceClassification")
+    if isinstance(every := values.get("global_attn_every_n_layers"), int) and every > 0:  # of ModernBERT
+        layers = values.get("num_hidden_layers")
+        number = min(layers, 512) if isinstance(layers, int) else 0
+        values.setdefault("layer_types", [SLIDING if layer % every else FULL for layer in range(number)])
+    if isinstance(width := values.get("d_model"), int) and width > 0:
+        _restate_head_of_t5(values, width)
     values["encodes"] = isinstance(named, str) and named.endswith("EncoderModel")
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
+
+
+def _restate_head_of_t5(values: dict[str, Any], width: int) -> None:
+    """State how the head is scaled, of which llama.cpp knows nothing: the original T5 has it tied and scaled.
+
+    Later versions of transformers always write that it is tied: what is stored decides.
+    """
+    tied = values.get("tie_word_embeddings")
+    values["decoder_scale"] = width**-0.5 if values.get("scale_decoder_outputs", tied is not False) else 1.0
+    values["tie_word_embeddings"] = None if tied else tied
 
 
 def _restate_layers(values: dict[str, Any]) -> None:
