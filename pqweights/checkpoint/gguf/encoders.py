@@ -17,8 +17,9 @@ from pqweights.errors import SourceError
 
 Around = tuple[tuple[int, ...], tuple[int, ...]]
 CONTINUES = "##"
-# llama.cpp has no limit of its own; tokenizers makes unknown tokens of longer words.
-LONGEST_WORD = 100
+# llama.cpp has no longest word.
+LONG_WORDS = "words of more than 100 characters, which are unknown tokens"
+TAKEN_FOR_ACCENTS = "Korean text and text with vowel signs, some of which it takes for accents"
 
 
 def word_pieces(tokenizer: Mapping[str, Any], rows: int, around: Around) -> Vocabulary:
@@ -43,7 +44,7 @@ def word_pieces(tokenizer: Mapping[str, Any], rows: int, around: Around) -> Voca
     marked = [_marked(token) if kind == normal else token for token, kind in zip(tokens, types, strict=True)]
     if len(set(marked)) < rows:
         raise unmapped("a token that begins a word has the same text as one that goes on with it")
-    accents = normalizer.get("strip_accents")
+    accents = lowercase if normalizer.get("strip_accents") is None else bool(normalizer["strip_accents"])
     return Vocabulary(
         model="bert",
         pre="default",
@@ -51,12 +52,9 @@ def word_pieces(tokenizer: Mapping[str, Any], rows: int, around: Around) -> Voca
         types=types,
         surrounding_ids=around,
         strips=False,
-        differs=(f"words of more than {LONGEST_WORD} characters, which are unknown",),
+        differs=(LONG_WORDS, TAKEN_FOR_ACCENTS) if accents else (LONG_WORDS,),
         special={"unk": _id_of(model.get("unk_token"), vocab), "sep": around[1][0]},
-        about={
-            "normalizer.lowercase": lowercase,
-            "normalizer.strip_accents": lowercase if accents is None else bool(accents),
-        },
+        about={"normalizer.lowercase": lowercase, "normalizer.strip_accents": accents},
     )
 
 

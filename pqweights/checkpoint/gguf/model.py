@@ -38,7 +38,7 @@ class MetadataEntry(NamedTuple):
     """One entry of the metadata.
 
     key: its name
-    value: a number, a text, a truth value, or a list of those
+    value: a number, a text, a truth value, a list of those, or bytes
     value_type: its type, a number of gguf.GGUFValueType
     item_type: for a list, the type of its items
     """
@@ -165,6 +165,8 @@ def _entry(key: str, value: Any) -> MetadataEntry:
     types = gguf_package().GGUFValueType
     if value.type != types.ARRAY:
         return MetadataEntry(key, value.value, int(value.type), None)
+    if isinstance(value.value, bytes):
+        return MetadataEntry(key, value.value, int(value.type), int(types.UINT8))
     items = sorted(value.value) if key == TEMPLATES + "s" else list(value.value)
     return MetadataEntry(key, items, int(value.type), int(value.sub_type or types.get_type(items[0])))
 

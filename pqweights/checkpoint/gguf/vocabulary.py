@@ -129,7 +129,7 @@ def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     if (encoder := ENCODERS.get(model.get("type"))) is not None:
         return encoder(tokenizer, rows, _surrounding(tokenizer, rows))
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise unmapped(f"{FAST} has a model of type {model.get('type')}, expected BPE")
+        raise unmapped(f"{FAST} has a model of type {model.get('type')}, expected BPE, WordPiece or Unigram")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
