@@ -1,11 +1,10 @@
-"""What llama.cpp computes with files of encoders: the vectors and scores of transformers and sentence-transformers.
+"""What llama.cpp computes with files of encoders: the vectors, scores and logits of transformers.
 
 Differences are the largest of all values, in units of their standard deviation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,18 +57,3 @@ def test_llama_cpp_computes_the_logits_of_encoders_with_decoders(name: str, tmp_
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0].numpy()
     assert difference(llama_embeddings.decoded(write_gguf(tmp_path), ids, answer), expected) < bound(case)
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("pooling_mode_cls_token", lambda vectors: vectors[0]), ("pooling_mode_mean_tokens", lambda v: v.mean(axis=0)),
-     ("pooling_mode_lasttoken", lambda vectors: vectors[-1])],
-)  # fmt: skip
-def test_vectors_are_pooled_as_sentence_transformers_pools_them(
-    mode: str, expected: Callable[[Array], Array], tmp_path: Path
-) -> None:
-    ids = encoder_cases.token_ids(40)
-    vectors = encoder_cases.vectors(encoder_cases.saved(CASES["bert"], tmp_path), ids)
-    encoder_cases.pooling(tmp_path, mode)
-    found = llama_embeddings.pooled(write_gguf(tmp_path), ids)
-    assert difference(found, expected(vectors)) < bound(CASES["bert"])

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import transformers
 from gguf_cases import with_gelu_table
+from safetensors.torch import save_file
 
 VOCABULARY = 128
+IDENTITY = "torch.nn.modules.linear.Identity"
 SETTINGS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.1,
@@ -120,11 +122,25 @@ def vectors(model: Any, ids: list[int]) -> Any:
         return model.base_model(torch.tensor([ids])).last_hidden_state[0].float().numpy()
 
 
-def pooling(folder: Path, mode: str) -> None:
-    """Write the modules of sentence-transformers. mode: the key of the pooling that is chosen"""
-    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+def add_modules(folder: Path, mode: str, *dense: Any, **about: Any) -> None:
+    """Write the modules of sentence-transformers.
+
+    mode: the key of the pooling that is chosen
+    dense: the matrices of dense layers behind that
+    about: the configuration of these layers, beside the usual one
+    """
+    kinds = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    kinds += [("Dense", f"{place}_Dense") for place in range(2, 2 + len(dense))]
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
     modes = dict.fromkeys(("pooling_mode_cls_token", "pooling_mode_mean_tokens"), False) | {mode: True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64} | modes))
+    configs: list[dict[str, Any]] = [{"word_embedding_dimension": 64} | modes]
+    for matrix in dense:
+        rows, columns = matrix.shape
+        usual = {"in_features": columns, "out_features": rows, "bias": False, "activation_function": IDENTITY}
+        configs.append(usual | about)
+    for (_, path), config in zip(kinds[1:], configs, strict=True):
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(config))
+    for place, matrix in enumerate(dense, 2):
+        save_file({"linear.weight": matrix}, folder / f"{place}_Dense" / "model.safetensors")

@@ -48,20 +48,21 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
         number = min(layers, 512) if isinstance(layers, int) else 0
         values.setdefault("layer_types", [SLIDING if layer % every else FULL for layer in range(number)])
     if isinstance(width := values.get("d_model"), int) and width > 0:
-        _restate_head_of_t5(values, width)
+        _restate_t5(values, width)
     values["encodes"] = isinstance(named, str) and named.endswith("EncoderModel")
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
 
 
-def _restate_head_of_t5(values: dict[str, Any], width: int) -> None:
-    """State how the head is scaled, of which llama.cpp knows nothing: the original T5 has it tied and scaled.
+def _restate_t5(values: dict[str, Any], width: int) -> None:
+    """State the layers of the decoder, and how the head is scaled: the original T5 has it tied and scaled.
 
     Later versions of transformers always write that it is tied: what is stored decides.
     """
     tied = values.get("tie_word_embeddings")
     values["decoder_scale"] = width**-0.5 if values.get("scale_decoder_outputs", tied is not False) else 1.0
     values["tie_word_embeddings"] = None if tied else tied
+    values.setdefault("num_decoder_layers", values.get("num_layers"))
 
 
 def _restate_layers(values: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ MODERN_BERT = replace(
             classes=RANKS,
             pooling="RANK",
             biases=_SCORES,
-            values=_MODERN_BERT.values | {"classifier_pooling": ("mean",)},
+            values={**_MODERN_BERT.values, "classifier_pooling": ("mean",)},
         )
     },
 )

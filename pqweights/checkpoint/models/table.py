@@ -443,9 +443,9 @@ _ROWS: dict[str, Row] = {
         "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2, "use_bias": True,
     }),
     "t5": Row(
-        llama_cpp=llama_cpp_encoders.T5, defaults=_sizes(512, 2048, 6, 8, 512) | _TIED | {
+        llama_cpp=llama_cpp_encoders.T5, defaults=_sizes(512, 2048, 6, 8, 512) | {
             "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32, "feed_forward_proj": "relu",
-            "num_decoder_layers": 6, "relative_attention_max_distance": 128,
+            "relative_attention_max_distance": 128,
         },
     ),
     "xlm-roberta": _ROBERTA,
