@@ -188,7 +188,8 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
 
 
 def test_every_architecture_is_one_of_the_package() -> None:
-    for architecture in ARCHITECTURES.values():
+    variants = [other for architecture in ARCHITECTURES.values() for other in architecture.variants.values()]
+    for architecture in (*ARCHITECTURES.values(), *variants):
         assert architecture.name in gguf.MODEL_ARCH.__members__
         for setting in (architecture.norm, *architecture.settings):
             assert hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")

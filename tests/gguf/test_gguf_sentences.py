@@ -27,6 +27,7 @@ from helpers import Array, run_command
 
 from pqweights.errors import ExportError, SourceError
 from pqweights.inference.runtimes.llama_library import GgufTokenizer
+from pqweights.inference.runtimes.models import open_model
 
 MEAN = "pooling_mode_mean_tokens"
 
@@ -140,6 +141,13 @@ def test_dense_layers_that_llama_cpp_does_not_compute_are_refused_or_remarked_on
     (tmp_path / "gemma embedding" / "2_Dense" / "model.safetensors").unlink()
     with pytest.raises(SourceError, match=r"2_Dense/model\.safetensors: .* not there"):
         converted(tmp_path / "gemma embedding")
+
+
+@pytest.mark.parametrize("case", [CASES["t5 encoder"], CASES["gemma embedding"], encoder_cases.ANSWERING["t5"]])
+def test_files_that_do_not_predict_text_are_not_opened_as_if_they_did(case: encoder_cases.Case, tmp_path: Path) -> None:
+    encoder_cases.saved(case, tmp_path)
+    with pytest.raises(SourceError, match="is not a causal language model"):
+        open_model(write_gguf(tmp_path))
 
 
 def test_classifiers_of_several_classes_name_them(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ CASES: dict[str, Case] = {
         "num_attention_heads": "n_heads"},
     ),
     "roberta": Case(name="Roberta"),
+    "camembert": Case(name="Camembert"),
     "xlm-roberta": Case(name="XLMRoberta"),
     "jina v3": Case(name="JinaEmbeddingsV3"),
     "nomic": Case(name="NomicBert", exact=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pqweights.checkpoint.models import llama_cpp
 from pqweights.checkpoint.models.llama_cpp import (
@@ -39,42 +40,23 @@ _BERT = Architecture(
     biases=_ALL | _NORMS,
     values=GELU | {"position_embedding_type": ("absolute", None), "is_decoder": (False, None)},
 )
-BERT = replace(
+
+
+def _with_scores(model: Architecture, **changed: Any) -> Architecture:
+    """Return an architecture that also has a head for classes. changed: what differs with that"""
+    ranks = replace(model, classes=RANKS, pooling="RANK", biases=model.biases | _SCORES, **changed)
+    return replace(model, variants={"ranks": ranks})
+
+
+BERT = _with_scores(
     _BERT,
-    variants={
-        "ranks": replace(
-            _BERT,
-            unused=r"embeddings\.position_ids",
-            modules={r"pooler\.dense": "classifier.dense", "classifier": "classifier.out_proj"},
-            classes=RANKS,
-            pooling="RANK",
-            biases=_BERT.biases | _SCORES,
-        )
-    },
+    unused=r"embeddings\.position_ids",
+    modules={r"pooler\.dense": "classifier.dense", "classifier": "classifier.out_proj"},
 )
-DISTILBERT = replace(
-    _BERT,
-    norm=Setting("layer_norm_eps", "layer_norm_eps", real=True),
-    settings=(Setting("token_type_count", "1"),),
-    values={"activation": ("gelu",)},
-)
+DISTILBERT = replace(_BERT, settings=(Setting("token_type_count", "1"),), values={"activation": ("gelu",)})
 # Positions are numbered from that of padding on.
-ROBERTA = replace(
-    _BERT,
-    first_position="pad_token_id",
-    variants={
-        "ranks": replace(
-            _BERT,
-            first_position="pad_token_id",
-            classes=RANKS,
-            pooling="RANK",
-            biases=_BERT.biases | _SCORES,
-        )
-    },
-)
-JINA_BERT_V3 = replace(
-    _BERT, name="JINA_BERT_V3", shapes={}, rope=frozenset({"default"}), values=GELU, biases=_BERT.biases
-)
+ROBERTA = _with_scores(replace(_BERT, first_position="pad_token_id"))
+JINA_BERT_V3 = replace(_BERT, name="JINA_BERT_V3", shapes={}, rope=frozenset({"default"}), values=GELU)
 NOMIC_BERT = replace(
     JINA_BERT_V3,
     name="NOMIC_BERT",
@@ -100,19 +82,11 @@ _MODERN_BERT = Architecture(
     encoder=True,
     values={"hidden_activation": ("gelu",)},
 )
-MODERN_BERT = replace(
+MODERN_BERT = _with_scores(
     _MODERN_BERT,
-    variants={
-        "ranks": replace(
-            _MODERN_BERT,
-            unused="",
-            modules={"classifier": "classifier.out_proj", r"head\.dense": "classifier"},
-            classes=RANKS,
-            pooling="RANK",
-            biases=_SCORES,
-            values={**_MODERN_BERT.values, "classifier_pooling": ("mean",)},
-        )
-    },
+    unused="",
+    modules={"classifier": "classifier.out_proj", r"head\.dense": "classifier"},
+    values={**_MODERN_BERT.values, "classifier_pooling": ("mean",)},
 )
 EUROBERT = Architecture(
     name="EUROBERT",
@@ -122,19 +96,15 @@ EUROBERT = Architecture(
     encoder=True,
     values=SILU | {"attention_bias": (False, None)},
 )
-GEMMA3 = replace(
+_GEMMA_EMBEDDING = replace(
     llama_cpp.GEMMA3,
-    variants={
-        "use_bidirectional_attention": replace(
-            llama_cpp.GEMMA3,
-            name="GEMMA_EMBEDDING",
-            classes=(),
-            encoder=True,
-            layers_of_27b=None,
-            values={**llama_cpp.GEMMA3.values, "use_bidirectional_attention": (True,)},
-        )
-    },
+    name="GEMMA_EMBEDDING",
+    classes=(),
+    encoder=True,
+    layers_of_27b=None,
+    values={**llama_cpp.GEMMA3.values, "use_bidirectional_attention": (True,)},
 )
+GEMMA3 = replace(llama_cpp.GEMMA3, variants={"use_bidirectional_attention": _GEMMA_EMBEDDING})
 
 _T5 = Architecture(
     name="T5",
@@ -151,17 +121,7 @@ _T5 = Architecture(
     rope=frozenset(),
     values={"feed_forward_proj": ("relu", "gated-gelu"), "relative_attention_max_distance": (128, None)},
 )
-T5 = replace(
-    _T5,
-    variants={
-        "encodes": replace(
-            _T5,
-            name="T5ENCODER",
-            settings=_T5.settings[:1],
-            scaled={},
-            equal=(),
-            classes=("EncoderModel",),
-            encoder=True,
-        )
-    },
+_T5_ENCODER = replace(
+    _T5, name="T5ENCODER", settings=_T5.settings[:1], scaled={}, equal=(), classes=("EncoderModel",), encoder=True
 )
+T5 = replace(_T5, variants={"encodes": _T5_ENCODER})

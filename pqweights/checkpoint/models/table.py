@@ -81,6 +81,7 @@ _ROWS: dict[str, Row] = {
             "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": False,
         },
     ),
+    "camembert": _ROBERTA,
     "cohere": Row(llama_cpp=llama_cpp.COHERE, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
         "use_qk_norm": False, "rope_theta": 5e5,
     }),
