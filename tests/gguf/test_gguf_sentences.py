@@ -113,7 +113,14 @@ def test_poolings_are_read_by_old_and_new_keys(stated: dict[str, Any], found: in
 
 
 @pytest.mark.parametrize(
-    "stated", [POOLED, POOLED | {"pooling_mode_max_tokens": True}, POOLED | {MEAN: True, "include_prompt": False}]
+    "stated",
+    [
+        {},
+        {"pooling_mode": ["mean", "cls"]},
+        POOLED,
+        POOLED | {"pooling_mode_max_tokens": True},
+        POOLED | {MEAN: True, "include_prompt": False},
+    ],
 )
 def test_other_poolings_are_refused(stated: dict[str, Any], tmp_path: Path) -> None:
     encoder_cases.saved(CASES["bert"], tmp_path)
@@ -152,4 +159,6 @@ def test_files_that_do_not_predict_text_are_not_opened_as_if_they_did(case: enco
 
 def test_classifiers_of_several_classes_name_them(tmp_path: Path) -> None:
     encoder_cases.saved(encoder_cases.SCORING["bert of three"], tmp_path)
-    assert metadata(converted(tmp_path))["bert.classifier.output_labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    model = converted(tmp_path)
+    assert any("second text of a pair" in note for note in model.notes)
+    assert metadata(model)["bert.classifier.output_labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]

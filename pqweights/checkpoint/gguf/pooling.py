@@ -61,7 +61,7 @@ def read_pooling(storage: Storage) -> Pooling:
 def _mode(config: dict[str, Any], path: str) -> str:
     stated = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     stated = stated or [config.get("pooling_mode")]  # type: ignore[list-item]
-    if len(stated) != 1 or stated[0] not in MODES or config.get("include_prompt") is False:
+    if len(stated) != 1 or stated[0] not in [*MODES] or config.get("include_prompt") is False:
         raise ExportError(
             f"{path}/config.json: llama.cpp pools by mean, cls or lasttoken only, over all tokens, found {stated}"
         )
@@ -95,6 +95,8 @@ def pooling_notes(pooling: Pooling, settings: Settings) -> Iterator[str]:
     """Yield what is to be said of what follows a model."""
     if pooling.dense and not computes_dense(settings):
         yield f"llama.cpp does without {', '.join(pooling.dense)}: its vectors are those before this layer"
+    if settings.pooling == RANK and settings.model_type == "bert" and settings.number("type_vocab_size") > 1:
+        yield "llama.cpp does not tell the second text of a pair from the first by the types of tokens, as BERT does"
 
 
 def add_pooling(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:
