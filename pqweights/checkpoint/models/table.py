@@ -257,12 +257,12 @@ _ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-05, "num_experts": 1, "num_experts_per_tok": 1,
         },
     ),
-    # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
     "jina_embeddings_v3": Row(
         llama_cpp=llama_cpp_encoders.JINA_BERT_V3, defaults=_sizes(1024, 4096, 24, 16, 8194) | _TIED | {
             "hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20000.0,
         },
     ),
+    # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
     "kimi_k2": Row(llama_cpp=llama_cpp_experts.DEEPSEEK2, defaults=_OWN_HEAD | _SILU | {"rope_interleave": True}),
     "kimi_linear": Row(
         llama_cpp=llama_cpp_hybrids.KIMI_LINEAR, defaults=_sizes(2304, 9216, 27, 32, 1048576) | _LLAMA | {
