@@ -56,7 +56,10 @@ def outcomes() -> dict[str, dict[str, str]]:
         if model.llama_cpp is not None:
             rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
     configs = [f"{case.name}{'Text' if case.text else ''}Config" for case in built.CASES.values()]
-    for config in (*configs, *(f"{case.name}Config" for case in encoders.CASES.values())):
+    for config in (
+        *configs,
+        *(f"{case.name}Config" for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())),
+    ):
         rows[type_of(config)]["gguf"] = RUN
     for about in known.ARCHITECTURES.values():
         if about.takes not in ("ids", "seq2seq", "image and ids"):

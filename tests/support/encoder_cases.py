@@ -88,6 +88,7 @@ ANSWERING = {
         name="T5", head="ForConditionalGeneration", sizes=T5_SIZES,
         settings={"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
+    "mt5": Case(name="MT5", head="ForConditionalGeneration", sizes=T5_SIZES),
 }  # fmt: skip
 
 

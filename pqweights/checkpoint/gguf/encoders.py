@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.tokens import FAST, SPACE, Vocabulary, placed_tokens, steps_of, unmapped
+from pqweights.checkpoint.gguf.tokens import FAST, NO_SCORE, SPACE, Vocabulary, placed_tokens, steps_of, unmapped
 from pqweights.errors import SourceError
 
 Around = tuple[tuple[int, ...], tuple[int, ...]]
@@ -102,7 +102,7 @@ def unigrams(tokenizer: Mapping[str, Any], rows: int, around: Around) -> Vocabul
         types=types,
         surrounding_ids=around,
         strips=False,
-        scores=[scores.get(token, 0.0) for token in tokens],
+        scores=[scores.get(token, NO_SCORE) for token in tokens],
         special={"unk": unknown},
         differs=differs,
         about={"add_space_prefix": True, "remove_extra_whitespaces": True}

@@ -125,3 +125,4 @@ _T5_ENCODER = replace(
     _T5, name="T5ENCODER", settings=_T5.settings[:1], scaled={}, equal=(), classes=("EncoderModel",), encoder=True
 )
 T5 = replace(_T5, variants={"encodes": _T5_ENCODER})
+MT5 = replace(T5, scaled={})

@@ -336,6 +336,12 @@ _ROWS: dict[str, Row] = {
             "sliding_window": 128, "classifier_pooling": "cls",
         },
     ),
+    "mt5": Row(
+        llama_cpp=llama_cpp_encoders.MT5, defaults=_sizes(512, 1024, 8, 6, 512) | {
+            "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32,
+            "feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 128,
+        },
+    ),
     "nemotron_h": Row(
         llama_cpp=llama_cpp_hybrids.NEMOTRON_H, defaults=_OWN_HEAD | {
             "num_attention_heads": 32, "max_position_embeddings": 4096, "hidden_size": 4096,
