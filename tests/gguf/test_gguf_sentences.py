@@ -20,6 +20,7 @@ import llama_embeddings
 import torch
 import trained_tokenizers as trained
 import transformers
+from commands import done
 from encoder_cases import CASES, add_modules
 from external_runtimes import need
 from gguf_files import converted, metadata, write_gguf
@@ -90,6 +91,8 @@ def test_the_model_of_the_demo_embeds_as_sentence_transformers_does(tmp_path: Pa
     texts = [text for text in (*trained.STRINGS, *trained.WITH_SPECIAL) if "\uc548\ub155" not in text and text.strip()]
     for text in texts:
         assert tokenizer(text)["input_ids"] == expected_tokenizer(text)["input_ids"], text
+    done("card", tmp_path / "gguf")
+    assert f"llama-embedding -m DIR/{file.name} -p 'a text'" in (tmp_path / "gguf" / "README.md").read_text()
     llama = llama_cpp.Llama(str(file), embedding=True, n_ctx=512, n_batch=512, n_ubatch=512, verbose=False)
     found = np.array([llama.embed(text, normalize=True) for text in texts])
     expected = sentences.SentenceTransformer(str(source), device="cpu").encode(texts, normalize_embeddings=True)

@@ -114,6 +114,11 @@ def check_model(checkpoint: Checkpoint) -> None:
     _read(checkpoint)
 
 
+def gives_vectors(checkpoint: Checkpoint) -> bool:
+    """Whether the file of a checkpoint gives vectors of texts, or scores. Raises what gguf_model raises."""
+    return _read(checkpoint)[0].embeds
+
+
 def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
     pooling = read_pooling(checkpoint.storage)
