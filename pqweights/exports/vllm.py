@@ -43,7 +43,7 @@ STATED_NAME = "vllm-int4"
 LADDER = ("w4a16", "w8a16", "nvfp4", "fp8")
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
 BASIS = "plain"
-UNSTACKED = "the experts of this model stay plain; `format` mxfp4-gpt-oss rounds them, and nothing else"
+UNSTACKED = "the experts of this model stay plain; --format mxfp4-gpt-oss rounds them, and nothing else"
 
 
 @dataclass(frozen=True, kw_only=True)
