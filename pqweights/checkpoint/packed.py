@@ -164,7 +164,7 @@ class PackedSourceTensor(DecodedTensor):
         end = row_bytes if rows > 1 else min(row_bytes, -(-last // WORD) * self.bits * WORD // 8)
         raw = np.empty((rows, end - begin), dtype=np.uint8)
         self.storage.read_into(codes.file, codes.offset + row * row_bytes + begin, raw.reshape(-1))
-        if codes.dtype == "I8":
+        if codes.dtype == "I8" and not self.is_float:
             raw ^= np.uint8(0x80)
         skipped = first % WORD
         return unpack_bits(raw, self.bits, skipped + last - first)[:, skipped:]

@@ -2,8 +2,8 @@
 
 `X` is a weight. compressed-tensors: `X_packed` in I32 with `X_scale`, `X_shape` and perhaps `X_zero_point` (integers),
 in U8 with `X_scale` (MXFP4), and also with `X_global_scale` (NVFP4); `X` in I8 with `X_scale`. ModelOpt's NVFP4: `X` in
-U8 with `X_scale` and `X_scale_2`. AutoGPTQ and AutoAWQ, of the weight of a module `M`: `M.qweight`, `M.qzeros` and
-`M.scales`, and of the former `M.g_idx`.
+U8 with `X_scale` and `X_scale_2`. DeepSeek-V4's experts in MXFP4: `X` in I8 with a scale (scales_of). AutoGPTQ and
+AutoAWQ, of the weight of a module `M`: `M.qweight`, `M.qzeros` and `M.scales`, and of the former `M.g_idx`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,13 @@ def why_not(settings: dict[str, Any]) -> str | None:
     return None
 
 
+def scales_of(name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
+    """Return the scales of a weight in FP8 or in DeepSeek-V4's FP4, by any of the names that they have in files."""
+    module = name.removesuffix(".weight")
+    names = (f"{name}_scale_inv", f"{name}_scale", *((f"{module}.scale",) if module != name else ()))
+    return next((stored[scale] for scale in names if scale in stored), None)
+
+
 def packed_tensors(
     storage: ByteReads, stored: Mapping[str, StoredTensor], settings: dict[str, Any]
 ) -> Iterator[PackedSourceTensor]:
@@ -78,13 +85,15 @@ def packed_tensors(
     for name, codes in stored.items():
         weight = name.removesuffix("_packed")
         if method == "compressed-tensors" and weight != name and codes.dtype == "U8":
-            yield source.floats(weight, codes)
+            yield source.floats(weight, codes, stored.get(f"{weight}_scale"), "_global_scale")
         elif method == "compressed-tensors" and weight != name:
             yield source.integers(weight, codes, _schemes(settings))
         elif method == "compressed-tensors" and codes.dtype == "I8" and f"{name}_scale" in stored:
             yield source.bytes(name, codes)
         elif method == "modelopt" and codes.dtype == "U8" and f"{name}_scale" in stored:
-            yield source.floats(name, codes, unit="_scale_2")
+            yield source.floats(name, codes, stored[f"{name}_scale"], "_scale_2")
+        elif method == "fp8" and codes.dtype == "I8" and (scales := scales_of(name, stored)) is not None:
+            yield source.floats(name, codes, scales)
         elif method in ("gptq", "awq") and name.endswith(".qweight"):
             yield source.transposed(name.removesuffix(".qweight"), codes, settings)
 
@@ -160,15 +169,21 @@ class _PackedSource:
             raise _unlike(zeros, "zero points", "none beside one scale for all")
         return self._tensor(weight, codes.shape, "INT8", (codes, scales, zeros), columns // groups)
 
-    def floats(self, weight: str, codes: StoredTensor, unit: str = "_global_scale") -> PackedSourceTensor:
-        """Return a weight of MXFP4 or NVFP4. unit: the end of the name of what the scales of NVFP4 are measured in"""
-        if codes.dtype != "U8" or len(codes.shape) not in (2, 3) or 0 in codes.shape:
-            raise _unlike(codes, "codes", "U8 [..., rows, columns / 2]")
-        scales = self._part(codes, f"{weight}_scale", ("U8", "F8_E8M0", "F8_E4M3"))
+    def floats(
+        self, weight: str, codes: StoredTensor, scales: StoredTensor | None, unit: str | None = None
+    ) -> PackedSourceTensor:
+        """Return a weight of MXFP4 or NVFP4.
+
+        unit: the end of the name of what the scales of NVFP4 are measured in; None if it has to be MXFP4
+        """
+        if len(codes.shape) not in (2, 3) or 0 in codes.shape:
+            raise _unlike(codes, "codes", "bytes [..., rows, columns / 2]")
+        scale_name = f"{weight}_scale" if scales is None else scales.name
+        scales = self._part(codes, scale_name, ("U8", "F8_E8M0", *(("F8_E4M3",) if unit is not None else ())))
         dtype, size = ("NVFP4", 16) if scales.dtype == "F8_E4M3" else ("MXFP4", 32)
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         scales = self._part(codes, scales.name, (scales.dtype,), (*shape[:-1], -(-shape[-1] // size)))
-        of_all = self._part(codes, weight + unit, ("F32",)) if dtype == "NVFP4" else None
+        of_all = self._part(codes, f"{weight}{unit}", ("F32",)) if dtype == "NVFP4" else None
         if of_all is not None and math.prod(of_all.shape) != 1:
             raise _unlike(of_all, "scale", "F32 [1]")
         return self._tensor(weight, shape, dtype, (codes, scales, of_all), size)

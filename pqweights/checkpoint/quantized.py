@@ -1,6 +1,6 @@
 """Sources that are already quantized: FP8 and MXFP4 are decoded here, and what is not decoded is refused by name.
 
-Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
+Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`) and V4 (`M.scale` of a module `M`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
 (`X_scale`); MXFP8 of compressed-tensors (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their
 numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats specification 1.0.
 packed_sources.py finds what other tools packed.
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
-from pqweights.checkpoint.packed_sources import packed_tensors, why_not
+from pqweights.checkpoint.packed_sources import packed_tensors, scales_of, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import CODECS, MASTER_CODECS
@@ -117,7 +117,7 @@ def _decoded(
                 parts=(tensor, stored[f"{weight}_scales"]),
             )
         elif tensor.dtype in FLOAT8_DTYPES:
-            scales = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
+            scales = scales_of(name, stored)
             if scales is None and settings:
                 raise SourceError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected "
@@ -195,7 +195,7 @@ def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
 
 def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
     """Return the name of a quantization that is not decoded here; None for FP8 and MXFP4."""
-    if method in ("fp8", "fbgemm_fp8", "mxfp4"):
+    if method in ("fp8", "fbgemm_fp8", "mxfp4", "mxfp8"):
         return None
     if method in ("modelopt", "compressed-tensors", "gptq", "awq"):
         return why_not(settings)

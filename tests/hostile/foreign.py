@@ -170,6 +170,9 @@ def mxfp4(name: str, text: str, *fragments: str) -> Case:
 INFINITE: dict[str, Stored] = {UP: ("F8_E4M3", [2, 128], b"\x38" * 256), UP + "_scale": ("F32", [1], b"\0\0\x80\x7f")}
 CASES += [
     fp8("without-scales", "- F8_E4M3 2 128", UP, "without its scales", f"{UP}_scale_inv"),
+    fp8("fp4-scales-of-a-wrong-group", "- I8 64 64, _scale F8_E8M0 64 3", UP + "_scale", "[64, 4]"),
+    fp8("fp4-scales-of-floats", "- I8 64 64, _scale F32 64 4", UP + "_scale", "F8_E8M0"),
+    fp8("fp4-a-vector", "- I8 64, _scale F8_E8M0 2", UP, "[64]"),
     fp8("scales-of-a-wrong-shape", "- F8_E4M3 200 300, _scale_inv F32 2 2", UP + "_scale_inv", "[2, 2]"),
     fp8("scales-per-column", "- F8_E4M3 200 300, _scale F32 300", UP + "_scale", "[300]"),
     fp8("scales-of-integers", "- F8_E4M3 2 128, _scale I32 1", UP + "_scale", "I32"),
