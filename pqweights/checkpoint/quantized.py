@@ -1,8 +1,9 @@
 """Sources that are already quantized: FP8 and MXFP4 are decoded here, and what is not decoded is refused by name.
 
-Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`) and V4 (`M.scale` of a module `M`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
-(`X_scale`); MXFP8 of compressed-tensors (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their
-numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats specification 1.0.
+Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`) and V4 (`M.scale` of a module `M`); FP8 of FBGEMM, ModelOpt and
+compressed-tensors float-quantized (`X_scale`); MXFP8 (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with
+`X_scales`). Their numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats
+specification 1.0.
 packed_sources.py finds what other tools packed.
 """
 

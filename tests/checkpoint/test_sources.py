@@ -153,7 +153,11 @@ def test_deepseek_v4_is_decoded_as_by_transformers(
     steps = [size if count == 1 else -(-size // count) for size, count in zip(shape, scale_shape, strict=True)]
     steps = [step if step == 1 else 32 if dtype == "MXFP4" else block for step in steps]
     expected *= expanded(scales, shape, (steps[0], steps[1]))
-    stored = {f"{module}.weight": weight, f"{module}.scale": scales.to(scale_dtype), f"{module}.input_scale": torch.ones(1)}
+    stored = {
+        f"{module}.weight": weight,
+        f"{module}.scale": scales.to(scale_dtype),
+        f"{module}.input_scale": torch.ones(1),
+    }
     settings = {"quant_method": "fp8", "weight_block_size": [block, block], "scale_fmt": "ue8m0"}
     source = save(tmp_path / "src", stored, config={"quantization_config": settings})
     opened = open_local(source)
