@@ -62,7 +62,8 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
     if config is None:
         return {}
     if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
-        return {"quant_method": "mlx"}
+        of_mlx = config["quantization"]
+        return {**(of_mlx if isinstance(of_mlx, dict) else {}), "quant_method": "mlx"}
     for place in (config, text_config(config)):
         for key in QUANTIZATION_KEYS:
             if isinstance(place.get(key), dict):
@@ -87,7 +88,7 @@ def edited_config(
     """
     result = copy.deepcopy(config) if config is not None else {}
     for place in _places(result):
-        for key in (*QUANTIZATION_KEYS, GUARD_KEY):
+        for key in (*QUANTIZATION_KEYS, GUARD_KEY, "quantization"):
             place.pop(key, None)
         stated = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
         place["dtype"] = CONFIG_DTYPES[dtype] if stated == CONFIG_DTYPES[old_dtype] else stated

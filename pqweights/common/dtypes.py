@@ -34,6 +34,9 @@ PACKED_DTYPES = {
     **{f"INT{bits}": (bits, "compressed-tensors") for bits in (2, 3, 4, 8)},
     **{f"GPTQ{bits}": (bits, "GPTQ") for bits in (2, 3, 4, 8)},
     "AWQ4": (4, "AWQ"),
+    **{f"MLX{bits}": (bits, "MLX") for bits in (1, 2, 3, 4, 5, 6, 8)},
+    **{f"AO{bits}": (bits, "torchao") for bits in (4, 8)},
+    **{name: (bits, "bitsandbytes") for name, bits in (("NF4", 4), ("FP4", 4), ("SCB8", 8))},
     **{name: (int(name.strip("ITQ")[0]), "GGUF") for name in _GGUF_BLOCKS},
 }
 

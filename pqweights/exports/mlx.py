@@ -281,7 +281,6 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
             "original's config.json, or use --target bf16"
         )
     config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
-    config.pop("quantization", None)
     for settings in (config, config.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(settings, dict) and key in settings:
