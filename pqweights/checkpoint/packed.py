@@ -353,8 +353,7 @@ class TableTensor(DecodedTensor):
             values = table[np.stack([raw >> 4, raw & 15], axis=1).reshape(-1)[first % 2 :][: last - first]]
             low, high = first // self.block_size, -(-last // self.block_size)
             with np.errstate(all="ignore"):  # what is not finite is found where values are used
-                scales = np.repeat(self._scales(low, high), self.block_size)
-                values *= scales[first - low * self.block_size :][: last - first]
+                values *= self._scales(low, high)[np.arange(first, last) // self.block_size - low]
             out[(first - start) * size : (last - start) * size] = from_float32(values, dtype)
 
     def _scales(self, low: int, high: int) -> Floats:
@@ -363,7 +362,9 @@ class TableTensor(DecodedTensor):
             return read_scales(self.storage, self.scales, low, high - low)
         codes = np.empty(high - low, dtype=np.uint8)
         self.storage.read_into(self.scales.file, self.scales.offset + low, codes)
-        size, first = self.nested.block_size, low // self.nested.block_size
-        scales = np.repeat(read_scales(self.storage, self.nested.scales, first, -(-high // size) - first), size)
-        numbers = read_scales(self.storage, self.nested.table, 0, 256)[codes]
-        return numbers * scales[low - first * size :][: high - low] + np.float32(self.nested.offset)
+        block_of = np.arange(low, high) // self.nested.block_size
+        scales = read_scales(self.storage, self.nested.scales, int(block_of[0]), int(block_of[-1] - block_of[0]) + 1)
+        numbers: Floats = read_scales(self.storage, self.nested.table, 0, 256)[codes]
+        numbers *= scales[block_of - block_of[0]]
+        numbers += np.float32(self.nested.offset)
+        return numbers

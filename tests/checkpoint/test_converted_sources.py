@@ -141,8 +141,22 @@ def test_experts_of_mlx_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_plans_say_how_many_bits_by_which_format(tmp_path: Path) -> None:
-    for name, said in (("mlx", "4 bits by MLX"), ("nf4", "4 bits by bitsandbytes"), ("torchao", "8 bits by torchao")):
-        source = converted_source(tmp_path / name, EACH[name]())
-        assert f"already quantized to {said}" in " ".join(done("plan", source).stdout.split())
-        assert answer("plan", source)["tensors"]
+@pytest.mark.parametrize("card", ["", "---\nbase_model: org/model\n---\n", "---\nbase_model: [org/model]\n---\n"])
+@pytest.mark.parametrize(
+    ("name", "bits", "format_name"), [("mlx", 4, "MLX"), ("nf4", 4, "bitsandbytes"), ("mlx-mxfp8", 8, "FP8")]
+)
+def test_a_second_rounding_is_said_with_the_original(
+    name: str, bits: int, format_name: str, card: str, tmp_path: Path
+) -> None:
+    source = converted_source(tmp_path / "src", EACH[name]())
+    (source / "README.md").write_text(card)
+    for command in (("plan", source), ("quantize", source, tmp_path / "out")):
+        shown = " ".join(done(*command).stdout.split())
+        assert (
+            f"1 weight already quantized to {bits} bits by {format_name}: a second rounding adds to its loss" in shown
+        )
+        assert ("give the original, org/model, or" in shown) == bool(card)
+        stated = answer(*command)["already_quantized"]
+        assert stated["formats"] == [{"format": format_name, "bits": bits, "tensors": 1}]
+        assert stated["original"] == ("org/model" if card else None)
+    assert "already_quantized" not in answer("plan", source, "--lossless")
