@@ -73,6 +73,9 @@ CASES: list[Case] = [
     settings("native-source-of-another-tool", "source", to={"quant_method": "quark"}, export=("source", "quark")),
     settings("native-source-missing", "source", to=None, export=("config.json", "expected source and coded")),
     settings("native-coded-a-list", "coded", to=[], export=("config.json", "coded")),
+    settings(
+        "native-coded-of-no-tensor", "coded", to={"other": {"dtype": "BF16", "shape": [4]}}, export=("coded", "'other'")
+    ),
     settings("native-bits-other", "overrides", UP, "bits", to=3.5, export=(UP, "bits", "found")),
     settings("native-shape-missing", "overrides", UP, to={}, export=(UP, "shape")),
     settings("native-shape-empty", "overrides", UP, "shape", to=[0, 5], export=(UP, "shape")),

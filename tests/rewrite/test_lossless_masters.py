@@ -252,7 +252,10 @@ def test_damage_is_noticed_without_a_manifest(part: str, tmp_path: Path) -> None
         values(tensor, "F32")
 
 
-@pytest.mark.parametrize("option", [("--recipe", "q4"), ("--bits", "4"), ("--fold", "equalize"), ("--low-disk",)])
+LEFT_OUT = [("--recipe", "q5"), ("--bits", "4"), ("--fold", "equalize"), ("--low-disk",), ("--strict",)]
+
+
+@pytest.mark.parametrize("option", LEFT_OUT)
 def test_options_that_have_no_meaning_without_loss_are_refused(option: tuple[str, ...], tmp_path: Path) -> None:
     line = refused("quantize", plain_source(tmp_path / "source"), tmp_path / "out", "--lossless", *option, code=2)
     assert f"leave out --lossless or {option[0]}" in line
