@@ -142,6 +142,34 @@ class SourceUnit(NamedTuple):
         return SourceUnit(1 / number if divides else number, divides) if number else None
 
 
+def _in_source(tensor: LogicalTensor) -> LogicalTensor:
+    """Return what the source has of a weight of a master; the weight itself if that is not known."""
+    of = tensor.original if isinstance(tensor, OriginalTensor) else tensor
+    return of.carried if isinstance(of, NativeTensor) else of
+
+
+def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: Rule) -> set[str]:
+    """Return the weights that the source keeps plain beside others whose codes are those of a format.
+
+    A format that takes over the codes of a source should leave plain what the source does.
+    """
+    sources = {
+        tensor.name: _in_source(tensor) for tensor in tensors if isinstance(tensor, NativeTensor | OriginalTensor)
+    }
+    if not any(isinstance(of, DecodedTensor) and _has_codes_of(of.dtype, rule) for of in sources.values()):
+        return set()
+    return {name for name, of in sources.items() if not isinstance(of, DecodedTensor)}
+
+
+def _has_codes_of(dtype: str, rule: Rule) -> bool:
+    """Whether codes of a source may be those of a rule."""
+    if isinstance(rule, GroupRule):
+        return dtype in PACKED_DTYPES and dtype not in _FLOAT_SOURCES.values() and PACKED_DTYPES[dtype][0] == rule.bits
+    return (
+        not isinstance(rule, BlockRule) and dtype == _FLOAT_SOURCES["fp8" if isinstance(rule, TileRule) else rule.kind]
+    )
+
+
 def carried_unit(tensors: Sequence[LogicalTensor]) -> float | None:
     """Return the unit that the sources of some weights have in common; None if they have none, or several."""
     grids = [SourceGrid.of(tensor) for tensor in tensors]
