@@ -283,9 +283,9 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
         excludes=(
             (
                 *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw", "sensitivity"),
-                *("fold", "awq", "calibrate", "low_disk", "strict"),
+                *("fold", "awq", "calibrate", "strict"),
             ),
-            "it stores the numbers of the source as they are, and reads it twice",
+            "it stores the numbers of the source as they are",
         ),
     )
     low_disk: bool = option(
