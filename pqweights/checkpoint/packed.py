@@ -11,7 +11,7 @@ import enum
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,6 @@ class DecodedTensor:
     aspect: what is read
     """
 
-    # Whether each weight is a number of steps, of which other aspects than the values can be read.
-    has_grid: ClassVar[bool] = True
-
     storage: ByteReads
     name: str
     shape: tuple[int, ...]
@@ -66,6 +63,10 @@ class DecodedTensor:
     parts: tuple[StoredTensor, ...]
     plain_dtype: str = "BF16"
     aspect: Aspect = Aspect.VALUES
+
+    def has(self, aspect: Aspect) -> bool:
+        """Whether another aspect than the values can be read: weights are codes on a grid."""
+        return aspect in (Aspect.CODES, Aspect.SCALES) and len(self.parts) > 1
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
         """See LogicalTensor."""
@@ -122,6 +123,12 @@ class PackedSourceTensor(DecodedTensor):
     biases: StoredTensor | None = None
     is_turned: bool = False
     factor: float = 1.0
+
+    def has(self, aspect: Aspect) -> bool:
+        """See DecodedTensor."""
+        if aspect == Aspect.ZEROS:
+            return not self.is_float
+        return self.biases is not None if aspect == Aspect.BIASES else super().has(aspect)
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
         """Read the float32 products of value and scale, rounded once."""
@@ -337,11 +344,14 @@ class TableTensor(DecodedTensor):
     # Elements decoded at once.
     BAND_ELEMENTS = 1 << 20
 
-    has_grid: ClassVar[bool] = False
     table: StoredTensor
     block_size: int
     scales: StoredTensor
     nested: NestedScales | None
+
+    def has(self, aspect: Aspect) -> bool:
+        """See DecodedTensor: the numbers of a table are on no grid."""
+        return False
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
         """Read the float32 products of number and scale, rounded once."""

@@ -64,18 +64,10 @@ class SourceGrid:
         def of_aspect(aspect: Aspect) -> LogicalTensor | None:
             def leaf(native: LogicalTensor) -> LogicalTensor | None:
                 of = native.carried if isinstance(native, NativeTensor) else native
-                is_decoded = isinstance(of, DecodedTensor) and of.has_grid and len(of.parts) > 1
-                dtypes.add(of.dtype if is_decoded else None)
+                decoded = of if isinstance(of, DecodedTensor) and of.has(Aspect.CODES) else None
+                dtypes.add(None if decoded is None else decoded.dtype)
                 units.add(SourceUnit.of(of) if isinstance(of, PackedSourceTensor) else None)
-                packed = of if isinstance(of, PackedSourceTensor) else None
-                is_absent = (aspect == Aspect.ZEROS and (packed is None or packed.is_float)) or (
-                    aspect == Aspect.BIASES and (packed is None or packed.biases is None)
-                )
-                return (
-                    replace(of, aspect=aspect)
-                    if isinstance(of, DecodedTensor) and is_decoded and not is_absent
-                    else None
-                )
+                return None if decoded is None or not decoded.has(aspect) else replace(decoded, aspect=aspect)
 
             return _with_leaves(tensor, leaf)
 
