@@ -107,14 +107,15 @@ def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
 
 
 def warn_of_files_beside(source: str) -> None:
-    """Say which files of the model are not read if the source is a single file."""
+    """Say which files of the model are not read if the source is a single file, but for GGUF, which needs others."""
     from pathlib import Path
 
+    from pqweights.checkpoint.gguf.file import is_gguf
     from pqweights.checkpoint.source import files_beside
     from pqweights.storage.remote.addresses import local_path
 
     path = Path(local_path(source))
-    beside = files_beside(path) if path.is_file() else ()
+    beside = files_beside(path) if path.is_file() and not is_gguf(path) else ()
     if beside:
         warn(
             f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "

@@ -117,6 +117,17 @@ def test_an_export_is_a_source(llama: Path, tmp_path: Path) -> None:
         assert np.square(error).sum() < 1e-3 * np.square(values_of(original[tensor.name])).sum()
 
 
+def test_of_a_file_alone_its_configuration_is_read_as_well(llama: Path, tmp_path: Path) -> None:
+    folder = source_of(llama, tmp_path / "src", "Q4_0")
+    (folder / "other.gguf").write_bytes(b"another model")
+    result = done("quantize", folder / "model.gguf", tmp_path / "out")
+    assert "only this file is read" not in result.stderr
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < names
+    assert not any(name.endswith(".gguf") for name in names)
+    assert "expected one GGUF model, found 2" in refused("plan", folder)
+
+
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
