@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.gguf.tensors import InterleavedTensor, RenamedTensor
+from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, PackedSourceTensor, read_scales
 from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor
