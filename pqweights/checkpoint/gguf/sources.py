@@ -21,15 +21,10 @@ from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
 from pqweights.checkpoint.gguf.file import SUFFIX, open_gguf
-from pqweights.checkpoint.gguf.settings import Settings, add_rope, read_settings
-from pqweights.checkpoint.gguf.tensors import (
-    SUFFIXES,
-    ConstantTensor,
-    InterleavedTensor,
-    OffsetTensor,
-    RenamedTensor,
-    gguf_tensors,
-)
+from pqweights.checkpoint.gguf.rope import add_rope
+from pqweights.checkpoint.gguf.settings import Settings, read_settings
+from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors
+from pqweights.checkpoint.gguf.views import ConstantTensor, InterleavedTensor, OffsetTensor, RenamedTensor
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
