@@ -114,7 +114,7 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *_calibration_lines(report.calibration),
         *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
-        *already_quantized_lines(plan.tensors),
+        *already_quantized_lines(plan),
         *left_out_lines(plan),
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),

@@ -36,6 +36,7 @@ from pqweights.exports.assignment import (
     distortion,
 )
 from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
+from pqweights.exports.carried import plain_beside_codes
 from pqweights.exports.experts import is_stack
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
@@ -50,6 +51,7 @@ MOST_COLUMNS = 1 << 20
 # What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
 HEADER_BYTES = 800
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
+PLAIN_IN_SOURCE = "the source, whose codes are taken over, keeps it plain"
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
@@ -173,6 +175,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
     used: list[FormatRule | None] = []
+    stay = _plain_in_source(rules, linear)
     for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_encoded(tensor)]
@@ -184,6 +187,9 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
         used.append(rule)
         if rule is not None and rule.format == PLAIN:
             plain |= dict.fromkeys((tensor.name for tensor in possible), f"rule {rule.pattern}")
+            continue
+        if rule is None and possible and all(tensor.name in stay for tensor in possible):
+            plain |= dict.fromkeys((tensor.name for tensor in possible), PLAIN_IN_SOURCE)
             continue
         name = next(iter(rules.formats)) if rule is None else rule.format
         reasons, size = sizes.of_layer(possible, name)
@@ -202,6 +208,16 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     warnings = fused_warnings(fused_with)
     result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
     return result if rules.assignment.target_size is None else _within(checkpoint, rules, result, free, sizes)
+
+
+def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set[str]:
+    """Return the linear layers that stay plain as in the source, unless a rule or a size decides; see carried.py."""
+    usual = next(iter(rules.formats.values()))
+    sizes = ((tensor.shape, usual.groups.fitting([tensor.shape[-1]])) for tensor in linear)
+    shape, size = next(((shape, size) for shape, size in sizes if size is not None), ((), None))
+    if size is None or rules.assignment.target_size is not None:
+        return set()
+    return plain_beside_codes(linear, usual.rounding(shape, size).rule)
 
 
 def _within(

@@ -101,6 +101,7 @@ def plan_quantize(
     )
     if options.lossless:
         refuse_master(checkpoint)
+        checkpoint.storage.keep(checkpoint.weight_files, run.progress)
         lossless = Lossless(lengths=measure(checkpoint, run.threads, run.progress))
         return checkpoint, lossless, make_plan(checkpoint, lossless, options.max_shard_bytes)
     awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)

@@ -252,6 +252,7 @@ class RewriteReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             "left_out_tensors": self.plan.left_out_tensors,
+            **self.plan.quantized_before(),
             "warnings": list(self.warnings),
             **({"exports": [export.to_json() for export in self.exports]} if self.exports else {}),
         }
