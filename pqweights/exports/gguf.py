@@ -32,6 +32,7 @@ from pqweights.checkpoint.gguf.model import (
     check_model,
     encode_header,
     gguf_model,
+    gives_vectors,
     outline_model,
 )
 from pqweights.checkpoint.source import Checkpoint
@@ -137,6 +138,10 @@ def _about_types(mix: Mix | None) -> list[MetadataEntry]:
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     """Return the part of a card that says how to load the result."""
     first, whole = model.weights[0], len(model.weights) == 1
+    if made_by.get("embeds"):
+        hub = is_repository_id(model.location)
+        where = f"-hf {model.location} -hff {first}" if hub else f"-m {shlex.quote(f'{model.location}/{first}')}"
+        return ["With llama.cpp, which makes vectors of texts:", shell(f"llama-embedding {where} -p 'a text'")]
     if is_repository_id(model.location):
         branch = "" if model.branch is None else f" (branch {model.branch})"
         ollama = [f"ollama run hf.co/{model.location}:{first}"] if whole else []
@@ -166,11 +171,13 @@ class Gguf:
     types: which types tensors get
     weighed: whether errors are weighed by the importance of inputs
     name: what the model is called; None if it is not known
+    embeds: whether it gives vectors of texts instead of predicting them
     """
 
     types: TypeOptions
     weighed: bool
     name: str | None = None
+    embeds: bool = False
 
     compares_master = False
 
@@ -181,7 +188,8 @@ class Gguf:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        return {"target": NAME, **self.types.describe(), "name": self.file_name}
+        embeds = {"embeds": True} if self.embeds else {}
+        return {"target": NAME, **self.types.describe(), "name": self.file_name} | embeds
 
     @property
     def file_name(self) -> str:
@@ -245,8 +253,8 @@ def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transfor
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
     model_id = "" if manifest is None else manifest.identity.model.get("id", "")
-    named = replace(settings, name=model_id if is_repository_id(model_id, namespace=False) else None)
-    return integer_export(source, named)
+    name = model_id if is_repository_id(model_id, namespace=False) else None
+    return integer_export(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
 
 
 def _check(master: PlannedMaster, settings: Gguf) -> None:
@@ -271,7 +279,7 @@ TARGET = ExportTarget(
     runtime=LLAMA_CPP,
     tags=("gguf", "llama.cpp"),
     options=("type", "pure", *ASSIGNMENT_OPTIONS, "fold", "rounding", "calibrate", "calibration_tokens"),
-    account=("name", "types", "imatrix"),
+    account=("name", "types", "imatrix", "embeds"),
     read_options=read_options,
     prepare=_prepare,
     check=_check,

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from pqweights import __version__
-from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.common.threads import slow_step
@@ -95,7 +95,7 @@ class SampleOf:
 
         is_large = 4 * sum(element_count(tensor) for tensor in self.checkpoint.tensors) > MOST_IN_MEMORY
         is_master = self.checkpoint.is_master
-        is_quantized = any(len(tensor.parts) > 1 for tensor in self.checkpoint.tensors)
+        is_quantized = not all(isinstance(tensor, PlainTensor) for tensor in self.checkpoint.tensors)
         with_draft = not is_master and (is_large or is_quantized or self.allow_pickle)
         packed = with_draft or (is_master and is_large)
         options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if packed else {"dtype": "float32"}

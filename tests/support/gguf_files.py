@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 from export_decoders import values_of
-from helpers import Tensor, bf16, gaussian, write_checkpoint
+from helpers import Array, Tensor, bf16, gaussian, write_checkpoint
 from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.model import GgufModel, gguf_model
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
@@ -69,6 +71,37 @@ def converted(folder: Path, name: str | None = "tiny") -> GgufModel:
 def metadata(model: GgufModel) -> dict[str, Any]:
     """The values of all keys."""
     return {entry.key: entry.value for entry in model.metadata}
+
+
+def named(model: GgufModel) -> dict[str, LogicalTensor]:
+    return {tensor.name: tensor for tensor in model.tensors}
+
+
+def all_values(model: GgufModel) -> dict[str, Array]:
+    return {tensor.name: values_of(tensor) for tensor in model.tensors}
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text", "architectures": None, "hidden_act": None, "head_dim": 8, "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True, "sliding_window": 32,
+}  # fmt: skip
+
+
+def write_gemma(folder: Path, model_type: str, **config: Any) -> Path:
+    """A Gemma 2 or 3 with tensors as small as those of the Llama."""
+    names = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    names += ["self_attn__q_norm", "self_attn__k_norm"] if model_type == "gemma3_text" else []
+    changed = {
+        f"model__layers__{layer}__{name}__weight": bf16(gaussian(8 if "attn" in name else 16))
+        for layer in range(2)
+        for name in names
+    }
+    return write_llama(folder, config=GEMMA3 | {"model_type": model_type} | config, **changed)
+
+
+def edit_config(folder: Path, changed: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
 
 
 def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:

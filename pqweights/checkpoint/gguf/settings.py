@@ -1,9 +1,4 @@
-"""The configuration of a model as far as GGUF needs it: the text model's keys, by their old and new names.
-
-The rotary position embeddings are here, too: their base, the scaled kinds, and the factors of frequencies, which are
-tensors. Their formulas are those of transformers (modeling_rope_utils.py); llama.cpp's are in ggml_rope_ext and
-llama-context.cpp.
-"""
+"""The configuration of a model as far as GGUF needs it: the text model's keys, by their old and new names."""
 
 from __future__ import annotations
 
@@ -12,10 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
-
-from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.restated import restated
 from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
@@ -24,14 +15,21 @@ from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
 
-# What a model that predicts text is called in `architectures`.
-PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"),
-    "max_position_embeddings": ("model_max_length",),
+    "max_position_embeddings": ("max_trained_positions", "n_positions", "model_max_length"),
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_eps"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "intermediate_size": ("n_inner", "d_ff", "hidden_dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "head_dim": ("d_kv",),
+    "rope_theta": ("rotary_emb_base", "global_rope_theta"),
+    "rope_local_base_freq": ("local_rope_theta",),
+    "sliding_window": ("local_attention",),
 }
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
 # llama.cpp holds numbers in 32 bits, and has no room for more layers (LLAMA_MAX_LAYERS).
@@ -47,12 +45,19 @@ class Settings:
     model: what is known of the type
     architecture: how llama.cpp runs it
     values: config.json with the keys of its text_config
+    pooling: how the vectors of a text's tokens become one, of gguf.PoolingType; None if that is not known
     """
 
     model_type: str
     model: ModelDescription
     architecture: Architecture
     values: Mapping[str, Any]
+    pooling: str | None = None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the vectors of tokens are what is wanted of it, and it needs no head."""
+        return self.architecture.encoder or self.pooling is not None
 
     def get(self, key: str) -> Any:
         """Return a value; the default of transformers, or else None, for a key that is absent."""
@@ -136,8 +141,8 @@ def is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def read_settings(config: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of a model that llama.cpp runs as transformers does.
+def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = None) -> Settings:
+    """Return the settings of a model that llama.cpp runs as transformers does. pooling: see Settings
 
     Raises ExportError if the architecture is not covered, or a value of the configuration is not.
     """
@@ -152,8 +157,11 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
         raise ExportError(
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
-    settings = Settings(model_type=str(model_type), model=model, architecture=model.llama_cpp, values=values)
-    dense = model.llama_cpp.dense
+    variants = model.llama_cpp.variants
+    run = next((other for key, other in variants.items() if values.get(key) is True), model.llama_cpp)
+    pooling = run.pooling or pooling
+    settings = Settings(model_type=str(model_type), model=model, architecture=run, values=values, pooling=pooling)
+    dense = run.dense
     if dense is not None and not _has_experts(settings):
         settings = replace(settings, architecture=dense)
     if (key := settings.architecture.period_key) and settings.get(key) is None:
@@ -164,7 +172,14 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     values |= _sizes_of_heads(settings)
     if settings.get("block_auto_adjust_ff_dim"):
         values["intermediate_size"] = _adjusted_width(settings)
+    if run.first_position:
+        values["max_position_embeddings"] = settings.number("max_position_embeddings") - unused_positions(settings)
     return settings
+
+
+def unused_positions(settings: Settings) -> int:
+    """Return how many rows of the embeddings of positions come before that of the first token."""
+    return 1 + settings.number(settings.architecture.first_position)
 
 
 def _has_experts(settings: Settings) -> bool:
@@ -268,9 +283,9 @@ def sparse_layers(settings: Settings) -> list[bool]:
 def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise ExportError for a value with which llama.cpp would compute something else."""
     named = config.get("architectures") or []
-    if named and not named[0].endswith(PREDICTS_TEXT):
-        raise settings.refusal(f"{named[0]} does not predict text")
     architecture = settings.architecture
+    if named and not named[0].endswith((*architecture.classes, "Model") if settings.embeds else architecture.classes):
+        raise settings.refusal(f"llama.cpp does not compute what {named[0]} does")
     for key, taken in architecture.values.items():
         value = settings.get(key)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -351,177 +366,3 @@ def windowed_layers(settings: Settings) -> list[bool]:
             f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"
         )
     return windowed
-
-
-DEFAULT_BASE = 10000.0
-# Names that older configurations have.
-OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
-# The only numbers of rotations between which llama.cpp turns from interpolation to extrapolation.
-YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
-
-Factors = dict[str, npt.NDArray[np.float32]]
-
-
-def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
-    """Return the parameters of a kind of layers as transformers 5 writes them: rope_type, rope_theta and so on.
-
-    layers: FULL or SLIDING, for models in which these differ
-    """
-    stated = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    stated = (stated.get(layers, stated) if isinstance(stated, dict) else stated) or {}
-    if not isinstance(stated, dict):
-        raise settings.refusal(f"expected an object as its rope parameters, found {stated!r}")
-    parameters = dict(stated)
-    rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
-    parameters["rope_type"] = OLD_KINDS.get(rope_type, rope_type)
-    for key, default in (("rope_theta", DEFAULT_BASE), ("partial_rotary_factor", 1.0)):
-        if parameters.get(key) is None:
-            value = settings.get(key)
-            parameters[key] = default if value is None else value
-    if settings.get("rotary_dim"):  # of MiniMax M2
-        parameters["partial_rotary_factor"] = settings.number("rotary_dim") / settings.number("head_dim")
-    outer = settings.get("original_max_position_embeddings")
-    inner = parameters.get("original_max_position_embeddings")
-    parameters["original_max_position_embeddings"] = outer or inner or settings.get("max_position_embeddings")
-    return parameters
-
-
-def add_rope(settings: Settings, writer: Any) -> Factors:
-    """Write the hyper-parameters of rotary embeddings, and return the tensors that belong to them, by name.
-
-    writer: a GGUFWriter of the gguf package
-
-    Raises ExportError for a kind that llama.cpp does not compute for this model.
-    """
-    parameters = rope_parameters(settings)
-    rope_type = parameters["rope_type"]
-    if rope_type not in settings.architecture.rope:
-        taken = ", ".join(sorted(settings.architecture.rope))
-        raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
-    whole = settings.number(settings.architecture.rotated)
-    rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
-    if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
-        factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
-        rotated = whole
-    if rotated != whole and not settings.architecture.partial_rope:
-        raise settings.refusal(
-            f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
-        )
-    writer.add_rope_dimension_count(rotated)
-    sections = parameters.get("mrope_section") or settings.architecture.rope_sections
-    if not isinstance(sections, list | tuple) or not all(isinstance(size, int) for size in sections):
-        raise settings.refusal(f"expected a list of numbers as mrope_section, found {sections!r}")
-    if sections:
-        writer.add_rope_dimension_sections([*sections, 0][:4])
-    base = _number(settings, parameters, "rope_theta")
-    if rope_type == "dynamic":  # of HunYuan, with another base at once instead of one by the length of the text
-        base *= _number(settings, parameters, "alpha") ** (rotated / (rotated - 2))
-    writer.add_rope_freq_base(base)
-    if any(windowed_layers(settings)):
-        _add_windowed(settings, writer)
-    if rope_type == "linear":
-        writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
-    elif rope_type == "yarn":
-        _add_yarn(settings, parameters, writer)
-    elif rope_type == "longrope":
-        return _add_longrope(settings, parameters, writer, rotated=rotated)
-    elif rope_type == "proportional":
-        writer.add_rope_dimension_count_swa(settings.number("head_dim"))
-        return {"rope_freqs.weight": factors}
-    elif rope_type == "llama3":
-        return {"rope_freqs.weight": _llama3_factors(settings, parameters, rotated)}
-    return {}
-
-
-def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> float:
-    """Return a positive number among the parameters."""
-    return settings.positive(parameters.get(key), f"{key} of its rope parameters")
-
-
-def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> float | None:
-    """Return a positive number among the parameters; None if it is absent or zero."""
-    return _number(settings, parameters, key) if parameters.get(key) else None
-
-
-def _add_windowed(settings: Settings, writer: Any) -> None:
-    """The embeddings of layers with a sliding window, which are never scaled."""
-    local = settings.get("rope_local_base_freq")
-    if local is None or SLIDING in (settings.get("rope_parameters") or {}):
-        parameters = rope_parameters(settings, SLIDING)
-        if parameters["rope_type"] != "default" and not settings.architecture.window_scaled:
-            raise settings.refusal(
-                f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
-            )
-        local = _number(settings, parameters, "rope_theta")
-    base = rope_parameters(settings)["rope_theta"]
-    if local != base and not settings.architecture.window_base:
-        raise settings.refusal(
-            f"llama.cpp computes all its layers with the rope_theta {base}, and {SLIDING} has {local}"
-        )
-    writer.add_rope_freq_base_swa(float(local))
-
-
-def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
-    """YaRN (arXiv:2309.00071). llama.cpp multiplies the attention's factor by its own default."""
-    for key, taken in YARN_BETAS.items():
-        value = parameters.get(key) or taken
-        if value != taken:
-            raise settings.refusal(f"llama.cpp computes its YaRN with {key} {taken} only, found {value!r}")
-    if parameters.get("truncate") is False and not settings.architecture.rounds_yarn:
-        raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
-    factor = _number(settings, parameters, "factor")
-    writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(factor)
-    writer.add_rope_scaling_orig_ctx_len(int(_number(settings, parameters, "original_max_position_embeddings")))
-    beta = _optional(settings, parameters, "llama_4_scaling_beta")
-    if beta is not None and settings.architecture.temperature:
-        writer.add_attn_temperature_scale(beta)
-        writer.add_attn_temperature_length(int(_number(settings, parameters, "original_max_position_embeddings")))
-    attention = _optional(settings, parameters, "attention_factor")
-    own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
-    if settings.architecture.yarn_scales_attention:
-        if attention is not None or own is None or own != every:
-            raise settings.refusal(
-                f"llama.cpp computes its YaRN with equal mscale and mscale_all_dim only, found {own} and {every}"
-            )
-        writer.add_rope_scaling_yarn_log_mul(0.1 * every)  # a tenth, as in the files of DeepSeek V2
-        return
-    if attention is None and own and every:
-        attention = _yarn_scale(factor, own) / _yarn_scale(factor, every)
-    if attention is not None:
-        writer.add_rope_scaling_attn_factors(float(attention) / _yarn_scale(factor, 1.0))
-
-
-def _yarn_scale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any, *, rotated: int) -> Factors:
-    """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
-    original = _number(settings, parameters, "original_max_position_embeddings")
-    factor = _optional(settings, parameters, "factor") or settings.number("max_position_embeddings") / original
-    attention = _optional(settings, parameters, "attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    writer.add_rope_scaling_type(gguf_package().RopeScalingType.LONGROPE)
-    writer.add_rope_scaling_orig_ctx_len(int(original))
-    writer.add_rope_scaling_attn_factors(float(attention))
-    factors = {}
-    for name in ("long", "short"):
-        numbers = parameters.get(f"{name}_factor")
-        if not isinstance(numbers, list) or len(numbers) != rotated // 2 or not all(map(is_positive, numbers)):
-            raise settings.refusal(f"expected {rotated // 2} numbers as {name}_factor of its rope parameters")
-        factors[f"rope_factors_{name}.weight"] = np.array(numbers, dtype=np.float32)
-    return factors
-
-
-def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: int) -> npt.NDArray[np.float32]:
-    """What Llama 3 divides each frequency by, [rotated / 2]: 1 for high ones, `factor` for low ones."""
-    keys = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    base, factor, low, high, context = (_number(settings, parameters, key) for key in keys)
-    if high <= low:
-        raise settings.refusal(f"high_freq_factor {high} of its rope parameters is not above low_freq_factor {low}")
-    wavelengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
-    share = np.clip((context / wavelengths - low) / (high - low), 0, 1)  # of the frequency that stays
-    return (1 / ((1 - share) / factor + share)).astype(np.float32)

@@ -1,0 +1,190 @@
+"""Tensors that llama.cpp holds in other pieces than the checkpoint: stacks of experts, parts of matrices, tiled heads.
+
+Experts are stacked from any layout: a matrix for each expert, or all in one tensor, transposed or not, with gate and up
+one after the other or alternating.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from pqweights.checkpoint.gguf.settings import Settings
+from pqweights.checkpoint.gguf.views import ReorderedTensor
+from pqweights.checkpoint.models.conventions import LAYER, OF_EXPERT, STACKED_EXPERTS
+from pqweights.checkpoint.models.llama_cpp import Architecture, Cut, Tiled
+from pqweights.checkpoint.models.traits import Trait
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.errors import ExportError
+
+T = TypeVar("T")
+
+
+class NamedTensor(NamedTuple):
+    """A tensor with the name that the gguf package knows it by. reads: the tensor, still under its own name."""
+
+    name: str
+    reads: LogicalTensor
+
+
+def of_layer(name: str, known: Mapping[str, T]) -> T | None:
+    """Return what is known of a module or a parameter, by the first expression that matches its name in the layer."""
+    match = LAYER.fullmatch(name)
+    module = (match[3] if match else name).removesuffix(".weight")
+    return next((value for expression, value in known.items() if re.fullmatch(expression, module)), None)
+
+
+def cut(tensors: Iterator[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
+    """Yield the tensors, with several in the place of each one that llama.cpp holds in parts."""
+    cache = MatrixCache()
+    for tensor in tensors:
+        match, cut = LAYER.fullmatch(tensor.name), of_layer(tensor.name, settings.architecture.cuts)
+        if match is None or cut is None:
+            yield tensor
+            continue
+        for part in cut.parts:
+            name = f"{match[1]}{match[2]}.{part}.weight"
+            yield NamedTensor(name, replace(_part(tensor.reads, cut, part, settings, cache), name=name))
+
+
+def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache: MatrixCache) -> MovedTensor:
+    """The rows of a part as one tensor. See Cut"""
+    blocks, turned = cut.parts[part], part in cut.turned
+    sizes = [settings.number(size) for size in cut.blocks]
+    times, inner = settings.number(cut.times), source.shape[-1]
+    if math.prod(source.shape[:-1]) != times * sum(sizes):
+        raise ExportError(
+            f"tensor {source.name!r}: expected {times * sum(sizes)} rows, as config.json has it, found {source.shape}"
+        )
+    segments = tuple(
+        Segment(tensor=source, first=number * sum(sizes) + sum(sizes[:block]), step=1, count=sizes[block])
+        for block in blocks
+        for number in range(times)
+    )
+    rows = sum(sizes[block] for block in blocks)
+    matrix = (inner, rows) if turned else (rows, inner)
+    shape = (times, *matrix) if cut.stacked else (times * rows, inner)
+    return _moved(part, shape, segments, cache, columns=range(inner), transposed=turned)
+
+
+def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
+    """Yield the tensors, with one for all experts in the place of the first expert's."""
+    cache = MatrixCache()
+    experts: dict[str, dict[int, LogicalTensor]] = {}
+    for tensor in tensors:
+        if match := OF_EXPERT.fullmatch(tensor.name):
+            experts.setdefault(f"{match['layer']}.{match['matrix']}", {})[int(match["expert"])] = tensor.reads
+    for tensor in tensors:
+        if match := OF_EXPERT.fullmatch(tensor.name):
+            name = f"{match['layer']}.{match['matrix']}"
+            if name in experts:
+                yield NamedTensor(name, _stacked(name, experts.pop(name), settings, cache))
+        elif match := STACKED_EXPERTS.fullmatch(tensor.name):
+            yield from _parts_of_stack(tensor.reads, match, settings, cache)
+        else:
+            yield tensor
+
+
+def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, cache: MatrixCache) -> MovedTensor:
+    """The matrices of all experts as one tensor [experts, rows, columns]."""
+    count = settings.number("num_experts")
+    first = next(iter(experts.values()))
+    if sorted(experts) != list(range(count)) or any(tensor.shape != first.shape for tensor in experts.values()):
+        raise ExportError(
+            f"tensor {first.name!r}: expected the same matrix of {count} experts, found {len(experts)} or of other "
+            "shapes"
+        )
+    rows, columns = first.shape
+    segments = tuple(Segment(tensor=experts[number], first=0, step=1, count=rows) for number in range(count))
+    return _moved(name, (count, rows, columns), segments, cache)
+
+
+def _parts_of_stack(
+    tensor: LogicalTensor, match: re.Match[str], settings: Settings, cache: MatrixCache
+) -> Iterator[NamedTensor]:
+    """Yield what llama.cpp holds of a tensor of all experts: [experts, rows, columns], or biases [experts, rows]."""
+    count, hidden = settings.number("num_experts"), settings.number("hidden_size")
+    width = settings.number("moe_intermediate_size" if settings.get("moe_intermediate_size") else "intermediate_size")
+    down, is_bias = match["matrix"] == "down_proj", match["bias"] is not None
+    outputs, inner = (hidden, width) if down else (2 * width, hidden)
+    turned = Trait.TURNED_EXPERTS in settings.model.traits and not is_bias
+    expected = (count, outputs) if is_bias else (count, inner, outputs) if turned else (count, outputs, inner)
+    if tensor.shape != expected:
+        raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")
+    for part, rows in _rows_of_parts(down, outputs, settings.architecture):
+        name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"
+        shape = (count, len(rows)) if is_bias else (count, len(rows), inner)
+        starts = range(0, count * outputs, outputs)
+        segments = [Segment(tensor=tensor, first=s + rows.start, step=rows.step, count=len(rows)) for s in starts]
+        columns = range(inner)
+        if is_bias or turned:  # outputs lie side by side
+            segments, columns = [Segment(tensor=tensor, first=0, step=1, count=math.prod(expected[:-1]))], rows
+        yield NamedTensor(name, _moved(name, shape, segments, cache, columns=columns, transposed=turned))
+
+
+def _rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
+    """Return the matrices in one of a stack, each with its rows."""
+    if down:
+        return [("down_proj", range(outputs))]
+    if architecture.joined_experts:
+        return [("gate_up_proj", range(outputs))]
+    if architecture.alternating:
+        return [("gate_proj", range(0, outputs, 2)), ("up_proj", range(1, outputs, 2))]
+    return [("gate_proj", range(outputs // 2)), ("up_proj", range(outputs // 2, outputs))]
+
+
+def _moved(
+    name: str,
+    shape: tuple[int, ...],
+    segments: Sequence[Segment],
+    cache: MatrixCache,
+    *,
+    columns: range | None = None,
+    transposed: bool = False,
+) -> MovedTensor:
+    return MovedTensor(
+        name=name,
+        shape=shape,
+        dtype=segments[0].tensor.plain_dtype,
+        segments=tuple(segments),
+        columns=range(shape[-1]) if columns is None else columns,
+        transposed=transposed,
+        cache=cache,
+    )
+
+
+def rows_from(first: int, matrix: LogicalTensor) -> MovedTensor:
+    """The rows of a matrix from one on."""
+    rows, columns = matrix.shape
+    return _moved(
+        matrix.name,
+        (rows - first, columns),
+        [Segment(tensor=matrix, first=first, step=1, count=rows - first)],
+        MatrixCache(),
+    )
+
+
+def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: Settings) -> LogicalTensor:
+    """The tensor with the first value head of each group before the second ones."""
+    groups, heads = settings.number("linear_num_key_heads"), settings.number("linear_num_value_heads")
+    size = settings.number(tiled.size)
+    before = settings.number(tiled.before) if tiled.before != "0" else 0
+    places = before + np.arange(heads * size).reshape(groups, heads // groups, size).swapaxes(0, 1).reshape(-1, size)
+    along = tensor.shape[-1] if tiled.columns or len(tensor.shape) == 1 else tensor.shape[0]
+    if heads % groups or along != before + heads * size:
+        raise ExportError(
+            f"tensor {tensor.name!r}: expected {before + heads * size} channels, as config.json has it, found "
+            f"{tensor.shape}"
+        )
+    if tiled.columns or len(tensor.shape) == 1:
+        order = np.concatenate([np.arange(before), places.reshape(-1)])
+        return ReorderedTensor.of(name, tensor, order=order)
+    segments = [Segment(tensor=tensor, first=0, step=1, count=before)] if before else []
+    segments += [Segment(tensor=tensor, first=int(head[0]), step=1, count=size) for head in places]
+    return _moved(name, tensor.shape, segments, MatrixCache())

@@ -1,0 +1,123 @@
+"""Models as the Hub has them: text models inside others, layers for further tokens, stacks of experts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_files import (
+    CONFIG,
+    all_values,
+    converted,
+    llama_tensors,
+    metadata,
+    named,
+    write_llama,
+)
+from helpers import Array, Tensor, bf16, f32, gaussian, read_all, write_checkpoint
+
+
+def test_a_model_of_images_and_text_gives_its_text_model(tmp_path: Path) -> None:
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "llama"}
+    gemma = text | {"model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32}
+    gemma |= {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    tensors = llama_tensors()
+    del tensors["lm_head.weight"]
+    for layer in range(2):
+        for name, width in (("q_norm", 8), ("k_norm", 8)):
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = bf16(gaussian(width))
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = bf16(gaussian(16))
+    alone = converted(write_checkpoint(tmp_path / "text", tensors, config=gemma))
+    for prefix in ("model.language_model.", "language_model.model."):
+        seen = {name.replace("model.", prefix, 1): value for name, value in tensors.items()}
+        seen["model.vision_tower.patch.weight"] = bf16(gaussian(4, 4))
+        folder = tmp_path / prefix
+        wrapped = converted(write_checkpoint(folder, seen, config={"model_type": "gemma3", "text_config": gemma}))
+        assert wrapped.metadata == alone.metadata
+        assert all_values(wrapped).keys() == all_values(alone).keys()
+        assert wrapped.left_out == {"model.vision_tower.patch.weight": "not part of the text model"}
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.2.mlp.up_proj", "layers.3.eh_proj", "mtp.fc", "model.mtp_block.0.mlp.up_proj"]
+)
+def test_layers_that_predict_further_tokens_are_left_out(name: str, tmp_path: Path) -> None:
+    """As published files have them: numbered behind the last (DeepSeek, GLM), or under names of their own (Qwen)."""
+    whole = f"{'model.' if name.startswith('layers') else ''}{name}.weight"
+    model = converted(write_llama(tmp_path, **{whole.replace(".", "__"): bf16(gaussian(4, 4))}))
+    assert model.left_out == {whole: "predicts further tokens, which the model does without"}
+    assert named(model).keys() == named(converted(write_llama(tmp_path / "without"))).keys()
+
+
+def test_published_names_of_qwen3_5_moe_give_the_same_file(tmp_path: Path) -> None:
+    """Stacks [experts, gate and up, in], the text model below `language_model`, a tower and a layer for further tokens.
+
+    As llama.cpp's conversion/qwen.py expects them (Qwen2MoeModel, Qwen3_5MoeTextModel); transformers writes single
+    experts.
+    """
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["qwen3_5 moe"], tmp_path / "single")
+    text = json.loads((tmp_path / "single" / "config.json").read_text())
+    published: dict[str, Tensor] = {}
+    experts: dict[str, list[Array]] = {}
+    for name, (dtype, values) in sorted(read_all(tmp_path / "single").items()):
+        whole = name.replace("model.", "model.language_model.", 1)
+        if match := re.fullmatch(r"(.*\.experts)\.\d\.(\w+)\.weight", whole):
+            experts.setdefault(f"{match[1]}.{match[2]}", []).append(values)
+        else:
+            published[whole] = (dtype, values)
+    for layer in range(4):
+        path = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (np.stack(experts[f"{path}.{part}_proj"]) for part in ("gate", "up", "down"))
+        published |= {f"{path}.gate_up_proj": f32(np.concatenate([gate, up], axis=1)), f"{path}.down_proj": f32(down)}
+    extra = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
+    published |= {name: bf16(gaussian(4, 4)) for name in extra}
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": False}
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    model, single = (
+        converted(write_checkpoint(tmp_path / "hub", published, config=config)),
+        converted(tmp_path / "single"),
+    )
+    assert model.metadata == single.metadata and model.left_out.keys() == {*extra}
+    found, expected = all_values(model), all_values(single)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_published_configuration_of_kimi_linear_means_what_transformers_writes(tmp_path: Path) -> None:
+    """Its layers are listed from 1, in a part of their own, as llama.cpp's conversion/kimi_linear.py expects it."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["kimi linear"], tmp_path)
+    expected = converted(tmp_path).metadata
+    stated = json.loads((tmp_path / "config.json").read_text())
+    keys = ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "mlp_layer_types")
+    own = {key: stated.pop(key) for key in keys}
+    stated["linear_attn_config"] = {
+        "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": own["linear_head_dim"],
+        "num_heads": own["linear_num_heads"], "short_conv_kernel_size": own["linear_conv_kernel_dim"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"first_k_dense_replace": 1}))
+    assert converted(tmp_path).metadata == expected
+
+
+def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:
+    """Mistral 3 of images and text, with the prefixes of its published files."""
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "ministral3"}
+    text["head_dim"] = 8
+    text |= {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}
+    tensors = {f"language_model.{name}": value for name, value in llama_tensors().items()}
+    tensors["vision_tower.patch_conv.weight"] = bf16(gaussian(4, 4))
+    config = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    model = converted(write_checkpoint(tmp_path, tensors, config=config))
+    assert model.architecture == "mistral3"
+    assert metadata(model)["mistral3.attention.temperature_scale"] == 0.1
+    assert model.left_out == {"vision_tower.patch_conv.weight": "not part of the text model"}
+    assert named(model).keys() == named(converted(write_llama(tmp_path / "llama"))).keys()

@@ -1,0 +1,161 @@
+"""Models that llama.cpp would compute otherwise, or not load: they are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import (
+    CONFIG,
+    GEMMA3,
+    converted,
+    edit_config,
+    llama_tensors,
+    write_gemma,
+    write_llama,
+)
+from helpers import bf16, gaussian, write_checkpoint
+
+from pqweights.errors import ExportError
+
+MLA = {"model_type": "deepseek_v3", "q_lora_rank": 4, "first_k_dense_replace": 1}
+DELTA_NET = {"model_type": "qwen3_5_text", "linear_value_head_dim": 8, "linear_key_head_dim": 8}
+GEMMA2 = GEMMA3 | {"model_type": "gemma2"}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
+        ({"model_type": None}, "GGUF cannot hold a model of type None"),
+        ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "new"}}, "with rope_type default, .* only, found 'new'"),
+        (
+            {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": 3}},
+            "expected a list of numbers as mrope_section, found 3",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
+        ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows for it"),
+        ({"rms_norm_eps": "x"}, "expected a positive number as rms_norm_eps, found 'x'"),
+        ({"rms_norm_eps": float("nan")}, "expected a positive number as rms_norm_eps, found nan"),
+        ({"num_hidden_layers": "2"}, "expected a positive number as num_hidden_layers, found '2'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 16}}, "YaRN with beta_fast 32 only, found 16"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "rounds the bounds of YaRN"),
+        ({"num_hidden_layers": 10**7}, "expected at most 512 as num_hidden_layers, found 10000000"),
+        ({"max_position_embeddings": 2**40}, "at most 2147483647 as max_position_embeddings, found 1099511627776"),
+        ({"rope_theta": "x"}, "expected a positive number as rope_theta, found 'x'"),
+        ({"partial_rotary_factor": "x"}, "expected a positive number as partial_rotary_factor, found 'x'"),
+        ({"sliding_window": "x"}, "expected a positive number as sliding_window, found 'x'"),
+        ({"tie_word_embeddings": "yes"}, "expected true or false as tie_word_embeddings, found 'yes'"),
+        ({"architectures": "LlamaForCausalLM"}, "expected a list of names as architectures, found 'LlamaForCausalLM'"),
+        ({"layer_types": 3}, "for each of 2 layers as layer_types, found 3"),
+        ({"layer_types": ["full_attention"]}, "for each of 2 layers as layer_types, found"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor 1.0 .* not above low_"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": "x"}}, "as attention_factor of its rope"),
+        ({"model_type": "smollm3", "no_rope_layers": 3}, "expected a list as no_rope_layers, found 3"),
+        ({"model_type": "qwen2", "hidden_size": 17}, "hidden_size 17 is not a multiple of the 2 heads"),
+        (GEMMA2 | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0}, "sliding_window is 0"),
+        (
+            {"model_type": "cohere2", "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+            "with a sliding window in some layers only, found none",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0], "short_factor": [1.0]}},
+            "expected 4 numbers as long_factor",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "with use_sliding_window False or None only, found True"),
+        ({"model_type": "qwen2", "head_dim": 4}, "with head_dim 8 only, found 4"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "with norm_topk_prob True only, found False"),
+        (
+            {"model_type": "gemma3_text", "hidden_act": None, "head_dim": 8},
+            "with query_pre_attn_scalar 8 only, found 256",
+        ),
+        (MLA | {"num_hidden_layers": 27}, "q_lora_rank of all models but those of 26 or 27 layers, found 4 with 27"),
+        (MLA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
+         "YaRN with equal mscale and mscale_all_dim only, found 1.0 and 0.5"),
+        (MLA | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is .'sparse', 'dense'."),
+        (DELTA_NET | {"linear_key_head_dim": 4}, "equal linear_value_head_dim and linear_key_head_dim only, found 8"),
+        (DELTA_NET | {"layer_types": ["full_attention", "linear_attention"]}, "full attention in every 1th layer"),
+        (DELTA_NET | {"layer_types": ["full_attention", "conv"]}, "full_attention or linear_attention for"),
+        ({"model_type": "exaone4", "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "windows for 64"),
+        ({"model_type": "llama4_text", "moe_layers": [1]}, "in every interleave_moe_layer_step-th layer"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "computes every 4th layer without rotary embeddings"),
+        (
+            {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+            | {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}, "full_attention": {"rope_theta": 2.0}}},
+            "all its layers with the rope_theta 2.0, and sliding_attention has 1.0",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_llama_cpp_would_compute_otherwise_are_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path, config=config | ({"architectures": None} if "model_type" in config else {}))
+    with pytest.raises(ExportError, match=rf"^config\.json: .*{message}.*use --target bf16"):
+        converted(folder)
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_gemma_2_without_its_caps_is_refused(key: str, tmp_path: Path) -> None:
+    """llama.cpp would take 50 and 30."""
+    folder = write_gemma(tmp_path, "gemma2")
+    edit_config(folder, {key: None})
+    with pytest.raises(ExportError, match=f"expected a positive number as {key}, found None"):
+        converted(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "shape"),
+    [("llama", "extra.weight", (2, 2)), ("qwen2", "o_proj.bias", (16,))],  # a bias that llama.cpp does not add
+)
+def test_tensors_that_llama_cpp_lacks_are_refused(
+    model_type: str, name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    tensor = f"model.layers.0.self_attn.{name}"
+    write_llama(
+        tmp_path,
+        config={"model_type": model_type, "architectures": None},
+        **{tensor.replace(".", "__"): bf16(gaussian(*shape))},
+    )
+    with pytest.raises(ExportError, match=rf"tensor '{re.escape(tensor)}': llama\.cpp's {model_type}"):
+        converted(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_missing_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    del tensors[name]
+    with pytest.raises(ExportError, match=r"the checkpoint lacks tensors that llama\.cpp needs: [a-z0-9_.]+ "):
+        converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_key_value_heads": 2}, r"k_proj\.weight': config.json asks for 16 rows and 16 columns, .* \(8, 16\)"),
+        ({"intermediate_size": 32}, r"gate_proj\.weight': config.json asks for 32 rows and 16 columns, .* \(24, 16\)"),
+        ({"hidden_size": 32}, r"config.json asks for .*32 "),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(
+    changed: dict[str, Any], message: str, model_type: str, tmp_path: Path
+) -> None:
+    """llama.cpp would not load the file."""
+    config = {"model_type": model_type, "architectures": None}
+    with pytest.raises(ExportError, match=message):
+        converted(write_llama(tmp_path, config=config | changed))
+
+
+def test_a_single_number_is_no_matrix(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = llama_tensors() | {name: ("F32", np.ones((), dtype=np.float32))}
+    with pytest.raises(ExportError, match=r"config.json asks for .*; found shape \(\)"):
+        converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
