@@ -134,7 +134,7 @@ def _cut(source: Path, text: str, windows: int, size: int) -> Any:
     if count * size < FEWEST_TOKENS:
         raise EvaluationError(
             f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
-            "longer text, or `calibrate` on self"
+            "longer text, or self"
         )
     pieces = encoded.ids[: count * size].reshape(count, size)
     return np.stack([with_bos(piece, encoded.bos) for piece in pieces])

@@ -119,7 +119,7 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
     no_tokenizer = ("model/tokenizer.json", "model/tokenizer_config.json")
     encoder = "not a causal language model"
     lacks = ("lacks 1 weight",) if prefix == "eval" else ("no tensor for",)
-    not_finite = "logits are NaN" if prefix == "eval" else "not finite"
+    not_finite = "logits are NaN" if prefix == "eval" else "finite"
     small, nan = stored(language_model(8)), stored(language_model(value=float("nan")))
     return [
         broken("config-damaged", "config.json", "JSON", config=b"{"),

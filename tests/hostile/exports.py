@@ -148,7 +148,7 @@ CASES = [
             TORCHAO + " --rounding nearest": ("--rounding nearest", "plain, gptq"),
             TORCHAO + " --rounding gptq --calibrate self --qparams minmax": ("--rounding gptq", "--qparams best"),
             MLX + " --mode mxfp4 --rounding gptq --calibrate self": ("--rounding gptq", "--mode affine", "mxfp4"),
-            EXPORT + " --rounding gptq --calibrate self": ("--rounding", "bf16"),
+            EXPORT + " --rounding gptq --calibrate self": ("--calibrate", "bf16"),
         },
     ),
     exporting(
