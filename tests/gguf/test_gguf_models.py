@@ -135,6 +135,7 @@ KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "block_multiple_of",
     "block_ffn_dim_multiplier",
     "no_rope_layer_interval",
+    "num_hidden_layers",
     "original_max_position_embeddings",
     "query_pre_attn_scalar",
     "tie_word_embeddings",

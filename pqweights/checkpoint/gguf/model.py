@@ -19,7 +19,7 @@ from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.rope import add_rope, rope_parameters
 from pqweights.checkpoint.gguf.settings import Settings, ignored_window, layer_kinds, read_settings, windowed_layers
-from pqweights.checkpoint.gguf.tensors import gguf_tensors
+from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
@@ -114,7 +114,7 @@ def check_model(checkpoint: Checkpoint) -> None:
 
 def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
-    settings = read_settings(checkpoint.config)
+    settings = with_draft_layers(read_settings(checkpoint.config), checkpoint.tensors)
     # No file is written: the writer knows the keys and the types of values.
     writer = gguf_package().GGUFWriter(None, _architecture(settings))
     return settings, writer, *gguf_tensors(checkpoint.tensors, settings, add_rope(settings, writer))
@@ -193,7 +193,9 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         elif not setting.optional or settings.get(setting.key):
             getattr(writer, f"add_{setting.parameter}")(_value(setting, settings))
     writer.add_vocab_size(rows)
-    layers = windowed_layers(settings)
+    if settings.draft_layers:
+        writer.add_nextn_predict_layers(settings.draft_layers)
+    layers = windowed_layers(settings) + [False] * settings.draft_layers
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period

@@ -37,13 +37,15 @@ class Settings:
     model_type: that of transformers
     model: what is known of the type
     architecture: how llama.cpp runs it
-    values: config.json with the keys of its text_config
+    values: config.json with the keys of its text_config, and block_count: all layers
+    draft_layers: how many of these predict further tokens
     """
 
     model_type: str
     model: ModelDescription
     architecture: Architecture
     values: Mapping[str, Any]
+    draft_layers: int = 0
 
     def get(self, key: str) -> Any:
         """Return a value; the default of transformers, or else None, for a key that is absent."""
@@ -243,10 +245,11 @@ def layer_kinds(settings: Settings) -> list[str]:
     """Return what distinguishes the tensors of layers: their types, experts, and whether keys are those of others."""
     layers = settings.number("num_hidden_layers")
     own = layers - (settings.number("num_kv_shared_layers") if settings.get("num_kv_shared_layers") else 0)
-    return [
+    kinds = [
         f"{kind}{' sparse' if sparse else ''}{'' if layer < own else ' shared'}"
         for layer, (kind, sparse) in enumerate(zip(layer_types(settings), sparse_layers(settings), strict=True))
     ]
+    return kinds + ["draft"] * settings.draft_layers
 
 
 def sparse_layers(settings: Settings) -> list[bool]:

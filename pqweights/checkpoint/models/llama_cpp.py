@@ -133,6 +133,7 @@ class Architecture:
         queries by the width of the model over its heads
     joined_experts: whether gate and up of experts are one tensor
     alternating: whether the rows of gate and up alternate in stacks of experts
+    drafts: whether it has room for layers that predict further tokens
     stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
     """
@@ -174,6 +175,7 @@ class Architecture:
     layers_of_27b: int | None = None
     joined_experts: bool = False
     alternating: bool = False
+    drafts: bool = False
     stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -185,7 +187,7 @@ LAYERS = "layers"
 
 SETTINGS = (
     Setting("embedding_length", "hidden_size"),
-    Setting("block_count", "num_hidden_layers"),
+    Setting("block_count", "block_count"),
     Setting("feed_forward_length", "intermediate_size"),
     Setting("head_count", "num_attention_heads"),
     Setting("head_count_kv", "num_key_value_heads"),

@@ -68,6 +68,7 @@ QWEN3_NEXT = Architecture(
     equal=(("linear_value_head_dim", "linear_key_head_dim"),),
     rope=frozenset({"default", "linear", "yarn"}),
     partial_rope=True,
+    drafts=True,
     values=SILU | ALL_SPARSE | {"norm_topk_prob": (True,), "attention_bias": (False, None)},
 )
 QWEN3_5_MOE = replace(
@@ -251,6 +252,7 @@ KIMI_LINEAR = replace(
     reshaped=dict.fromkeys(("SSM_CONV1D_Q", "SSM_CONV1D_K", "SSM_CONV1D_V"), _KDA_CONV),
     layer_types=frozenset({FULL, LINEAR_ATTENTION}),
     layers_without={},
+    drafts=False,
     equal=(("linear_num_heads", "num_attention_heads"),),
     values={**SILU, "moe_renormalize": (True,), "num_expert_group": (1, None), "q_lora_rank": (None,)},
 )
