@@ -6,10 +6,10 @@ a layer of the model. https://github.com/ggml-org/llama.cpp, conversion/qwen.py 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from pqweights.checkpoint.models.conventions import LAYER, MTP
+from pqweights.checkpoint.models.conventions import BELOW_MTP, LAYER
+from pqweights.checkpoint.models.names import predicts_further
 
 # What such a layer has beside a layer of the model, and the tensor of gguf.MODEL_TENSOR that it is.
 NEXTN = {
@@ -20,31 +20,24 @@ NEXTN = {
     "shared_head.norm": "NEXTN_SHARED_HEAD_NORM",
     "shared_head.head": "NEXTN_SHARED_HEAD_HEAD",
 }
-_BELOW_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.(.+)|(\w+)\.weight)")
 _OTHER_NAMES = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
 _OTHER_NAMES |= {"norm": "shared_head.norm"}
-
-
-def predicts_further(name: str, layers: int) -> bool:
-    """Whether a tensor of a model of that many layers is of one that predicts further tokens."""
-    layer = LAYER.fullmatch(name)
-    behind = layer is not None and int(layer[2]) >= layers
-    return behind or any(MTP.fullmatch(component) for component in name.split("."))
 
 
 def name_behind(name: str, layers: int) -> str | None:
     """Return the name of such a tensor in a layer behind the last one; None if that is not known."""
     if LAYER.fullmatch(name):
         return name
-    match = _BELOW_MTP.fullmatch(name)
+    match = BELOW_MTP.fullmatch(name)
     if match is None:
         return None
     if match[1]:
         return f"model.layers.{layers + int(match[1])}.{match[2]}"
-    return f"model.layers.{layers}.{_OTHER_NAMES[match[3]]}.weight" if match[3] in _OTHER_NAMES else None
+    known = _OTHER_NAMES.get(match[3].removesuffix(".weight"))
+    return known and f"model.layers.{layers}.{known}.weight"
 
 
-def draft_layers(names: Iterable[str], layers: int) -> int:
+def whole_draft_layers(names: Iterable[str], layers: int) -> int:
     """Return how many whole layers there are behind the last one. names: those of the text model"""
     needed = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
     of_layer: dict[int, set[str]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.drafts import draft_layers, name_behind, nextn_tensor, predicts_further
+from pqweights.checkpoint.gguf.drafts import name_behind, nextn_tensor, whole_draft_layers
 from pqweights.checkpoint.gguf.regrouped import NamedTensor, cut, of_layer, with_experts_stacked, with_tiled_heads
 from pqweights.checkpoint.gguf.rope import Factors
 from pqweights.checkpoint.gguf.settings import Settings, layer_kinds
@@ -28,7 +28,7 @@ from pqweights.checkpoint.gguf.views import (
 )
 from pqweights.checkpoint.models.conventions import LAYER, TEXT_PREFIXES
 from pqweights.checkpoint.models.llama_cpp import SHAPES, Shape
-from pqweights.checkpoint.models.names import tower_of
+from pqweights.checkpoint.models.names import predicts_further, tower_of
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MovedTensor
@@ -112,7 +112,7 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     """Return the settings of a model with its layers that predict further tokens, if llama.cpp has room for them."""
     layers = settings.number("num_hidden_layers")
     names = (_text_name(tensor.name)[0] for tensor in tensors)
-    drafts = draft_layers(names, layers) if settings.architecture.drafts else 0
+    drafts = whole_draft_layers(names, layers) if settings.architecture.drafts else 0
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 

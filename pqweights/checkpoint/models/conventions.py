@@ -26,6 +26,8 @@ VISION = re.compile(
     r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|embed_vision|embed_audio"
 )
 MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
+# A whole name below `mtp`: the number of the layer and what follows, or what there is beside the layers.
+BELOW_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.(.+)|(.+))")
 SSM_PARAMETERS = re.compile(r"A_log|A|D|dt_bias|dt_proj|in_proj_(a|b|ba)|time_(decay|first|mix\w*|maa\w*)")
 MAMBA_PATH = re.compile(r"mamba\w*|mixer|ssm\w*")
 NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", re.IGNORECASE)
