@@ -6,10 +6,9 @@ No weight is read here.
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +17,17 @@ import numpy as np
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.rope import add_rope, rope_parameters
-from pqweights.checkpoint.gguf.settings import Settings, ignored_window, layer_kinds, read_settings, windowed_layers
+from pqweights.checkpoint.gguf.settings import Settings, ignored_window, read_settings, value_of, windowed_layers
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokens import Vocabulary
+from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SETTINGS, Setting
+from pqweights.checkpoint.models.llama_cpp import SETTINGS
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import sources_of
+from pqweights.errors import ExportError
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.
@@ -56,6 +58,7 @@ class GgufModel:
     tensors: under their names in the file and with their shapes in torch's order
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
     notes: what the user should know of the file
+    tower_metadata, tower: the same of a file for its tower for images, if it has one
     """
 
     architecture: str
@@ -63,6 +66,24 @@ class GgufModel:
     tensors: tuple[LogicalTensor, ...]
     left_out: dict[str, str]
     notes: tuple[str, ...] = ()
+    tower_metadata: tuple[MetadataEntry, ...] = ()
+    tower: tuple[LogicalTensor, ...] = ()
+
+    def with_tower(self, checkpoint: Checkpoint) -> GgufModel:
+        """Return the model with its tower, or with a note why it is left out."""
+        try:
+            tower = gguf_tower(checkpoint)
+        except ExportError as error:
+            return replace(self, notes=(*self.notes, f"the tower for images is left out: {error}"))
+        if tower is None:
+            return self
+        held = {source.name for tensor in tower.tensors for source in sources_of(tensor)}
+        return replace(
+            self,
+            left_out={name: reason for name, reason in self.left_out.items() if name not in held},
+            tower_metadata=tuple(_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
+            tower=tower.tensors,
+        )
 
 
 def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
@@ -88,7 +109,7 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         tensors=tensors,
         left_out=left_out,
         notes=tuple(_notes(settings, vocabulary, missed)),
-    )
+    ).with_tower(checkpoint)
 
 
 def outline_model(checkpoint: Checkpoint) -> GgufModel:
@@ -99,7 +120,8 @@ def outline_model(checkpoint: Checkpoint) -> GgufModel:
     settings, writer, tensors, left_out = _read(checkpoint)
     _add_hyper_parameters(settings, writer, rows=_rows(tensors))
     metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
-    return GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
+    model = GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
+    return model.with_tower(checkpoint)
 
 
 def _rows(tensors: tuple[LogicalTensor, ...]) -> int:
@@ -191,7 +213,7 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         if setting.zero and not settings.get(setting.key):
             getattr(writer, f"add_{setting.parameter}")(0)
         elif not setting.optional or settings.get(setting.key):
-            getattr(writer, f"add_{setting.parameter}")(_value(setting, settings))
+            getattr(writer, f"add_{setting.parameter}")(value_of(setting, settings))
     writer.add_vocab_size(rows)
     if settings.draft_layers:
         writer.add_nextn_predict_layers(settings.draft_layers)
@@ -205,19 +227,6 @@ def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.stated_window:
         writer.add_sliding_window(0)
-
-
-def _value(setting: Setting, settings: Settings) -> Any:
-    """Return the value of a hyper-parameter: one, or one for each layer."""
-    if setting.truth:
-        return settings.truth(setting.key)
-    value = settings.real(setting.key) if setting.real else settings.number(setting.key)
-    if setting.of:
-        return getattr(gguf_package(), setting.of)(value)
-    if not setting.only:
-        return value
-    other = settings.number(setting.other) if setting.other else 0
-    return [value if re.fullmatch(setting.only, kind) else other for kind in layer_kinds(settings)]
 
 
 class GgufTensor(NamedTuple):

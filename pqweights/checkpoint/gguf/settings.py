@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.restated import restated
 from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture
+from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
@@ -345,3 +347,16 @@ def windowed_layers(settings: Settings) -> list[bool]:
             f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"
         )
     return windowed
+
+
+def value_of(setting: Setting, settings: Settings) -> Any:
+    """Return the value of a hyper-parameter: one, or one for each layer."""
+    if setting.truth:
+        return settings.truth(setting.key)
+    value = settings.real(setting.key) if setting.real else settings.number(setting.key)
+    if setting.of:
+        return getattr(gguf_package(), setting.of)(value)
+    if not setting.only:
+        return value
+    other = settings.number(setting.other) if setting.other else 0
+    return [value if re.fullmatch(setting.only, kind) else other for kind in layer_kinds(settings)]

@@ -149,7 +149,7 @@ class DecayTensor(RenamedTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReorderedTensor(RenamedTensor):
-    """A tensor with its columns in another order. order: which column of the source each one is"""
+    """A tensor with its columns in another order, or some of them. order: which column of the source each one is"""
 
     order: npt.NDArray[np.int64]
 
@@ -161,8 +161,8 @@ class ReorderedTensor(RenamedTensor):
         """Read the rows that hold the elements."""
         size, width = item_bytes(dtype), len(self.order)
         first, last = start // width, -(-(start + count) // width)
-        raw = np.empty((last - first, width, size), dtype=np.uint8)
-        self.source.read(first * width, raw.size // size, dtype, raw.reshape(-1))
+        raw = np.empty((last - first, self.source.shape[-1], size), dtype=np.uint8)
+        self.source.read(first * self.source.shape[-1], raw.size // size, dtype, raw.reshape(-1))
         skip = start - first * width
         out[: count * size] = raw[:, self.order].reshape(-1)[skip * size : (skip + count) * size]
 
