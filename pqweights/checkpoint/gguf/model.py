@@ -166,6 +166,11 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str,
             "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
             "are a little different, as in every GGUF file of this model"
         )
+    if (chosen := settings.get("index_topk")) and any(s.key == "index_topk" for s in settings.architecture.settings):
+        yield (
+            f"llama.cpp compares the scores by which {chosen} tokens are chosen in half precision: in longer texts it "
+            "may attend to others than transformers"
+        )
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
     if missed:
