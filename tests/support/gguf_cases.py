@@ -209,6 +209,10 @@ CASES = {
         "mlp_multipliers": [0.6, 1.4], "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9,
         "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2]},
     ),
+    "jamba": Case(
+        name="Jamba", settings={"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2,
+        "expert_layer_period": 3, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8},
+    ),
     "gemma4": Case(
         name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True},

@@ -40,6 +40,7 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
         keys = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
         keys |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
         values |= {keys[key]: value for key, value in linear.items() if key in keys}
+    _restate_periods(values)
     _restate_full_layers(values)
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
@@ -67,3 +68,19 @@ def _restate_full_layers(values: dict[str, Any]) -> None:
         if kind == FULL and isinstance(own, dict):
             for key in ("head_dim", "num_key_value_heads"):
                 values.setdefault(f"global_{key}", own.get(key))
+
+
+def _restate_periods(values: dict[str, Any]) -> None:
+    """State the kinds of layers of Jamba, which come in periods, and the rank of its time steps."""
+    keys = [f"{of}_layer_{part}" for of in ("attn", "expert") for part in ("period", "offset")]
+    numbers = [values.get(key, default) for key, default in zip(keys, (8, 4, 2, 1), strict=True)]
+    layers, width = values.get("num_hidden_layers", 32), values.get("hidden_size", 4096)
+    if values.get("model_type") != "jamba" or not all(isinstance(n, int) for n in (*numbers, layers, width)):
+        return
+    period, offset, experts, first = numbers
+    values["layer_types"] = [
+        f"{FULL if n % period == offset else LINEAR_ATTENTION}{' moe' if n % experts == first else ''}"
+        for n in range(min(layers, 512))
+    ]
+    if values.get("mamba_dt_rank", "auto") == "auto":
+        values["mamba_dt_rank"] = -(-width // 16)

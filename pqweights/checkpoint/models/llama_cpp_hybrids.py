@@ -159,6 +159,25 @@ GRANITE_HYBRID = replace(
     dense=_DENSE_GRANITE,
 )
 
+# Mamba 1, and experts in some layers.
+JAMBA = Architecture(
+    name="JAMBA",
+    modules={r"feed_forward\.experts\.(\d+)\.(gate|up|down)_proj": r"mlp.experts.\1.\2_proj"},
+    settings=(
+        SOME_HEADS,
+        *EXPERTS,
+        Setting("ssm_conv_kernel", "mamba_d_conv"),
+        Setting("ssm_inner_size", _MAMBA_WIDTH),
+        Setting("ssm_state_size", "mamba_d_state"),
+        Setting("ssm_time_step_rank", "mamba_dt_rank"),
+    ),
+    layer_types=frozenset(f"{kind}{moe}" for kind in (FULL, LINEAR_ATTENTION) for moe in ("", " moe")),
+    rope=frozenset({"default"}),
+    free_head_dim=False,
+    biases=frozenset({"SSM_CONV1D"}),
+    values=SILU | {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,)},
+)
+
 _NEMOTRON_WIDTH = "mamba_num_heads * mamba_head_dim"
 _DENSE_NEMOTRON_H = Architecture(
     name="NEMOTRON_H",

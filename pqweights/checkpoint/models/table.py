@@ -236,6 +236,13 @@ _ROWS: dict[str, Row] = {
         },
     ),
     # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
+    "jamba": Row(
+        llama_cpp=llama_cpp_hybrids.JAMBA, defaults=_sizes(4096, 14336, 32, 32, 262144) | _OWN_HEAD | _SILU | {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "num_experts": 16, "num_experts_per_tok": 2,
+            "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+            "mamba_proj_bias": False, "mamba_dt_rank": "auto",
+        },
+    ),
     "kimi_k2": Row(llama_cpp=llama_cpp_experts.DEEPSEEK2, defaults=_OWN_HEAD | _SILU | {"rope_interleave": True}),
     "kimi_linear": Row(
         llama_cpp=llama_cpp_hybrids.KIMI_LINEAR, defaults=_sizes(2304, 9216, 27, 32, 1048576) | _LLAMA | {
