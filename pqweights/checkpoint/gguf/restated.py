@@ -41,6 +41,8 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
         keys |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
         values |= {keys[key]: value for key, value in linear.items() if key in keys}
     _restate_periods(values)
+    if "laurel_rank" in values or values.get("model_type") in ("gemma3n", "gemma3n_text"):
+        _restate_gemma3n(values)
     _restate_full_layers(values)
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
@@ -84,3 +86,15 @@ def _restate_periods(values: dict[str, Any]) -> None:
     ]
     if values.get("mamba_dt_rank", "auto") == "auto":
         values["mamba_dt_rank"] = -(-width // 16)
+
+
+def _restate_gemma3n(values: dict[str, Any]) -> None:
+    """State how many layers of Gemma 3n have keys and values of their own, and how many have sparse activations."""
+    layers, shared = values.get("num_hidden_layers", 35), values.get("num_kv_shared_layers", 15)
+    if isinstance(layers, int) and isinstance(shared, int):
+        values |= {"own_layers": layers - shared, "shared_kv_layers": shared, "num_kv_shared_layers": 0}
+    pattern = values.get("activation_sparsity_pattern") or [0.95] * 10
+    if isinstance(pattern, list) and all(share == (0.95 if n < 10 else 0) for n, share in enumerate(pattern)):
+        values["sparse_layers"] = 10
+    if isinstance(widths := values.get("intermediate_size"), list) and len(set(widths)) == 1:
+        values["intermediate_size"] = widths[0]

@@ -23,6 +23,7 @@ from pqweights.checkpoint.gguf.views import (
     DecayTensor,
     InterleavedTensor,
     OffsetTensor,
+    PaddedTensor,
     RenamedTensor,
     ScaledTensor,
 )
@@ -73,6 +74,9 @@ def gguf_tensors(
                 "tensor"
             )
         held[name] = _view(tensor, tensor_type, name, settings)
+    inputs, rows = held.get("per_layer_token_embd.weight"), settings.get("vocab_size")
+    if inputs is not None and isinstance(rows, int) and inputs.shape[0] < rows:  # those of images and sound have none
+        held[inputs.name] = PaddedTensor.of(inputs.name, inputs, shape=(rows, *inputs.shape[1:]))
     if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
         held["output.weight"] = RenamedTensor.of("output.weight", held["token_embd.weight"])
     _check_complete(held, settings)

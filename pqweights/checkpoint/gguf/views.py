@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -165,6 +166,21 @@ class ReorderedTensor(RenamedTensor):
         self.source.read(first * self.source.shape[-1], raw.size // size, dtype, raw.reshape(-1))
         skip = start - first * width
         out[: count * size] = raw[:, self.order].reshape(-1)[skip * size : (skip + count) * size]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedTensor(RenamedTensor):
+    """A matrix with rows of zeros behind its own."""
+
+    def runs_of_matrix(self, number: int) -> None:
+        """Return nothing: some of its rows are not rows of the source."""
+        return
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read what the source has of the elements."""
+        size, there = item_bytes(dtype), max(0, min(count, math.prod(self.source.shape) - start))
+        self.source.read(start, there, dtype, out)
+        out[there * size : count * size] = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,6 +18,7 @@ LAYER = re.compile(r"((?:|model\.|backbone\.|model\.language_model\.|language_mo
 HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 # Whole names: of one expert's matrix, and of those of all experts in one tensor, or their biases.
 OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
+OF_ALTUP = re.compile(r"(?P<layer>model\.altup_\w+)\.(?P<expert>\d+)\.(?P<matrix>weight)")  # of Gemma 3n
 STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(?P<bias>_bias)?(\.weight)?")
 # Whole names of modules: what holds all experts of a layer.
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")

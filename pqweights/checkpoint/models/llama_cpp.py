@@ -314,6 +314,28 @@ GEMMA4 = Architecture(
     window_period=6,
     values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, False, "vision")},
 )
+# llama.cpp uses the keys and values of 20 layers, but wants those of all, as published files have them. The first 10
+# layers have sparse activations.
+GEMMA3N = Architecture(
+    name="GEMMA3N",
+    modules={r"altup\.correct_output_scale": "altup.correct_output_scale.weight"},
+    settings=(
+        Setting("altup_active_idx", "altup_active_idx", zero=True),
+        Setting("altup_num_inputs", "altup_num_inputs"),
+        Setting("embedding_length_per_layer_input", "hidden_size_per_layer_input"),
+        Setting("shared_kv_layers", "shared_kv_layers", zero=True),
+        _real("final_logit_softcapping")._replace(optional=True),
+    ),
+    rope=frozenset({"default"}),
+    windows=LAYERS,
+    window_listed=True,
+    window_period=5,
+    values={
+        "hidden_activation": TANH_GELU, "laurel_rank": (64,), "hidden_size_per_layer_input": (256,),
+        "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,), "own_layers": (20,),
+        "sparse_layers": (10,), "final_logit_softcapping": (30.0,),
+    },
+)  # fmt: skip
 PHI3 = Architecture(
     name="PHI3",
     rope=frozenset({"default", "longrope", "linear", "yarn"}),
