@@ -2,8 +2,8 @@
 
     python tools/families_page.py > docs/families.md
 
-Rows are those of the tests that build the models tiny (tests/architectures, tests/support/gguf_cases.py) and of the
-table of models; a test compares the page with them.
+Rows are those of the tests that build the models tiny (tests/architectures, tests/support/gguf_cases.py and
+encoder_cases.py) and of the table of models; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ This page is generated from the tests and the table of models by `make docs-fami
 in config.json. Quantizing, decoding to BF16 and checking work with models of any type; a target refuses what its
 runtime would compute otherwise, before a weight is quantized.
 
-- **run**: a tiny random model was exported and computed with, beside the original in transformers: for gguf its logits
-  in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading with transformers,
-  compressed-tensors and torchao; for mlx the logits of mlx-lm.
+- **run**: a tiny random model was exported and computed with, beside the original in transformers: for gguf its logits,
+  or the vectors of an encoder, in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading
+  with transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
 - **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
 - **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`).
 - **no**: refused, with the reason.
@@ -52,12 +52,17 @@ def outcomes() -> dict[str, dict[str, str]]:
     """Return the cells of each type of model, by target."""
     sys.path[:0] = [str(ROOT / "tests" / "architectures"), str(ROOT / "tests" / "support")]
     built, known = importlib.import_module("gguf_cases"), importlib.import_module("known_architectures")
+    encoders = importlib.import_module("encoder_cases")
     rows: dict[str, dict[str, str]] = {}
     for name, model in MODELS.items():
         if model.llama_cpp is not None:
             rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
-    for case in built.CASES.values():
-        rows[type_of(f"{case.name}{'Text' if case.text else ''}Config")]["gguf"] = RUN
+    configs = [f"{case.name}{'Text' if case.text else ''}Config" for case in built.CASES.values()]
+    for config in (
+        *configs,
+        *(f"{case.name}Config" for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())),
+    ):
+        rows[type_of(config)]["gguf"] = RUN
     for name in TOWERS:
         text = rows.setdefault(name, {})
         text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"

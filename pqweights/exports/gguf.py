@@ -33,6 +33,7 @@ from pqweights.checkpoint.gguf.model import (
     check_model,
     encode_header,
     gguf_model,
+    gives_vectors,
     outline_model,
 )
 from pqweights.checkpoint.source import Checkpoint
@@ -157,6 +158,10 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     of_text = [file for file in model.weights if not file.startswith(TOWER_PREFIX)]
     first, whole = of_text[0], len(of_text) == 1
     tower = next((file for file in model.weights if file not in of_text), None)
+    if made_by.get("embeds"):
+        hub = is_repository_id(model.location)
+        where = f"-hf {model.location} -hff {first}" if hub else f"-m {shlex.quote(f'{model.location}/{first}')}"
+        return ["With llama.cpp, which makes vectors of texts:", shell(f"llama-embedding {where} -p 'a text'")]
     if is_repository_id(model.location):
         branch = "" if model.branch is None else f" (branch {model.branch})"
         ollama = [f"ollama run hf.co/{model.location}:{first}"] if whole else []
@@ -187,11 +192,13 @@ class Gguf:
     types: which types tensors get
     weighed: whether errors are weighed by the importance of inputs
     name: what the model is called; None if it is not known
+    embeds: whether it gives vectors of texts instead of predicting them
     """
 
     types: TypeOptions
     weighed: bool
     name: str | None = None
+    embeds: bool = False
 
     compares_master = False
 
@@ -202,7 +209,8 @@ class Gguf:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        return {"target": NAME, **self.types.describe(), "name": self.file_name}
+        embeds = {"embeds": True} if self.embeds else {}
+        return {"target": NAME, **self.types.describe(), "name": self.file_name} | embeds
 
     @property
     def file_name(self) -> str:
@@ -273,8 +281,8 @@ def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transfor
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
     model_id = "" if manifest is None else manifest.identity.model.get("id", "")
-    named = replace(settings, name=model_id if is_repository_id(model_id, namespace=False) else None)
-    return integer_export(source, named)
+    name = model_id if is_repository_id(model_id, namespace=False) else None
+    return integer_export(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
 
 
 def _check(master: PlannedMaster, settings: Gguf) -> None:
@@ -299,7 +307,7 @@ TARGET = ExportTarget(
     runtime=LLAMA_CPP,
     tags=("gguf", "llama.cpp"),
     options=("type", "pure", *ASSIGNMENT_OPTIONS, "fold", "rounding", "calibration"),
-    account=("name", "types", "imatrix"),
+    account=("name", "types", "imatrix", "embeds"),
     read_options=read_options,
     prepare=_prepare,
     check=_check,

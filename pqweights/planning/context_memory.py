@@ -142,8 +142,9 @@ def _text_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
     """Return the first number of these names, or a default of transformers that is known; 0 if there is none."""
-    for name in names:
-        value = stated_or_default(values, described(values.get("model_type")), name)
+    model = described(values.get("model_type"))
+    for name in sorted(names, key=lambda name: name not in values):  # what is stated comes before defaults
+        value = stated_or_default(values, model, name)
         if isinstance(value, list) and value:  # a number for each layer
             value = max((item for item in value if isinstance(item, int)), default=None)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MOST:

@@ -138,6 +138,13 @@ def keys_in(expression: str) -> set[str]:
 
 # What wraps a text model with a configuration of its own, and a type that transformers does not have.
 OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+# What a class computes anyway, or a model has without a key of its own.
+FIXED: dict[str, dict[str, Any]] = {
+    "cohere2": {"head_dim": None},
+    "distilbert": {"layer_norm_eps": 1e-12},
+    "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
+    "t5": {"max_position_embeddings": 512},
+}
 KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "max_position_embeddings",
     "block_auto_adjust_ff_dim",
@@ -159,11 +166,12 @@ def keys_of(architecture: Architecture) -> set[str]:
         size for shape in (*architecture.shapes.values(), *architecture.reshaped.values()) for size in shape if size
     ]
     expressions += [size for scaled in architecture.scaled.values() for size in scaled.blocks]
-    expressions += [architecture.rotated, architecture.period_key]
+    expressions += [architecture.rotated, architecture.period_key, architecture.first_position]
     keys = {key for expression in expressions for key in keys_in(expression)} | architecture.values.keys()
     factors = [by for scaled in architecture.scaled.values() for by in scaled.by]
     keys |= {key.partition(".")[0] for by in factors for key in keys_in(by)}
-    keys |= set() if architecture.dense is None else keys_of(architecture.dense)
+    others = (architecture.dense, *architecture.variants.values())
+    keys |= {key for other in others if other is not None for key in keys_of(other)}
     return keys | (set() if architecture.windows is None else {"sliding_window"})
 
 
@@ -180,8 +188,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
         key: next((values[name] for name in (key, *OTHER_NAMES.get(key, ())) if values.get(name) is not None), None)
         for key in KEYS | keys_of(architecture)
     }
-    if model_type == "cohere2":
-        del expected["head_dim"]  # which the class computes anyway
+    expected |= FIXED.get(model_type, {})
     base = known.default_theta
     expected["rope_theta"] = base["global"] if isinstance(base, dict) else base
     expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
@@ -192,7 +199,8 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
 
 
 def test_every_architecture_is_one_of_the_package() -> None:
-    for architecture in ARCHITECTURES.values():
+    variants = [other for architecture in ARCHITECTURES.values() for other in architecture.variants.values()]
+    for architecture in (*ARCHITECTURES.values(), *variants):
         assert architecture.name in gguf.MODEL_ARCH.__members__
         for setting in (architecture.norm, *architecture.settings):
             assert hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")

@@ -33,7 +33,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
         ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
         ({"model_type": None}, "GGUF cannot hold a model of type None"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not predict text"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
         ({"rope_parameters": {"rope_type": "new"}}, "with rope_type default, .* only, found 'new'"),
         (

@@ -28,6 +28,8 @@ NORMAL, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
 ))  # fmt: skip
 # transformers puts no space before text that begins with one, or that follows a special token; llama.cpp puts one.
 SPACE_DIFFERS = (" a leading space", "   three spaces, trailing   ", " ", *trained.WITH_SPECIAL[1:3])
+# llama.cpp takes signs of Korean and of Indian scripts for accents, which the model does without.
+DIFFERS = {"metaspace": SPACE_DIFFERS, "bert": [text for text in trained.STRINGS if "\uc548\ub155" in text]}
 
 
 def folder_with(tokenizer: Tokenizer, folder: Path, rows: int | None = None, **config: Any) -> Path:
@@ -57,7 +59,7 @@ def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path:
     expected = transformers.AutoTokenizer.from_pretrained(folder)
     loaded = GgufTokenizer(write_gguf(folder))
     for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
-        if kind != "metaspace" or text not in SPACE_DIFFERS:
+        if text not in DIFFERS.get(kind, ()):
             assert loaded(text)["input_ids"] == expected(text)["input_ids"], text
 
 
@@ -387,7 +389,7 @@ def alien(special_tokens: dict[str, Any]) -> dict[str, Any]:
 SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
 PREFIXED = {"type": "ByteLevel", "add_prefix_space": True}
 UNMAPPED: list[tuple[dict[str, Any], str]] = [
-    ({"type": "Unigram"}, "has a model of type Unigram, expected BPE"),
+    ({"type": "WordLevel"}, "has a model of type WordLevel, expected BPE"),
     ({"dropout": 0.1}, "has dropout 0.1"),
     ({"ignore_merges": True}, "splits text by .*ignore_merges True"),
     ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by .*Whitespace"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,49 @@ def sentencepiece(*, prefix: str = "always", gemma: bool = False, starts: bool =
     return tokenizer
 
 
+def word_pieces(*, lowercase: bool) -> Tokenizer:
+    """A WordPiece tokenizer, as BERT's."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400, special_tokens=["<pad>", "<unk>", BEGIN, END, "<mask>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return _between(tokenizer)
+
+
+def unigrams() -> Tokenizer:
+    """A tokenizer of SentencePiece's unigrams, with its replacements of characters, as XLM-RoBERTa's."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in TEXT for line in text.splitlines()]), model_writer=model,
+        vocab_size=260, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    vocab = [("<pad>", 0.0), *((piece.piece, piece.score) for piece in proto.pieces)]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=1, byte_fallback=False))
+    tokenizer.normalizer = normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    )
+    tokenizer.add_special_tokens(["<pad>", "<unk>", BEGIN, END])
+    return _between(tokenizer)
+
+
+def _between(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with a token before each text and one behind it, and with added tokens."""
+    _finish(tokenizer, starts=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A {END}", pair=f"{BEGIN} $A {END} $B:1 {END}:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (BEGIN, END)],
+    )  # fmt: skip
+    return tokenizer
+
+
 def _finish(tokenizer: Tokenizer, *, starts: bool) -> None:
     """Add tokens, and put one before the text."""
     tokenizer.add_special_tokens([USER])
@@ -145,6 +189,8 @@ _MADE: dict[str, Callable[[], Tokenizer]] = {
     "deepseek3": lambda: byte_level(r"\p{N}{1,3}", vocabulary.CJK, vocabulary.DEEPSEEK3),
     "llama2": lambda: sentencepiece(prefix="legacy"), "metaspace": sentencepiece,
     "gemma": lambda: sentencepiece(gemma=True),
+    "bert": lambda: word_pieces(lowercase=True), "bert cased": lambda: word_pieces(lowercase=False),
+    "unigrams": unigrams,
 }  # fmt: skip
 
 

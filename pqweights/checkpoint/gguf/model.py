@@ -16,6 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
 from pqweights.checkpoint.gguf.rope import add_rope, rope_parameters
 from pqweights.checkpoint.gguf.settings import Settings, ignored_window, read_settings, value_of, windowed_layers
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
@@ -26,6 +27,7 @@ from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.models.llama_cpp import SETTINGS
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import ExportError
 
@@ -38,7 +40,7 @@ class MetadataEntry(NamedTuple):
     """One entry of the metadata.
 
     key: its name
-    value: a number, a text, a truth value, or a list of those
+    value: a number, a text, a truth value, a list of those, or bytes
     value_type: its type, a number of gguf.GGUFValueType
     item_type: for a list, the type of its items
     """
@@ -97,7 +99,7 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     rows = _rows(tensors)
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
-    _add_hyper_parameters(settings, writer, rows=rows)
+    _add_hyper_parameters(settings, writer, tensors)
     writer.kv_data[0].update(of_rope.kv_data[0])
     missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
@@ -108,7 +110,7 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         metadata=metadata,
         tensors=tensors,
         left_out=left_out,
-        notes=tuple(_notes(settings, vocabulary, missed)),
+        notes=tuple(_notes(checkpoint.storage, settings, vocabulary, missed)),
     ).with_tower(checkpoint)
 
 
@@ -118,7 +120,7 @@ def outline_model(checkpoint: Checkpoint) -> GgufModel:
     Raises what gguf_model raises.
     """
     settings, writer, tensors, left_out = _read(checkpoint)
-    _add_hyper_parameters(settings, writer, rows=_rows(tensors))
+    _add_hyper_parameters(settings, writer, tensors)
     metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
     model = GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
     return model.with_tower(checkpoint)
@@ -134,12 +136,19 @@ def check_model(checkpoint: Checkpoint) -> None:
     _read(checkpoint)
 
 
+def gives_vectors(checkpoint: Checkpoint) -> bool:
+    """Whether the file of a checkpoint gives vectors of texts, or scores. Raises what gguf_model raises."""
+    return _read(checkpoint)[0].embeds
+
+
 def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
-    settings = with_draft_layers(read_settings(checkpoint.config), checkpoint.tensors)
+    pooling = read_pooling(checkpoint.storage)
+    settings = with_draft_layers(read_settings(checkpoint.config, pooling=pooling.type), checkpoint.tensors)
     # No file is written: the writer knows the keys and the types of values.
     writer = gguf_package().GGUFWriter(None, _architecture(settings))
-    return settings, writer, *gguf_tensors(checkpoint.tensors, settings, add_rope(settings, writer))
+    tensors = (*checkpoint.tensors, *dense_tensors(checkpoint.storage, pooling, settings))
+    return settings, writer, *gguf_tensors(tensors, settings, add_rope(settings, writer))
 
 
 def _architecture(settings: Settings) -> str:
@@ -147,7 +156,9 @@ def _architecture(settings: Settings) -> str:
     return str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
 
 
-def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str, ...]) -> Iterator[str]:
+def _notes(
+    storage: Storage, settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str, ...]
+) -> Iterator[str]:
     """Yield what is to be said of the file. missed: tokens at which llama.cpp does not end what it generates."""
     window = ignored_window(settings)
     if window is not None:
@@ -171,6 +182,7 @@ def _notes(settings: Settings, vocabulary: Vocabulary | None, missed: tuple[str,
             f"llama.cpp compares the scores by which {chosen} tokens are chosen in half precision: in longer texts it "
             "may attend to others than transformers"
         )
+    yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
     if missed:
@@ -185,6 +197,8 @@ def _entry(key: str, value: Any) -> MetadataEntry:
     types = gguf_package().GGUFValueType
     if value.type != types.ARRAY:
         return MetadataEntry(key, value.value, int(value.type), None)
+    if isinstance(value.value, bytes):
+        return MetadataEntry(key, value.value, int(value.type), int(types.UINT8))
     items = sorted(value.value) if key == TEMPLATES + "s" else list(value.value)
     return MetadataEntry(key, items, int(value.type), int(value.sub_type or types.get_type(items[0])))
 
@@ -209,17 +223,19 @@ def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], wri
         writer.add_languages(facts["language"])
 
 
-def _add_hyper_parameters(settings: Settings, writer: Any, *, rows: int) -> None:
+def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:
     """Write the shape of the model."""
     architecture = settings.architecture
-    writer.add_context_length(settings.number("max_position_embeddings"))
     stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
     for setting in stated.values():
         if setting.zero and not settings.get(setting.key):
             getattr(writer, f"add_{setting.parameter}")(0)
         elif not setting.optional or settings.get(setting.key):
             getattr(writer, f"add_{setting.parameter}")(value_of(setting, settings))
-    writer.add_vocab_size(rows)
+    if architecture.encoder:
+        writer.add_causal_attention(False)
+    add_pooling(settings, writer, tensors)
+    writer.add_vocab_size(_rows(tensors))
     if settings.draft_layers:
         writer.add_nextn_predict_layers(settings.draft_layers)
     layers = windowed_layers(settings) + [False] * settings.draft_layers

@@ -159,6 +159,17 @@ def _moved(
     )
 
 
+def rows_from(first: int, matrix: LogicalTensor) -> MovedTensor:
+    """The rows of a matrix from one on."""
+    rows, columns = matrix.shape
+    return _moved(
+        matrix.name,
+        (rows - first, columns),
+        [Segment(tensor=matrix, first=first, step=1, count=rows - first)],
+        MatrixCache(),
+    )
+
+
 def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: Settings) -> LogicalTensor:
     """The tensor with the first value head of each group before the second ones."""
     groups, heads = settings.number("linear_num_key_heads"), settings.number("linear_num_value_heads")

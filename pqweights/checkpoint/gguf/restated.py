@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION
+from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION, SLIDING
 
 # The letters of hybrid_override_pattern.
 BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}
@@ -44,8 +44,28 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     if "laurel_rank" in values or values.get("model_type") in ("gemma3n", "gemma3n_text"):
         _restate_gemma3n(values)
     _restate_full_layers(values)
+    named = (config.get("architectures") or [""])[0]
+    values["ranks"] = isinstance(named, str) and named.endswith("ForSequenceClassification")
+    if isinstance(every := values.get("global_attn_every_n_layers"), int) and every > 0:  # of ModernBERT
+        layers = values.get("num_hidden_layers")
+        number = min(layers, 512) if isinstance(layers, int) else 0
+        values.setdefault("layer_types", [SLIDING if layer % every else FULL for layer in range(number)])
+    if isinstance(width := values.get("d_model"), int) and width > 0:
+        _restate_t5(values, width)
+    values["encodes"] = isinstance(named, str) and named.endswith("EncoderModel")
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
+
+
+def _restate_t5(values: dict[str, Any], width: int) -> None:
+    """State the layers of the decoder, and how the head is scaled: the original T5 has it tied and scaled.
+
+    Later versions of transformers always write that it is tied: what is stored decides.
+    """
+    tied = values.get("tie_word_embeddings")
+    values["decoder_scale"] = width**-0.5 if values.get("scale_decoder_outputs", tied is not False) else 1.0
+    values["tie_word_embeddings"] = None if tied else tied
+    values.setdefault("num_decoder_layers", values.get("num_layers"))
 
 
 def _restate_layers(values: dict[str, Any]) -> None:

@@ -57,6 +57,8 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
 
     Raises ExportError for a kind that llama.cpp does not compute for this model.
     """
+    if not settings.architecture.rope:
+        return {}
     parameters = rope_parameters(settings)
     rope_type = parameters["rope_type"]
     if rope_type not in settings.architecture.rope:

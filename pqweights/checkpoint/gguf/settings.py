@@ -17,14 +17,21 @@ from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
 
-# What a model that predicts text is called in `architectures`.
-PREDICTS_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"),
-    "max_position_embeddings": ("model_max_length",),
+    "max_position_embeddings": ("max_trained_positions", "n_positions", "model_max_length"),
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_eps"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "intermediate_size": ("n_inner", "d_ff", "hidden_dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "head_dim": ("d_kv",),
+    "rope_theta": ("rotary_emb_base", "global_rope_theta"),
+    "rope_local_base_freq": ("local_rope_theta",),
+    "sliding_window": ("local_attention",),
 }
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
 # llama.cpp holds numbers in 32 bits, and has no room for more layers (LLAMA_MAX_LAYERS).
@@ -41,6 +48,7 @@ class Settings:
     architecture: how llama.cpp runs it
     values: config.json with the keys of its text_config, and block_count: all layers
     draft_layers: how many of these predict further tokens
+    pooling: how the vectors of a text's tokens become one, of gguf.PoolingType; None if that is not known
     """
 
     model_type: str
@@ -48,6 +56,12 @@ class Settings:
     architecture: Architecture
     values: Mapping[str, Any]
     draft_layers: int = 0
+    pooling: str | None = None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the vectors of tokens are what is wanted of it, and it needs no head."""
+        return self.architecture.encoder or self.pooling is not None
 
     def get(self, key: str) -> Any:
         """Return a value; the default of transformers, or else None, for a key that is absent."""
@@ -131,8 +145,8 @@ def is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def read_settings(config: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of a model that llama.cpp runs as transformers does.
+def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = None) -> Settings:
+    """Return the settings of a model that llama.cpp runs as transformers does. pooling: see Settings
 
     Raises ExportError if the architecture is not covered, or a value of the configuration is not.
     """
@@ -147,8 +161,11 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
         raise ExportError(
             f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
         )
-    settings = Settings(model_type=str(model_type), model=model, architecture=model.llama_cpp, values=values)
-    dense = model.llama_cpp.dense
+    variants = model.llama_cpp.variants
+    run = next((other for key, other in variants.items() if values.get(key) is True), model.llama_cpp)
+    pooling = run.pooling or pooling
+    settings = Settings(model_type=str(model_type), model=model, architecture=run, values=values, pooling=pooling)
+    dense = run.dense
     if dense is not None and not _has_experts(settings):
         settings = replace(settings, architecture=dense)
     if (key := settings.architecture.period_key) and settings.get(key) is None:
@@ -159,7 +176,14 @@ def read_settings(config: Mapping[str, Any] | None) -> Settings:
     values |= _sizes_of_heads(settings)
     if settings.get("block_auto_adjust_ff_dim"):
         values["intermediate_size"] = _adjusted_width(settings)
+    if run.first_position:
+        values["max_position_embeddings"] = settings.number("max_position_embeddings") - unused_positions(settings)
     return settings
+
+
+def unused_positions(settings: Settings) -> int:
+    """Return how many rows of the embeddings of positions come before that of the first token."""
+    return 1 + settings.number(settings.architecture.first_position)
 
 
 def _has_experts(settings: Settings) -> bool:
@@ -264,9 +288,9 @@ def sparse_layers(settings: Settings) -> list[bool]:
 def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise ExportError for a value with which llama.cpp would compute something else."""
     named = config.get("architectures") or []
-    if named and not named[0].endswith(PREDICTS_TEXT):
-        raise settings.refusal(f"{named[0]} does not predict text")
     architecture = settings.architecture
+    if named and not named[0].endswith((*architecture.classes, "Model") if settings.embeds else architecture.classes):
+        raise settings.refusal(f"llama.cpp does not compute what {named[0]} does")
     for key, taken in architecture.values.items():
         value = settings.get(key)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):

@@ -15,9 +15,16 @@ import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.drafts import name_behind, nextn_tensor, whole_draft_layers
-from pqweights.checkpoint.gguf.regrouped import NamedTensor, cut, of_layer, with_experts_stacked, with_tiled_heads
+from pqweights.checkpoint.gguf.regrouped import (
+    NamedTensor,
+    cut,
+    of_layer,
+    rows_from,
+    with_experts_stacked,
+    with_tiled_heads,
+)
 from pqweights.checkpoint.gguf.rope import Factors
-from pqweights.checkpoint.gguf.settings import Settings, layer_kinds
+from pqweights.checkpoint.gguf.settings import Settings, layer_kinds, unused_positions
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
@@ -43,6 +50,10 @@ NEVER_CENTRED = frozenset({"SSM_NORM"})
 # Tensors that old checkpoints hold, and that follow from the configuration.
 COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attn.bias", ".masked_bias")
 HEAD = "lm_head.weight"
+# What LayerNorm.weight and LayerNorm.bias were called at first.
+OLD_NORMS = {".gamma": ".weight", ".beta": ".bias"}
+# Names of tensors in layers, which encoders and decoders may have a stack of each.
+BLOCK = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
 
 
 def gguf_tensors(
@@ -91,6 +102,8 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     layers = settings.number("num_hidden_layers")
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
+        name = re.sub(f"^{settings.architecture.prefix}", "", name)
+        name = next((name.removesuffix(old) + new for old, new in OLD_NORMS.items() if name.endswith(old)), name)
         drafts = predicts_further(name, layers)
         behind = name_behind(name, layers) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
@@ -101,6 +114,8 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
             left_out[tensor.name] = "predicts further tokens, which the model does without"
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
+        elif re.fullmatch(settings.architecture.unused, name):
+            left_out[tensor.name] = "not needed for the vectors of tokens"
         else:
             kept.append(NamedTensor(_known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
@@ -123,20 +138,21 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
 def _known_name(name: str, modules: Mapping[str, str]) -> str:
     """Return a name that the gguf package knows. modules: see Architecture"""
     match = LAYER.fullmatch(name)
-    if match is None:
-        return name
-    module, dot, last = match[3].rpartition(".")
-    for of, rest in ((match[3], ""), (module, dot + last)):
+    begin, inner = (f"{match[1]}{match[2]}.", match[3]) if match else ("", name)
+    module, dot, last = inner.rpartition(".")
+    for of, rest in ((inner, ""), (module, dot + last)):
         matches = ((re.fullmatch(expression, of), known) for expression, known in modules.items())
         for found, known in matches:
             if found is not None:
-                return f"{match[1]}{match[2]}.{found.expand(known)}{rest}"
+                return f"{begin}{found.expand(known)}{rest}"
     return name
 
 
 def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
     """The tensor as the file holds it. tensor_type: its name in gguf.MODEL_TENSOR."""
     architecture, reads = settings.architecture, tensor.reads
+    if architecture.first_position and tensor_type == "POS_EMBD":
+        reads = rows_from(unused_positions(settings), reads)
     _check_shape(reads, tensor_type, settings)
     if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
         reads = RenamedTensor.of(name, reads, shape=shape)
@@ -176,19 +192,16 @@ def _shape_in_file(tensor: LogicalTensor, tensor_type: str, name: str, settings:
 def _check_complete(held: dict[str, Any], settings: Settings) -> None:
     """Raise ExportError unless blocks of a kind have the same tensors, and the model has embeddings and a head."""
     kinds = layer_kinds(settings)
-    blocks: dict[int, set[str]] = {layer: set() for layer in range(len(kinds))}
-    for name in held:
-        if name.startswith("blk."):
-            _, layer, rest = name.split(".", 2)
-            blocks[int(layer)].add(rest)
+    blocks = [match for match in map(BLOCK.fullmatch, held) if match]
+    tensors = {(match[1], kinds[int(match[2])], match[3]) for match in blocks}
     needed = {"token_embd.weight", settings.architecture.final_norm}
-    for kind in set(kinds):
-        alike = [layer for layer, other in enumerate(kinds) if other == kind]
-        needed |= {f"blk.{layer}.{rest}" for layer in alike for rest in set().union(*(blocks[like] for like in alike))}
-    if settings.get("tie_word_embeddings") is False:  # a key that is absent leaves it open
+    for stack, of, rest in tensors:
+        if not re.fullmatch(settings.architecture.uneven, rest):
+            needed |= {f"{stack}.{layer}.{rest}" for layer, kind in enumerate(kinds) if kind == of}
+    if settings.get("tie_word_embeddings") is False and not settings.embeds:  # a key that is absent leaves it open
         needed.add("output.weight")
     missing = sorted(needed - held.keys())
-    if missing or not any(blocks.values()):
+    if missing or not blocks:
         raise ExportError(
             f"the checkpoint lacks tensors that llama.cpp needs: {', '.join(missing[:3]) or 'those of all layers'} "
             "(named as in GGUF)"
@@ -213,5 +226,5 @@ def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) ->
 def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, int | None]:
     """The rows and the columns of a tensor_type of tensor; None where nothing is expected."""
     shapes: Mapping[str, Shape] = {**SHAPES, **settings.architecture.shapes}
-    rows, columns = shapes.get(tensor_type, (None, None))
+    rows, columns = shapes.get(re.sub(r"(ENC|DEC)_(CROSS_)?", "", tensor_type), (None, None))
     return settings.number(rows) if rows else None, settings.number(columns) if columns else None

@@ -1,16 +1,15 @@
 """The files of a tokenizer, the tokens of a vocabulary by id, and the refusal of what llama.cpp has no match for.
 
-llama.cpp has two kinds of vocabularies that are mapped. Byte-level BPE needs nothing but the tokens and a name for how
-text is split (vocabulary.py). SentencePiece's BPE joins the two neighbours whose joint text is the token with the
-highest score. A tokenizer.json lists the pairs that may be joined; from these the scores are derived, if they are all
-pairs.
+Byte-level BPE needs nothing but the tokens and a name for how text is split (vocabulary.py). SentencePiece's BPE joins
+the two neighbours whose joint text is the token with the highest score. A tokenizer.json lists the pairs that may be
+joined; from these the scores are derived, if they are all pairs. For the vocabularies of encoders see encoders.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.checkpoint.gguf import gguf_package
@@ -42,14 +41,15 @@ INSTEAD = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its resul
 class Vocabulary:
     """The tokens of a model.
 
-    model: the kind of tokenizer: gpt2 (byte-level BPE) or llama (SentencePiece)
+    model: the kind of tokenizer: gpt2 (byte-level BPE), llama (SentencePiece), bert (WordPiece) or t5 (unigrams)
     pre: how it splits text
     tokens, types: by id; the types are those of gguf.TokenType
     surrounding_ids: the ids of the tokens before and after a text
     strips: whether special tokens take the spaces that follow them
     differs: on which texts llama.cpp makes other tokens, as far as is known
     scores: by id, for the kinds that have some
-    space_prefix: whether text gets a space before it; None for kinds to which this means nothing
+    special: the ids of special tokens that the kind names itself, such as unk
+    about: what else the file says of it, by its key in tokenizer.ggml
     """
 
     model: str
@@ -60,7 +60,8 @@ class Vocabulary:
     strips: bool
     differs: tuple[str, ...] = ()
     scores: list[float] | None = None
-    space_prefix: bool | None = None
+    special: Mapping[str, int] = field(default_factory=dict)
+    about: Mapping[str, bool | bytes] = field(default_factory=dict)
 
 
 def unmapped(why: str) -> ExportError:
@@ -173,6 +174,13 @@ def _check_steps(part: Any, name: str, steps: str) -> None:
             raise SourceError(f"{FAST}: unknown prepend_scheme {step['prepend_scheme']!r:.80}")
 
 
+def steps_of(tokenizer: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a part of the pipeline, a key of STEPS."""
+    stated = tokenizer.get(part) or {STEPS[part]: []}
+    steps: list[Mapping[str, Any]] = stated.get(STEPS[part], [stated])
+    return steps
+
+
 def check_merges(merges: Any) -> list[tuple[str, str]]:
     """Return the pairs that a model joins, in order.
 
@@ -218,7 +226,7 @@ def sentencepiece(tokenizer: Mapping[str, Any], rows: int, **known: Any) -> Voca
         tokens=tokens,
         types=types,
         scores=[-float(ranks[token]) if token in ranks else NO_SCORE for token in tokens],
-        space_prefix=prefix,
+        about={"add_space_prefix": prefix},
         differs=(differs,) if differs else (),
         **known,
     )
@@ -242,11 +250,9 @@ def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
 
     Spaces must become the character that stands for them, and nothing else may happen to the text.
     """
-    normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
-    splitter = tokenizer.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
     prefix = escapes = splits = False
     differs = ""
-    for step in (*normalizer.get("normalizers", [normalizer]), *splitter.get("pretokenizers", [splitter])):
+    for step in (*steps_of(tokenizer, "normalizer"), *steps_of(tokenizer, "pre_tokenizer")):
         step_type, pattern = step.get("type"), (step.get("pattern") or {})
         if step_type == "Prepend" and step.get("prepend") == SPACE:
             prefix = True

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.gguf import gguf_package, silent
+from pqweights.checkpoint.gguf.encoders import ENCODERS
 from pqweights.checkpoint.gguf.tokens import (
     CONFIG,
     FAST,
@@ -26,6 +27,7 @@ from pqweights.checkpoint.gguf.tokens import (
     read_json,
     read_tokenizer,
     sentencepiece,
+    steps_of,
     unmapped,
 )
 from pqweights.checkpoint.storage import Storage, read_file
@@ -116,16 +118,18 @@ def add_vocabulary(
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)
     writer.add_token_types(vocabulary.types)
-    if vocabulary.space_prefix is not None:
-        writer.add_add_space_prefix(vocabulary.space_prefix)
+    for key, value in vocabulary.about.items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_array)(f"tokenizer.ggml.{key}", value)
     return _add_special(storage, config, writer, vocabulary)
 
 
 def _of_json(tokenizer: dict[str, Any], rows: int) -> Vocabulary:
     """The vocabulary of a tokenizer.json."""
     model = tokenizer.get("model") or {}
+    if (encoder := ENCODERS.get(model.get("type"))) is not None:
+        return encoder(tokenizer, rows, _surrounding(tokenizer, rows))
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise unmapped(f"{FAST} has a model of type {model.get('type')}, expected BPE")
+        raise unmapped(f"{FAST} has a model of type {model.get('type')}, expected BPE, WordPiece or Unigram")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise unmapped(f"{FAST} has {key} {model[key]!r}")
@@ -161,10 +165,9 @@ def _surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ..
 
 def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """The ids before and after a text, which are not checked."""
-    processor = tokenizer.get("post_processor") or {"type": "Sequence", "processors": []}
     before: list[Any] = []
     behind: list[Any] = []
-    for step in processor.get("processors", [processor]):
+    for step in steps_of(tokenizer, "post_processor"):
         if step.get("type") == "TemplateProcessing":
             side = before
             for part in step.get("single") or []:
@@ -224,9 +227,7 @@ DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
 
 def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
     """Return the name of the pre-tokenizer of a byte-level tokenizer.json."""
-    steps = tokenizer.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    expressions = tuple(part for step in steps for part in _expressions(step))
+    expressions = tuple(part for step in steps_of(tokenizer, "pre_tokenizer") for part in _expressions(step))
     whole_words = bool(tokenizer["model"].get("ignore_merges"))
     if (expressions, whole_words) not in NAMES:
         raise unmapped(f"{FAST} splits text by {expressions}, ignore_merges {whole_words}")
@@ -277,6 +278,7 @@ def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary)
     ids: by name, such as bos; bos and eos are those that llama.cpp puts around a text
     added: by name, whether it does
     """
+    ids |= vocabulary.special
     for name, special in zip(("bos", "eos"), vocabulary.surrounding_ids, strict=True):
         added[name] = bool(special)
         if special and ids.get(name) != special[0]:

@@ -95,8 +95,10 @@ class Architecture:
     """How llama.cpp runs a type of model.
 
     name: its name in gguf.MODEL_ARCH
-    modules: expressions for modules or parameters of a layer that the gguf package does not know, and the names of
-        those that it does
+    prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
+    unused: an expression for tensors that it does without, by their names without the prefix
+    modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
+        outside of layers, and the names of those that it does
     cuts: expressions for modules that it holds as several
     tiled: expressions for modules or parameters with value heads in another order
     scaled: expressions for modules, whole names outside of layers among them, whose weights are multiplied
@@ -107,6 +109,12 @@ class Architecture:
     final_norm: the name of the last norm
     layer_types: the kinds of layers that it has, and beside them
     equal: what must be equal, as in Setting.key
+    uneven: an expression for tensors that not all layers of a kind have
+    classes: the ends of the names of transformers' classes with what it computes
+    encoder: whether tokens attend to those behind them, too
+    pooling: how it makes one vector of those of all tokens, of gguf.PoolingType, whatever stands behind the model
+    first_position: the key of the last row of the embeddings of positions that no token has
+    variants: how it runs models of which a key is true
     dense: how it runs models of this type without experts, if that differs
     period_key: the key of the period in which one layer has full attention, the others being of a kind without
     interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
@@ -139,6 +147,8 @@ class Architecture:
     """
 
     name: str
+    prefix: str = ""
+    unused: str = ""
     modules: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
@@ -150,6 +160,12 @@ class Architecture:
     final_norm: str = "output_norm.weight"
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
     equal: tuple[tuple[str, str], ...] = ()
+    uneven: str = ""
+    classes: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    encoder: bool = False
+    pooling: str = ""
+    first_position: str = ""
+    variants: Mapping[str, Architecture] = field(default_factory=dict)
     dense: Architecture | None = None
     period_key: str = ""
     interleaved: bool = False
@@ -186,6 +202,7 @@ IGNORED = "ignored"
 LAYERS = "layers"
 
 SETTINGS = (
+    Setting("context_length", "max_position_embeddings"),
     Setting("embedding_length", "hidden_size"),
     Setting("block_count", "block_count"),
     Setting("feed_forward_length", "intermediate_size"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_experts, llama_cpp_hybrids
+from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_encoders, llama_cpp_experts, llama_cpp_hybrids
 from pqweights.checkpoint.models.description import STACKED, TURNED, UNKNOWN, UNPREFIXED, MlxDifferences
 from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
@@ -39,7 +39,7 @@ _OLMO = _LLAMA | {"rms_norm_eps": 1e-5}
 _ZERO_CENTRED, _TURNED = frozenset({Trait.ZERO_CENTRED_NORMS}), frozenset({Trait.TURNED_EXPERTS})
 
 _GEMMA3 = Row(
-    flow=layers.GEMMA2, llama_cpp=llama_cpp.GEMMA3, traits=_ZERO_CENTRED,
+    flow=layers.GEMMA2, llama_cpp=llama_cpp_encoders.GEMMA3, traits=_ZERO_CENTRED,
     defaults=_sizes(2304, 9216, 26, 8, 131072) | _LATER_GEMMA | {
         "use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
@@ -63,6 +63,12 @@ _QWEN3_VL_MOE = Row(
     },
 )  # fmt: skip
 
+_ROBERTA = Row(
+    llama_cpp=llama_cpp_encoders.ROBERTA, defaults=_sizes(768, 3072, 12, 12, 512) | _TIED | {
+        "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": False, "pad_token_id": 1,
+    },
+)  # fmt: skip
+
 # What is known of a type beyond its traits in TYPES_WITH.
 _ROWS: dict[str, Row] = {
     "arcee": Row(
@@ -70,6 +76,12 @@ _ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-05, "hidden_act": "relu2",
         },
     ),
+    "bert": Row(
+        llama_cpp=llama_cpp_encoders.BERT, defaults=_sizes(768, 3072, 12, 12, 512) | _TIED | {
+            "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": False,
+        },
+    ),
+    "camembert": _ROBERTA,
     "cohere": Row(llama_cpp=llama_cpp.COHERE, defaults=_sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
         "use_qk_norm": False, "rope_theta": 5e5,
     }),
@@ -93,6 +105,11 @@ _ROWS: dict[str, Row] = {
             "rope_interleave": True, "attention_bias": False,
         },
     ),
+    "distilbert": Row(
+        llama_cpp=llama_cpp_encoders.DISTILBERT, defaults=_sizes(768, 3072, 6, 12, 512) | _TIED | {
+            "activation": "gelu", "layer_norm_eps": 1e-12,
+        },
+    ),
     "dots1": Row(
         llama_cpp=llama_cpp_experts.DOTS1, defaults=_sizes(4608, 10944, 62, 32, 2048) | _LLAMA | {
             "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408,
@@ -110,6 +127,11 @@ _ROWS: dict[str, Row] = {
             "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "num_experts": 64,
             "num_experts_per_tok": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1, "moe_layer_interval": 1, "use_bias": False,
+        },
+    ),
+    "eurobert": Row(
+        llama_cpp=llama_cpp_encoders.EUROBERT, defaults=_sizes(768, 3072, 12, 12, 8192) | _LLAMA | {
+            "rms_norm_eps": 1e-5, "attention_bias": False,
         },
     ),
     "exaone4": Row(
@@ -243,6 +265,11 @@ _ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-05, "num_experts": 1, "num_experts_per_tok": 1,
         },
     ),
+    "jina_embeddings_v3": Row(
+        llama_cpp=llama_cpp_encoders.JINA_BERT_V3, defaults=_sizes(1024, 4096, 24, 16, 8194) | _TIED | {
+            "hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20000.0,
+        },
+    ),
     # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
     "jamba": Row(
         llama_cpp=llama_cpp_hybrids.JAMBA, defaults=_sizes(4096, 14336, 32, 32, 262144) | _OWN_HEAD | _SILU | {
@@ -318,6 +345,18 @@ _ROWS: dict[str, Row] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "modernbert": Row(
+        llama_cpp=llama_cpp_encoders.MODERN_BERT, defaults=_sizes(768, 1152, 22, 12, 8192) | _TIED | {
+            "hidden_activation": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 160000.0, "rope_local_base_freq": 1e4,
+            "sliding_window": 128, "classifier_pooling": "cls",
+        },
+    ),
+    "mt5": Row(
+        llama_cpp=llama_cpp_encoders.MT5, defaults=_sizes(512, 1024, 8, 6, 512) | {
+            "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32,
+            "feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 128,
+        },
+    ),
     "nemotron_h": Row(
         llama_cpp=llama_cpp_hybrids.NEMOTRON_H, defaults=_OWN_HEAD | {
             "num_attention_heads": 32, "max_position_embeddings": 4096, "hidden_size": 4096,
@@ -327,6 +366,11 @@ _ROWS: dict[str, Row] = {
             "moe_intermediate_size": 7688, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
             "norm_topk_prob": True, "moe_shared_expert_intermediate_size": 7688, "mlp_hidden_act": "relu2",
             "mamba_hidden_act": "silu",
+        },
+    ),
+    "nomic_bert": Row(
+        llama_cpp=llama_cpp_encoders.NOMIC_BERT, defaults=_sizes(768, 3072, 12, 12, 2048) | {
+            "hidden_act": "silu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0,
         },
     ),
     "olmo2": Row(llama_cpp=llama_cpp.OLMO2, defaults=_sizes(4096, 11008, 32, 32, 2048) | _OLMO),
@@ -404,6 +448,7 @@ _ROWS: dict[str, Row] = {
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "qwen3_vl_moe_text": _QWEN3_VL_MOE,
     "qwen3_vl_text": _QWEN3_VL,
+    "roberta": _ROBERTA,
     "seed_oss": Row(
         llama_cpp=llama_cpp.SEED_OSS, defaults=_sizes(4096, 27648, 64, 80, 524288) | _LLAMA | {
             "num_key_value_heads": 8, "head_dim": 128,
@@ -419,6 +464,13 @@ _ROWS: dict[str, Row] = {
     "starcoder2": Row(llama_cpp=llama_cpp.STARCODER2, defaults=_sizes(3072, 12288, 30, 24, 4096) | _TIED | {
         "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "num_key_value_heads": 2, "use_bias": True,
     }),
+    "t5": Row(
+        llama_cpp=llama_cpp_encoders.T5, defaults=_sizes(512, 2048, 6, 8, 512) | {
+            "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32, "feed_forward_proj": "relu",
+            "relative_attention_max_distance": 128,
+        },
+    ),
+    "xlm-roberta": _ROBERTA,
 }  # fmt: skip
 
 

@@ -74,7 +74,8 @@ def read_model(path: Path) -> Folder:
     if is_interrupted(path) or not is_gguf(path):
         return read_folder(path)
     contents = open_gguf(path)
-    if contents.metadata.get(f"{contents.architecture}.attention.causal") is False or not contents.tensors:
+    encodes = contents.metadata.get(f"{contents.architecture}.attention.causal") is False
+    if encodes or contents.number(f"{contents.architecture}.decoder_block_count") or not contents.tensors:
         raise SourceError(
             f"{path}: its model, {contents.architecture or 'without a name'}, is not a causal language model, which "
             "predicts the next token"

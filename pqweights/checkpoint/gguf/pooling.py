@@ -1,0 +1,117 @@
+"""What becomes of the vectors of a text's tokens: one vector, as sentence-transformers pools them, or one score.
+
+sentence-transformers lists its modules in modules.json: the model, how its vectors are pooled, dense layers behind
+that, and whether the result gets length 1, which llama.cpp's users choose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.settings import Settings
+from pqweights.checkpoint.gguf.tokens import read_json
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
+from pqweights.checkpoint.source import read_header
+from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.common.strict_json import parse_json
+from pqweights.errors import ExportError, SourceError
+
+MODULES = "modules.json"
+# By the key of a module's configuration that is true, in earlier versions, and by the value of pooling_mode since.
+MODES = {
+    "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS", "pooling_mode_lasttoken": "LAST",
+    "mean": "MEAN", "cls": "CLS", "lasttoken": "LAST",
+}  # fmt: skip
+RANK = "RANK"
+WEIGHTS, IDENTITY = "model.safetensors", "torch.nn.modules.linear.Identity"
+DENSE = re.compile(r"dense_\d\.weight")
+
+
+class Pooling(NamedTuple):
+    """What follows the model.
+
+    type: how vectors are pooled, of gguf.PoolingType; None if that is not known
+    dense: the folders of the dense layers behind that
+    """
+
+    type: str | None = None
+    dense: tuple[str, ...] = ()
+
+
+def read_pooling(storage: Storage) -> Pooling:
+    """Return what follows a model.
+
+    Raises ExportError if llama.cpp pools in no such way, SourceError for a damaged file.
+    """
+    if MODULES not in storage.files():
+        return Pooling()
+    try:
+        modules = parse_json(read_file(storage, MODULES))
+        paths = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"{MODULES}: {error!r:.100}: expected a list of modules with type and path") from None
+    pools = [path for kind, path in paths if kind == "Pooling"]
+    mode = _mode(read_json(storage, f"{pools[0]}/config.json"), pools[0]) if pools else None
+    return Pooling(mode, tuple(path for kind, path in paths if kind == "Dense"))
+
+
+def _mode(config: dict[str, Any], path: str) -> str:
+    stated = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    stated = stated or [config.get("pooling_mode")]  # type: ignore[list-item]
+    if len(stated) != 1 or stated[0] not in [*MODES] or config.get("include_prompt") is False:
+        raise ExportError(
+            f"{path}/config.json: llama.cpp pools by mean, cls or lasttoken only, over all tokens, found {stated}"
+        )
+    return MODES[stated[0]]
+
+
+def dense_tensors(storage: Storage, pooling: Pooling, settings: Settings) -> list[LogicalTensor]:
+    """Return the dense layers behind a model, if llama.cpp computes them for it.
+
+    Raises ExportError for one with more than a matrix, SourceError if it is not there.
+    """
+    tensors: list[LogicalTensor] = []
+    for number, path in enumerate(pooling.dense if computes_dense(settings) else (), 2):
+        activation, file = read_json(storage, f"{path}/config.json").get("activation_function"), f"{path}/{WEIGHTS}"
+        if file not in storage.files():
+            raise SourceError(f"{file}: {MODULES} names the module, and its weights are not there")
+        stored = read_header(storage, file)[0]
+        if len(stored) > 1 or activation not in (None, IDENTITY):
+            raise ExportError(f"{path}: llama.cpp computes a matrix behind the model only, found {activation}")
+        tensors.append(PlainTensor.of(storage, stored[0])._replace(name=f"dense_{number}.weight"))
+    return tensors
+
+
+def computes_dense(settings: Settings) -> bool:
+    """Whether llama.cpp computes dense layers behind this type of model."""
+    package = gguf_package()
+    return package.MODEL_TENSOR.DENSE_2_OUT in package.MODEL_TENSORS[package.MODEL_ARCH[settings.architecture.name]]
+
+
+def pooling_notes(pooling: Pooling, settings: Settings) -> Iterator[str]:
+    """Yield what is to be said of what follows a model."""
+    if pooling.dense and not computes_dense(settings):
+        yield f"llama.cpp does without {', '.join(pooling.dense)}: its vectors are those before this layer"
+    if settings.pooling == RANK and settings.model_type == "bert" and settings.number("type_vocab_size") > 1:
+        yield "llama.cpp does not tell the second text of a pair from the first by the types of tokens, as BERT does"
+
+
+def add_pooling(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:
+    """Write how vectors are pooled, and the names of the scores if there are several.
+
+    writer: a GGUFWriter of the gguf package
+    """
+    if settings.pooling is None:
+        return
+    for tensor in tensors:
+        if DENSE.match(tensor.name):
+            writer.add_dense_features_dims(tensor.name.removesuffix(".weight"), tensor.shape[1], tensor.shape[0])
+    writer.add_pooling_type(gguf_package().PoolingType[settings.pooling])
+    scores = max((tensor.shape[0] for tensor in tensors if tensor.name == "cls.output.weight"), default=1)
+    if settings.pooling == RANK and scores > 1:
+        named = settings.get("id2label")
+        named = named if isinstance(named, dict) else {}
+        writer.add_classifier_output_labels([str(named.get(str(n), f"LABEL_{n}")) for n in range(scores)])

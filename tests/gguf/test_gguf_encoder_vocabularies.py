@@ -1,0 +1,108 @@
+"""Vocabularies of encoders in GGUF files: what they hold, and tokenizers that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+pytest.importorskip("tokenizers")
+
+import json
+
+import trained_tokenizers as trained
+from gguf_files import converted, metadata, write_llama
+
+from pqweights.errors import ExportError, SourceError
+
+
+def written(kind: str, folder: Path, **parts: Any) -> dict[str, Any]:
+    """The metadata of a file with a tokenizer, by the last part of their keys.
+
+    parts: of tokenizer.json that are changed, or of its model
+    """
+    tokenizer = trained.KINDS[kind]()
+    trained.save(tokenizer, folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    for key, part in parts.items():
+        (stored if key in stored else stored["model"])[key] = part
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    found = metadata(converted(write_llama(folder, rows=tokenizer.get_vocab_size())))
+    return {key.removeprefix("tokenizer.ggml."): value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["bert", "bert cased"])
+def test_word_pieces_begin_words_with_the_character_for_spaces(kind: str, tmp_path: Path) -> None:
+    found, vocab = written(kind, tmp_path), trained.KINDS[kind]().get_vocab(with_added_tokens=False)
+    tokens, types = found["tokens"], found["token_type"]
+    marked = {token: tokens[number] for token, number in vocab.items() if types[number] == gguf.TokenType.NORMAL}
+    assert all(text == (token[2:] if token[:2] == "##" else f"▁{token}") for token, text in marked.items())
+    assert len(marked) > 300 and tokens[vocab["<mask>"]] == "<mask>"
+    assert (found["model"], found["unknown_token_id"]) == ("bert", vocab["<unk>"])
+    assert (found["bos_token_id"], found["seperator_token_id"]) == (vocab[trained.BEGIN], vocab[trained.END])
+    assert found["normalizer.lowercase"] == found["normalizer.strip_accents"] == (kind == "bert")
+
+
+def test_unigrams_keep_their_scores_and_replacements(tmp_path: Path) -> None:
+    found, tokenizer = written("unigrams", tmp_path), trained.KINDS["unigrams"]()
+    model = json.loads(tokenizer.to_str())["model"]
+    assert found["scores"][: len(model["vocab"])] == [score for _, score in model["vocab"]]
+    assert found["token_type"][model["unk_id"]] == gguf.TokenType.UNKNOWN
+    assert (found["model"], found["add_space_prefix"], found["remove_extra_whitespaces"]) == ("t5", True, True)
+    assert len(found["precompiled_charsmap"]) > 1000
+
+
+BEGIN_WORDS = {"type": "BertNormalizer", "handle_chinese_chars": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "message"),
+    [
+        ("bert", {"continuing_subword_prefix": "@@"}, "splits words by BertPreTokenizer and '@@'"),
+        ("bert", {"pre_tokenizer": {"type": "Whitespace"}}, "splits words by Whitespace"),
+        ("bert", {"normalizer": {"type": "NFC"}}, "changes text by .*NFC"),
+        ("bert", {"normalizer": BEGIN_WORDS}, "changes text by .*handle_chinese_chars"),
+        ("bert", {"post_processor": None}, "puts a token before and after each text"),
+        ("unigrams", {"byte_fallback": True}, "byte_fallback True"),
+        ("unigrams", {"unk_id": None}, "unk_id None"),
+        ("unigrams", {"vocab": [["a", 0.0], ["a", 0.0]]}, "several tokens have the same text"),
+        ("unigrams", {"vocab": [["a", 0.0], ["▁a▁b", 0.0]]}, "does not split text into words"),
+        ("unigrams", {"pre_tokenizer": None}, "does not split text into words"),
+        ("unigrams", {"pre_tokenizer": {"type": "Digits"}}, "changes or splits text by .*Digits"),
+    ],
+)
+def test_tokenizers_of_which_llama_cpp_has_no_match_are_refused(
+    kind: str, parts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=rf"^the tokenizer cannot be mapped .*{message}"):
+        written(kind, tmp_path, **parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "message"),
+    [
+        ("bert", {"vocab": []}, "expected an object as its vocab"),
+        ("bert", {"unk_token": "[none]"}, r"its unk_token '\[none\]' is not in its vocab"),
+        ("unigrams", {"vocab": {"a": 0}}, "expected texts with scores as its vocab"),
+        ("unigrams", {"vocab": [["a", "b"]]}, "expected texts with scores as its vocab"),
+        (
+            "unigrams",
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "*"}},
+            "precompiled_charsmap is damaged",
+        ),
+    ],
+)
+def test_damaged_tokenizers_are_refused(kind: str, parts: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=rf"^tokenizer\.json: .*{message}"):
+        written(kind, tmp_path, **parts)
+
+
+def test_unigrams_without_replacements_differ_on_tabs(tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["unigrams"]()
+    trained.save(tokenizer, tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    notes = converted(write_llama(tmp_path, rows=tokenizer.get_vocab_size())).notes
+    assert any("tabs or line ends" in note for note in notes)
