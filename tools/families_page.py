@@ -31,7 +31,8 @@ runtime would compute otherwise, before a weight is quantized.
   or the vectors of an encoder, in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading
   with transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
 - **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
-- **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`).
+- **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`). The vectors that
+  llama.cpp makes of an image with those of gemma3, qwen2_vl, qwen2_5_vl, qwen3_vl and mistral3 were compared.
 - **no**: refused, with the reason.
 - blank: not examined; the export warns, or refuses the type.
 

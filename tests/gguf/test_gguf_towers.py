@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ import torch
 import transformers
 from calls import quantize
 from export_decoders import values_of
+from external_runtimes import CLIP, need
 from gguf_files import converted, edit_config
-from helpers import Array, run_command
+from helpers import Array, gaussian, run_command
+from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.model import GgufModel
+from pqweights.exports.gguf_types import tower_type
 from pqweights.planning.recipe import parse_recipe
 from pqweights.rewrite.results.verify import verify
 
@@ -54,19 +58,28 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 NORMALIZED = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.5, 0.5]}
 
 
-def write_tower(name: str, folder: Path) -> dict[str, Array]:
-    """Write a tiny model of images and text; return its weights by their names in memory."""
+def write_tower(name: str, folder: Path) -> Any:
+    """Write a tiny model of images and text, with gains and biases that are not those that it starts with."""
     class_name, text, vision, outer = TOWERS[name]
     torch.manual_seed(2)
     config = getattr(transformers, f"{class_name}Config")(
         text_config=gguf_cases.SETTINGS | text, vision_config=vision, **outer
     )
-    model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config)
+    model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 or not parameter.any():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(NORMALIZED))
     if name == "mistral3":
         token = {"id": 9, "content": "[IMG_BREAK]"}
         (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [token]}))
+    return model
+
+
+def weights_of(model: Any) -> dict[str, Array]:
+    """Its weights by their names in memory."""
     return {key: value.float().numpy() for key, value in model.state_dict().items()}
 
 
@@ -124,7 +137,7 @@ def halves_in_turns(matrix: Array, heads: int) -> Array:
 
 
 def test_matrices_of_towers_are_cut_and_permuted(tmp_path: Path) -> None:
-    source = write_tower("qwen2_5_vl", tmp_path / "qwen")
+    source = weights_of(write_tower("qwen2_5_vl", tmp_path / "qwen"))
     _, found = tower_of(tmp_path / "qwen")
     joined = source["model.visual.blocks.1.attn.qkv.weight"]
     bias = source["model.visual.blocks.1.attn.qkv.bias"]
@@ -134,13 +147,13 @@ def test_matrices_of_towers_are_cut_and_permuted(tmp_path: Path) -> None:
     frames = source["model.visual.patch_embed.proj.weight"]
     np.testing.assert_array_equal(found["v.patch_embd.weight"], frames[:, :, 0])
     np.testing.assert_array_equal(found["v.patch_embd.weight.1"], frames[:, :, 1])
-    source = write_tower("mistral3", tmp_path / "mistral")
+    source = weights_of(write_tower("mistral3", tmp_path / "mistral"))
     _, found = tower_of(tmp_path / "mistral")
     rows = source["model.vision_tower.transformer.layers.0.attention.q_proj.weight"]
     np.testing.assert_array_equal(found["v.blk.0.attn_q.weight"], halves_in_turns(rows, 2))
     embedding = source["model.language_model.embed_tokens.weight"][9]
     np.testing.assert_array_equal(found["v.token_embd.img_break"], embedding)
-    source = write_tower("gemma3", tmp_path / "gemma")
+    source = weights_of(write_tower("gemma3", tmp_path / "gemma"))
     _, found = tower_of(tmp_path / "gemma")
     gain = source["model.multi_modal_projector.mm_soft_emb_norm.weight"]
     np.testing.assert_array_equal(found["mm.soft_emb_norm.weight"], gain + np.float32(1))
@@ -176,3 +189,67 @@ def test_a_tower_that_llama_cpp_would_compute_otherwise_is_left_out_and_said(tmp
     (tmp_path / "preprocessor_config.json").unlink()
     (note,) = converted(tmp_path).notes
     assert "preprocessor_config.json, which says how images are normalized, is missing" in note
+
+
+WIDTH, HEIGHT = 32, 32
+MERGED = 8  # the side of what becomes one vector, in pixels
+
+
+def image_features(name: str, model: Any, pixels: Array) -> Array:
+    """What transformers makes of an image, [vectors, width], as llama.cpp puts it into the text. pixels: [3, h, w]"""
+    image = torch.from_numpy(pixels)[None]
+    rows, columns = HEIGHT // MERGED, WIDTH // MERGED
+    if name.startswith("qwen"):
+        patches = image.repeat(2, 1, 1, 1).reshape(2, 3, rows, 2, MERGED // 2, columns, 2, MERGED // 2)
+        patches = patches.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(4 * rows * columns, -1)
+        found = model.model.get_image_features(patches, image_grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]))
+        levels = [
+            level[0] if isinstance(level, list | tuple) else level
+            for level in getattr(found, "deepstack_features", None) or []
+        ]
+        return torch.cat([torch.cat(list(found.pooler_output)), *levels], -1).numpy()
+    if name == "mistral3":
+        found = model.model.get_image_features(image, image_sizes=torch.tensor([[HEIGHT, WIDTH]]))
+        ends = model.model.language_model.embed_tokens.weight[9].expand(rows, 1, -1)
+        vectors = torch.cat(list(found.pooler_output)).reshape(rows, columns, -1)
+        return torch.cat([vectors, ends], 1).flatten(0, 1)[:-1].numpy()
+    return model.model.get_image_features(image).pooler_output[0].numpy()
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_llama_cpp_makes_of_an_image_what_transformers_does(name: str, tmp_path: Path) -> None:
+    """The largest difference of all vectors, in units of their standard deviation; matrices are in F16."""
+    need("llama.cpp")
+    need("clip.cpp")
+    import llama_cpp  # whose libraries clip.cpp computes with
+
+    assert llama_cpp
+    model = write_tower(name, tmp_path / "model")
+    pixels = gaussian(HEIGHT, WIDTH, 3, seed=4)
+    with torch.no_grad():
+        expected = image_features(name, model, pixels.transpose(2, 0, 1).copy())
+    path = write_tower_file(tmp_path)
+    out = np.zeros(1 << 16, dtype=np.float32)
+    arguments = (pixels.ctypes.data_as(ctypes.c_void_p), WIDTH, HEIGHT, out.ctypes.data_as(ctypes.c_void_p), out.size)
+    count = ctypes.CDLL(str(CLIP)).encode_image(str(path).encode(), *arguments)
+    assert count == expected.size
+    found = out[:count].reshape(expected.shape)
+    assert np.abs(found - expected).max() < 0.02 * expected.std()
+
+
+def write_tower_file(folder: Path) -> Path:
+    """Write the file of the tower of a model in a folder beside it."""
+    from pqweights.checkpoint.gguf.model import outline_model
+    from pqweights.checkpoint.source import open_local
+
+    model = outline_model(open_local(folder / "model"))
+    writer = gguf.GGUFWriter(folder / "mmproj.gguf", "clip")
+    for key, value, kind, item_kind in model.tower_metadata:
+        if key != gguf.Keys.General.ARCHITECTURE:
+            items = None if item_kind is None else gguf.GGUFValueType(item_kind)
+            writer.add_key_value(key, value, gguf.GGUFValueType(kind), items)
+    for tensor in model.tower:
+        data = values_of(tensor).reshape(tensor.shape)
+        writer.add_tensor(tensor.name, data.astype(np.float16) if tower_type(tensor).type == "F16" else data)
+    finish(writer)
+    return folder / "mmproj.gguf"
