@@ -206,7 +206,7 @@ class Ablation:
             options = ExportOptions(packing="plain", group_size=128, qparams=rule)
             try:
                 master = MasterFolder(self._master, original=original)
-                export(master, self.work / "int4", "torchao-int4", options=options, run=self._run)
+                export(master, self.work / "int4", "torchao", options=options, run=self._run)
             except ExportError as error:
                 self.absent["INT4"] = str(error)
                 continue

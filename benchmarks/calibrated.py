@@ -49,7 +49,7 @@ from export_decoders import Floats, Stored, export_weight
 HERE = Path(__file__).resolve().parent
 WINDOWS, WINDOW = 64, 256  # of calibration; windows to evaluate on have this size, too
 SPARE_TOKENS = 600  # decoding and encoding again may join a few
-VLLM, TORCHAO, MLX = "vllm", "torchao-int4", "mlx"
+VLLM, TORCHAO, MLX = "vllm", "torchao", "mlx"
 OURS, PEERS, ORIGINAL = "ours", "peers", "original"
 IN_THIS_ENVIRONMENT = ("mlx", "torchao")  # tools that the project's own environment has
 

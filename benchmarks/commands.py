@@ -42,7 +42,7 @@ RECIPE = "q5"
 SETTINGS = {"dtype": "BF16", "block_size": 128}
 EXPORTS = {
     "export bf16": ["bf16"],
-    "torchao-int4": ["torchao-int4"],
+    "torchao": ["torchao"],
     "mlx": ["mlx"],
     "vllm": ["vllm"],
 }

@@ -56,15 +56,15 @@ from weight_errors import relative_mse
 SOURCE = "original"
 WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
-TARGETS = ("torchao-int4", "mlx", "vllm")
+TARGETS = ("torchao", "mlx", "vllm")
 # what the weights are taken from, and the rule for scales and offsets
 WAYS = (("q5", "minmax"), ("q5", "best"), ("q6", "best"), (SOURCE, "minmax"), (SOURCE, "best"))
 # (weights, target, source of the weights) -> the most that relative MSE may be, over that of torchao's rule on the
 # original
 GOALS = {
-    ("minilm", "torchao-int4", SOURCE): 0.84,
-    ("minilm", "torchao-int4", "q6"): 0.90,
-    ("minilm", "torchao-int4", "q5"): 1.05,
+    ("minilm", "torchao", SOURCE): 0.84,
+    ("minilm", "torchao", "q6"): 0.90,
+    ("minilm", "torchao", "q5"): 1.05,
 }
 
 
@@ -121,7 +121,7 @@ class Bench:
                 original = self.source if weights_from == SOURCE else None
                 master = MasterFolder(self.work / ("q5" if original else weights_from), original=original)
                 try:
-                    packing = "plain" if target == "torchao-int4" else None  # tiles leave narrow layers in BF16
+                    packing = "plain" if target == "torchao" else None  # tiles leave narrow layers in BF16
                     options = ExportOptions(qparams=rule, packing=packing)
                     export(master, out, target, options=options)
                 except MissingDependencyError as error:
@@ -310,7 +310,7 @@ def weights_record(kind: str, source: Path, made: Made) -> dict[str, Any]:
 
 def is_base(row: dict[str, Any]) -> bool:
     """Whether it is the row that the others are compared with."""
-    return (row["what"], row["weights_from"], row["rule"]) == ("torchao-int4", SOURCE, "minmax")
+    return (row["what"], row["weights_from"], row["rule"]) == ("torchao", SOURCE, "minmax")
 
 
 def claimed(folder: Path) -> float | None:

@@ -93,6 +93,12 @@ FP8_OPT, MX4, MX8, NV4 = "FP8_PER_CHANNEL_PER_TOKEN_CFG", "MXFP4_DEFAULT_CFG", "
 FORMATS = (
     Format(VLLM, "w4a16", "INT4", "128", "BF16", BOTH_RUN, {FREE: "W4A16", AUTO_ROUND: "W4A16"}),
     Format(VLLM, "w8a16", "INT8", "128", "BF16", HF, {FREE: "W8A16"}),
+    Format(VLLM, "w4a16-asym", "INT4", "128", "BF16, with zero", BOTH_RUN, {FREE: "W4A16_ASYM"}),
+    Format(VLLM, "awq", "INT4", "128", "F16, with zero", BOTH_RUN, {}),
+    Format(VLLM, "gptq", "INT4", "128", "F16", BOTH_RUN, {}),
+    Format(VLLM, "gptq-8", "INT8", "128", "F16", HF, {}),
+    Format(VLLM, "w3a16", "3-bit integers", "128", "BF16", HF, {}),
+    Format(VLLM, "w2a16", "2-bit integers", "128", "BF16", HF, {}),
     Format(VLLM, "int8", "INT8", "row", "BF16", BOTH_RUN, {FREE: "INT8"}, "int8"),
     Format(VLLM, "fp8", "E4M3", "row", "BF16", BOTH_RUN, {FREE: "FP8_DYNAMIC", MODELOPT: FP8_OPT}, "fp8"),
     Format(VLLM, "fp8-block", "E4M3", "128 x 128", "BF16", BOTH_RUN, {FREE: "FP8_BLOCK"}, "fp8-block"),
@@ -224,7 +230,9 @@ def _decoded(stored: Stored, config: dict[str, Any], name: str, shape: tuple[int
     if "quantization" in config:
         return _of_mlx(stored, config["quantization"], module)
     if f"{module}.qweight" in stored.tensors:
-        return gptq_weight(stored, name)
+        settings = config["quantization_config"]
+        ours = "zero_point" in settings or "dynamic" in settings
+        return from_vllm_format(stored, name, settings["bits"]) if ours else gptq_weight(stored, name)
     if f"{module}._weight_qdata" in stored.tensors:
         if stored.tensors[f"{module}._weight_qdata"].shape != shape:
             return from_torchao(stored, name, shape, False)

@@ -30,7 +30,8 @@ def show(advice: MemoryAdvice, asked: PlanArguments | QuantizeArguments) -> None
     where = f"{size_text(advice.memory_bytes)} of memory, {counted(advice.context, 'token')} of context"
     shown = advice.fitting if isinstance(asked, PlanArguments) and asked.runtime else [*_first(advice.best)]
     if shown:
-        by = "by a rule of thumb that only compares formats of a model"
+        measured = asked.sensitivity not in (None, "heuristic")
+        by = "as it was measured" if measured else "by a rule of thumb that only compares formats of a model"
         output.show(f"{where}; best expected quality first (least rise of the loss, {by})")
         if any("export" in proposal.stored.steps for proposal in shown):
             output.show("first, once for all exports:")

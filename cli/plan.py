@@ -116,7 +116,7 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
         *apart_lines(plan.tensors),
-        *already_quantized_lines(plan.tensors),
+        *already_quantized_lines(plan),
         *left_out_lines(plan),
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
@@ -143,8 +143,8 @@ def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     weights = sum(tensor.weights for tensor in fused)
     return [
         f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: torchao stores them in BF16 "
-        f"({size_text(2 * weights)}), and so does vllm unless transformers takes single ones of this model; gguf and "
-        "mlx round them"
+        f"({size_text(2 * weights)}), and so does vllm unless it takes single ones of this model (of gpt-oss, stacks "
+        "in --format mxfp4-gpt-oss); gguf and mlx round them"
     ]
 
 

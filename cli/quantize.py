@@ -76,7 +76,7 @@ def _lines(done: RewriteReport) -> list[str]:
         *(fit_lines(fit) if fit else []),
         *fold_lines(done),
         *report.kept_lines(done.plan.tensors),
-        *report.already_quantized_lines(done.plan.tensors),
+        *report.already_quantized_lines(done.plan),
         *report.left_out_lines(done.plan),
         *report.export_lines(done.exports),
     ]

@@ -10,6 +10,7 @@ from pqweights.common.units import counted, first_names, size_text
 
 from . import tables
 from .output import warn, with_flags
+from .printable import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,14 +124,15 @@ def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
 
 
 def warn_of_files_beside(source: str) -> None:
-    """Say which files of the model are not read if the source is a single file."""
+    """Say which files of the model are not read if the source is a single file, but for GGUF, which needs others."""
     from pathlib import Path
 
+    from pqweights.checkpoint.gguf.file import is_gguf
     from pqweights.checkpoint.source import files_beside
     from pqweights.storage.remote.addresses import local_path
 
     path = Path(local_path(source))
-    beside = files_beside(path) if path.is_file() else ()
+    beside = files_beside(path) if path.is_file() and not is_gguf(path) else ()
     if beside:
         warn(
             f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "
@@ -153,17 +155,14 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
 
-def already_quantized_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+def already_quantized_lines(plan: Plan) -> list[str]:
     """Return a line for each format in which the source has weights already, of those that are quantized again."""
-    from pqweights.common.dtypes import PACKED_DTYPES
-
-    formats: dict[tuple[int, str], int] = defaultdict(int)
-    for tensor in tensors:
-        if tensor.action == "quantize" and tensor.codec != "native" and tensor.dtype in PACKED_DTYPES:
-            formats[PACKED_DTYPES[tensor.dtype]] += 1
+    original = f"the original, {plan.original}" if plan.original else "the original in 16 bits, if there is one"
     return [
-        f"{counted(count, 'weight')} already quantized to {bits} bits by {name}: a second rounding adds to its loss"
-        for (bits, name), count in formats.items()
+        f"{counted(of.tensors, 'weight')} already quantized to {of.bits} bits by {of.format}: a second rounding adds "
+        f"to its loss, and the squared errors of both add up; give {printable(original)}"
+        f"{'' if of.format == 'GGUF' else ', or keep the codes with --lossless'}"
+        for of in plan.already_quantized
     ]
 
 

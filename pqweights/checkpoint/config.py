@@ -66,7 +66,8 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
     if config is None:
         return {}
     if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
-        return {"quant_method": "mlx"}
+        of_mlx = config["quantization"]
+        return {**(of_mlx if isinstance(of_mlx, dict) else {}), "quant_method": "mlx"}
     for place in (config, text_config(config)):
         for key in QUANTIZATION_KEYS:
             if isinstance(place.get(key), dict):
@@ -97,7 +98,7 @@ def edited_config(
     """
     result = copy.deepcopy(config) if config is not None else {}
     for place in _places(result):
-        for key in (*QUANTIZATION_KEYS, GUARD_KEY):
+        for key in (*QUANTIZATION_KEYS, GUARD_KEY, "quantization"):
             place.pop(key, None)
         stated = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
         place["dtype"] = CONFIG_DTYPES[dtype] if stated == CONFIG_DTYPES[old_dtype] else stated
@@ -156,10 +157,22 @@ def model_facts(storage: Storage) -> dict[str, Any]:
     license, license_name, license_link, pipeline_tag, language: as in its card
     """
     facts: dict[str, Any] = {} if storage.origin is None else dict(storage.origin._asdict())
+    return facts | checked_facts(_card_fields(storage))
+
+
+def original_of(storage: Storage) -> str | None:
+    """Return the model from which its card says that a model was made, if it names one alone."""
+    named = _card_fields(storage).get("base_model")
+    named = named[0] if isinstance(named, list) and len(named) == 1 else named
+    return named if _is_text(named) else None
+
+
+def _card_fields(storage: Storage) -> dict[str, Any]:
+    """Return the YAML of a model's card; {} without one."""
     state = storage.files().get(CARD_FILE)
     if state is None or state.byte_count > MAX_CARD_BYTES:
-        return facts
-    return facts | checked_facts(front_matter(read_file(storage, CARD_FILE).decode("utf-8", "replace"))[0])
+        return {}
+    return front_matter(read_file(storage, CARD_FILE).decode("utf-8", "replace"))[0]
 
 
 def known_facts(model: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pqweights.common.strict_json import MAX_ELEMENTS, unique_keys
 from pqweights.errors import SourceError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate and inspect read (local files)"
+ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate, inspect, plan and quantize read (local files)"
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20
 

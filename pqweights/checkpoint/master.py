@@ -279,6 +279,9 @@ class _Reader:
                 return []
             raise _damaged(f"expected source and coded beside weights of {native.Native.name}, found one alone or none")
         parts = self._native_parts({name: tensor for name, tensor in stored.items() if name not in self.kept})
+        unknown = self._coded.keys() - {part.tensor.name for part in parts if len(part.held) > 1}
+        if unknown:
+            raise _damaged(f"coded: {min(unknown)!r} is not a coded tensor of this checkpoint")
         image = NativeImage(storage, parts)
         by_name = {part.tensor.name: part for part in parts}
         try:

@@ -1,14 +1,17 @@
-"""Weights that other tools packed, decoded: integers and 4-bit floats with a scale for each group of a row.
+"""Weights that other tools packed, decoded: integers and short floats with a scale for each group of a row, and NF4.
 
 Formats: compressed-tensors (https://github.com/vllm-project/compressed-tensors, compressors/), NVFP4 of NVIDIA's
-Model-Optimizer, AutoGPTQ and GPTQModel, and AutoAWQ's GEMM. packed_sources.py finds them in a source.
+Model-Optimizer, AutoGPTQ and GPTQModel, AutoAWQ's GEMM, MLX (mlx.core.quantize), torchao's Int4Tensor, Int8Tensor and
+Float8Tensor, and bitsandbytes (QLoRA: Dettmers et al., arXiv:2305.14314). packed_sources.py finds them in a source.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +37,14 @@ class Aspect(enum.Enum):
     CODES: the number of each code, of FP8 its byte
     SCALES: the scale of each weight, without the unit of NVFP4
     ZEROS: the code that stands for 0; none of floats
+    BIASES: what is added; only of formats with biases
     """
 
     VALUES = enum.auto()
     CODES = enum.auto()
     SCALES = enum.auto()
     ZEROS = enum.auto()
+    BIASES = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,10 @@ class DecodedTensor:
     parts: tuple[StoredTensor, ...]
     plain_dtype: str = "BF16"
     aspect: Aspect = Aspect.VALUES
+
+    def has(self, aspect: Aspect) -> bool:
+        """Whether another aspect than the values can be read: weights are codes on a grid."""
+        return aspect in (Aspect.CODES, Aspect.SCALES) and len(self.parts) > 1
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
         """See LogicalTensor."""
@@ -87,15 +96,18 @@ def read_columns(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSourceTensor(DecodedTensor):
-    """Rows of codes, which stand for (code - zero) * scale, or for an E2M1 float times scale.
+    """Rows of codes, which stand for (code - zero) * scale + bias, or for a short float times scale.
 
     bits: the width of a code; codes follow each other in a row from the lowest bits on
-    is_float: whether a code is an E2M1 float
+    is_float: whether a code is an E2M1 float or, of 8 bits, an E4M3 float
     group_size: how many elements of a row share a scale
     scales: [..., groups], or one for all
-    zeros: the codes that stand for 0, [rows, groups] in I8, or packed in I32 as the codes are, but along the rows; None
-        for the middle code
+    zeros: the codes that stand for 0, [rows, groups] in I8, or packed in I32 as the codes are, but along the rows
+    zero: the code that stands for 0 where there are no zeros
     unit: the number in F32 that NVFP4's scales are multiplied by or, in compressed-tensors, divided by
+    biases: what is added, of the shape of the scales
+    is_turned: whether scales and biases are stored as [groups, rows]
+    factor: what the products are multiplied by
     """
 
     # Elements decoded at once.
@@ -106,7 +118,17 @@ class PackedSourceTensor(DecodedTensor):
     group_size: int
     scales: StoredTensor
     zeros: StoredTensor | None = None
+    zero: int = 0
     unit: StoredTensor | None = None
+    biases: StoredTensor | None = None
+    is_turned: bool = False
+    factor: float = 1.0
+
+    def has(self, aspect: Aspect) -> bool:
+        """See DecodedTensor."""
+        if aspect == Aspect.ZEROS:
+            return not self.is_float
+        return self.biases is not None if aspect == Aspect.BIASES else super().has(aspect)
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
         """Read the float32 products of value and scale, rounded once."""
@@ -133,13 +155,18 @@ class PackedSourceTensor(DecodedTensor):
         among, high = groups - low, int(groups.max()) + 1
         if self.aspect != Aspect.VALUES:
             return self._aspect(row, codes, low, high)[:, among if self.aspect != Aspect.CODES else slice(None)]
-        values = FLOAT4_VALUES[codes] if self.is_float else codes.astype(np.float32)
+        floats = FLOAT4_VALUES if self.bits == 4 else float8_table("F8_E4M3")
+        values = floats[codes] if self.is_float else codes.astype(np.float32)
         if self.zeros is not None:
             values -= self._zeros(self.zeros, row, rows, low, high)[:, among]
-        elif not self.is_float:
-            values -= np.float32(1 << (self.bits - 1))
+        elif self.zero:
+            values -= np.float32(self.zero)
         with np.errstate(all="ignore"):  # what is not finite is found where values are used
             values *= self._factors(row, rows, low, high)[:, among]
+            if self.factor != 1:
+                values *= np.float32(self.factor)
+            if self.biases is not None:
+                values += self._of_groups(self.biases, row, rows, low, high)[:, among]
         return values
 
     def _aspect(self, row: int, codes: Bytes, low: int, high: int) -> Floats:
@@ -149,7 +176,9 @@ class PackedSourceTensor(DecodedTensor):
             return codes.astype(np.float32)
         if self.aspect == Aspect.SCALES:
             return replace(self, unit=None)._factors(row, rows, low, high)
-        middle = np.full((rows, high - low), 1 << (self.bits - 1), dtype=np.float32)
+        if self.aspect == Aspect.BIASES and self.biases is not None:
+            return self._of_groups(self.biases, row, rows, low, high)
+        middle = np.full((rows, high - low), self.zero, dtype=np.float32)
         return middle if self.zeros is None else self._zeros(self.zeros, row, rows, low, high)
 
     def _groups(self, first: int, last: int) -> npt.NDArray[np.int64]:
@@ -164,22 +193,29 @@ class PackedSourceTensor(DecodedTensor):
         end = row_bytes if rows > 1 else min(row_bytes, -(-last // WORD) * self.bits * WORD // 8)
         raw = np.empty((rows, end - begin), dtype=np.uint8)
         self.storage.read_into(codes.file, codes.offset + row * row_bytes + begin, raw.reshape(-1))
-        if codes.dtype == "I8":
-            raw ^= np.uint8(0x80)
+        if codes.dtype == "I8" and not self.is_float:
+            raw ^= np.uint8(0x80 if self.bits == 8 else 0x88)
         skipped = first % WORD
         return unpack_bits(raw, self.bits, skipped + last - first)[:, skipped:]
 
     def _factors(self, row: int, rows: int, low: int, high: int) -> Floats:
         """Return what codes of groups [low, high) are multiplied by: [rows, high - low]."""
-        if np.prod(self.scales.shape) == 1:
-            scales = np.broadcast_to(read_scales(self.storage, self.scales, 0, 1), (rows, high - low))
-        else:
-            start = row * self._group_count + low
-            scales = read_scales(self.storage, self.scales, start, rows * (high - low)).reshape(rows, -1)
+        scales = self._of_groups(self.scales, row, rows, low, high)
         if self.unit is None:
             return scales
         unit = read_scales(self.storage, self.unit, 0, 1)
         return scales / unit if self.unit.name.endswith("_global_scale") else scales * unit
+
+    def _of_groups(self, stored: StoredTensor, row: int, rows: int, low: int, high: int) -> Floats:
+        """Return scales or biases of groups [low, high): [rows, high - low]."""
+        if math.prod(stored.shape) == 1:
+            return np.broadcast_to(read_scales(self.storage, stored, 0, 1), (rows, high - low))
+        if self.is_turned:
+            make = functools.partial(read_scales, self.storage, stored, 0, math.prod(stored.shape))
+            whole = kept(stored.name.rpartition("_")[2], (self.storage, stored), make)
+            return whole.reshape(stored.shape)[low:high, row : row + rows].T
+        start = row * self._group_count + low
+        return read_scales(self.storage, stored, start, rows * (high - low)).reshape(rows, -1)
 
     def _zeros(self, zeros: StoredTensor, row: int, rows: int, low: int, high: int) -> Floats:
         """Return the codes that stand for 0 in groups [low, high): [rows, high - low]."""
@@ -282,3 +318,63 @@ def _awq_codes(lines: Bytes, first: int, count: int) -> Bytes:
     for place, column in enumerate(AWQ_ORDER):
         codes[..., column] = words >> np.uint32(4 * place) & np.uint32(15)
     return codes.reshape(len(lines), -1)[:, first - 8 * low :][:, :count]
+
+
+class NestedScales(NamedTuple):
+    """How scales are quantized themselves: table[code] * scale + offset, with a scale for each block of them.
+
+    scales, table: F32 [blocks] and F32 [256]
+    """
+
+    scales: StoredTensor
+    table: StoredTensor
+    block_size: int
+    offset: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableTensor(DecodedTensor):
+    """Weights of bitsandbytes in 4 bits: one after the other, in blocks that do not end with rows.
+
+    parts: the codes, two in a byte, the first one in the upper bits
+    table: the number of each code, F32 [16]
+    scales: F32 [blocks], or U8 with `nested`
+    """
+
+    # Elements decoded at once.
+    BAND_ELEMENTS = 1 << 20
+
+    table: StoredTensor
+    block_size: int
+    scales: StoredTensor
+    nested: NestedScales | None
+
+    def has(self, aspect: Aspect) -> bool:
+        """See DecodedTensor: the numbers of a table are on no grid."""
+        return False
+
+    def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
+        """Read the float32 products of number and scale, rounded once."""
+        table, size, codes = read_scales(self.storage, self.table, 0, 16), item_bytes(dtype), self.parts[0]
+        for first in range(start, start + count, self.BAND_ELEMENTS):
+            last = min(first + self.BAND_ELEMENTS, start + count)
+            raw = np.empty(-(-last // 2) - first // 2, dtype=np.uint8)
+            self.storage.read_into(codes.file, codes.offset + first // 2, raw)
+            values = table[np.stack([raw >> 4, raw & 15], axis=1).reshape(-1)[first % 2 :][: last - first]]
+            low, high = first // self.block_size, -(-last // self.block_size)
+            with np.errstate(all="ignore"):  # what is not finite is found where values are used
+                values *= self._scales(low, high)[np.arange(first, last) // self.block_size - low]
+            out[(first - start) * size : (last - start) * size] = from_float32(values, dtype)
+
+    def _scales(self, low: int, high: int) -> Floats:
+        """Return the scales of blocks [low, high)."""
+        if self.nested is None:
+            return read_scales(self.storage, self.scales, low, high - low)
+        codes = np.empty(high - low, dtype=np.uint8)
+        self.storage.read_into(self.scales.file, self.scales.offset + low, codes)
+        block_of = np.arange(low, high) // self.nested.block_size
+        scales = read_scales(self.storage, self.nested.scales, int(block_of[0]), int(block_of[-1] - block_of[0]) + 1)
+        numbers: Floats = read_scales(self.storage, self.nested.table, 0, 256)[codes]
+        numbers *= scales[block_of - block_of[0]]
+        numbers += np.float32(self.nested.offset)
+        return numbers

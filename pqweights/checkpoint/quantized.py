@@ -1,8 +1,9 @@
 """Sources that are already quantized: FP8 and MXFP4 are decoded here, and what is not decoded is refused by name.
 
-Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`); FP8 of FBGEMM, ModelOpt and compressed-tensors float-quantized
-(`X_scale`); MXFP8 of compressed-tensors (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with `X_scales`). Their
-numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats specification 1.0.
+Formats: block FP8 of DeepSeek-V3 (`X_scale_inv`) and V4 (`M.scale` of a module `M`); FP8 of FBGEMM, ModelOpt and
+compressed-tensors float-quantized (`X_scale`); MXFP8 (`X_scale` in bytes); MXFP4 of gpt-oss (`X_blocks` with
+`X_scales`). Their numbers are those of the OCP 8-bit floating point specification 1.0 and the OCP microscaling formats
+specification 1.0.
 packed_sources.py finds what other tools packed.
 """
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
-from pqweights.checkpoint.packed_sources import packed_tensors, why_not
+from pqweights.checkpoint.packed_sources import PACKED_METHODS, packed_tensors, scales_of, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import CODECS, MASTER_CODECS
@@ -41,17 +42,17 @@ NOT_DESCRIBED = "the quantization_config of config.json does not say how it is p
 
 # The names of tensors that mark a format that is not decoded, whatever the configuration says.
 FOREIGN_MARKS = {
-    "_weight_qdata": "torchao",
     "weight_g_idx": "compressed-tensors with an order of columns",
     "pre_quant_scale": "ModelOpt with scaled inputs",
-    "weight.absmax": "bitsandbytes",
-    "SCB": "bitsandbytes",
 }
 # And those that mark one that is decoded if the configuration says so.
 DECODED_MARKS = {
     "weight_scale_2": "NVFP4 (ModelOpt)",
     "weight_global_scale": "NVFP4 (compressed-tensors)",
     "weight_packed": "compressed-tensors",
+    "_weight_qdata": "torchao",
+    "weight.absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
     "g_idx": "GPTQ",
     "qweight": "GPTQ or AWQ",
 }
@@ -117,7 +118,7 @@ def _decoded(
                 parts=(tensor, stored[f"{weight}_scales"]),
             )
         elif tensor.dtype in FLOAT8_DTYPES:
-            scales = stored.get(name + "_scale_inv") or stored.get(name + "_scale")
+            scales = scales_of(name, stored)
             if scales is None and settings:
                 raise SourceError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected "
@@ -185,7 +186,7 @@ def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
         if tensor.dtype == "U32" and name.endswith("weight"):
             scales = name.removesuffix("weight") + "scales"
             if scales in stored:
-                raise SourceError(f"{tensor.file}: tensor {name!r} with {scales!r} marks MLX: {GIVE_ORIGINAL}")
+                raise SourceError(f"{tensor.file}: tensor {name!r} with {scales!r} marks MLX: {NOT_DESCRIBED}")
         if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
             raise SourceError(
                 f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: "
@@ -194,13 +195,12 @@ def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
 
 
 def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
-    """Return the name of a quantization that is not decoded here; None for FP8 and MXFP4."""
-    if method in ("fp8", "fbgemm_fp8", "mxfp4"):
+    """Return the name of a quantization that is not decoded; None for one that is."""
+    if method in ("fbgemm_fp8", "mxfp4", "mxfp8"):
         return None
-    if method in ("modelopt", "compressed-tensors", "gptq", "awq"):
+    if method in PACKED_METHODS:
         return why_not(settings)
-    names = {"bitsandbytes": "bitsandbytes", "mlx": "MLX", "torchao": "torchao"}
-    return names.get(method, f"quantized by {method!r}" if method else "quantized by an unnamed method")
+    return f"quantized by {method!r}" if method else "quantized by an unnamed method"
 
 
 def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -148,6 +148,13 @@ class Storage(Protocol):
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
+        return
+
+    def keep(self, files: Sequence[str], progress: Callable[[int, int, str], None]) -> None:
+        """Have files at hand that are going to be read more than once, if that takes no more than there is room for.
+
+        progress: called with the bytes that came, those in all, and the name of a file
+        """
         return
 
 

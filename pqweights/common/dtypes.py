@@ -21,6 +21,11 @@ FLOAT8_DTYPES = ("F8_E4M3", "F8_E5M2")
 # The dtypes that `convert` reads. It writes all of them but those of 8 bits.
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
 
+# Types of blocks in GGUF files; their names begin with the bits of a code.
+_GGUF_BLOCKS = (
+    *("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_1", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "Q1_0", "TQ2_0", "TQ1_0"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+)
 # The formats of several tensors that weights in a source may have, by the names that they get as dtypes: the bits of a
 # code, and what users call the format.
 PACKED_DTYPES = {
@@ -29,6 +34,10 @@ PACKED_DTYPES = {
     **{f"INT{bits}": (bits, "compressed-tensors") for bits in (2, 3, 4, 8)},
     **{f"GPTQ{bits}": (bits, "GPTQ") for bits in (2, 3, 4, 8)},
     "AWQ4": (4, "AWQ"),
+    **{f"MLX{bits}": (bits, "MLX") for bits in (1, 2, 3, 4, 5, 6, 8)},
+    **{f"AO{bits}": (bits, "torchao") for bits in (4, 8)},
+    **{name: (bits, "bitsandbytes") for name, bits in (("NF4", 4), ("FP4", 4), ("SCB8", 8))},
+    **{name: (int(name.strip("ITQ")[0]), "GGUF") for name in _GGUF_BLOCKS},
 }
 
 # Values of the 4-bit float E2M1 by code (OCP microscaling formats specification 1.0, table 5).

@@ -45,13 +45,14 @@ class SourceGrid:
 
     dtype: the format of the source, of all that the weight is made of
     unit: that of NVFP4
-    codes, scales, zeros: the same weight with these in place of the values; see Aspect
+    codes, scales, zeros, biases: the same weight with these in place of the values; see Aspect
     """
 
     dtype: str
     codes: LogicalTensor
     scales: LogicalTensor
     zeros: LogicalTensor | None
+    biases: LogicalTensor | None
     unit: SourceUnit | None
 
     @staticmethod
@@ -63,21 +64,18 @@ class SourceGrid:
         def of_aspect(aspect: Aspect) -> LogicalTensor | None:
             def leaf(native: LogicalTensor) -> LogicalTensor | None:
                 of = native.carried if isinstance(native, NativeTensor) else native
-                is_decoded = isinstance(of, DecodedTensor) and len(of.parts) > 1
-                dtypes.add(of.dtype if is_decoded else None)
+                decoded = of if isinstance(of, DecodedTensor) and of.has(Aspect.CODES) else None
+                dtypes.add(None if decoded is None else decoded.dtype)
                 units.add(SourceUnit.of(of) if isinstance(of, PackedSourceTensor) else None)
-                has_zeros = isinstance(of, PackedSourceTensor) and not of.is_float
-                if not isinstance(of, DecodedTensor) or not is_decoded or (aspect == Aspect.ZEROS and not has_zeros):
-                    return None
-                return replace(of, aspect=aspect)
+                return None if decoded is None or not decoded.has(aspect) else replace(decoded, aspect=aspect)
 
             return _with_leaves(tensor, leaf)
 
-        codes, scales, zeros = map(of_aspect, (Aspect.CODES, Aspect.SCALES, Aspect.ZEROS))
+        codes, scales, zeros, biases = map(of_aspect, (Aspect.CODES, Aspect.SCALES, Aspect.ZEROS, Aspect.BIASES))
         (dtype, *others) = dtypes or {None}
         if codes is None or scales is None or dtype is None or others or len(units) != 1:
             return None
-        return SourceGrid(dtype=dtype, codes=codes, scales=scales, zeros=zeros, unit=units.pop())
+        return SourceGrid(dtype=dtype, codes=codes, scales=scales, zeros=zeros, biases=biases, unit=units.pop())
 
     def groups(self, rounding: Rounding, row: int, values: Floats) -> Groups | None:
         """Return whole rows on the grid as groups of a format; None if these would be other numbers.
@@ -99,6 +97,7 @@ class SourceGrid:
             codes=read(self.codes, "grid codes").astype(np.uint8),
             scales=read(self.scales, "grid scales"),
             zeros=None if self.zeros is None else read(self.zeros, "grid zeros"),
+            biases=None if self.biases is None else read(self.biases, "grid biases"),
             scale_dtype=_SCALE_DTYPES.get(rounding.layout, "BF16"),
         )
         groups = rows.groups(rule)
@@ -135,6 +134,34 @@ class SourceUnit(NamedTuple):
         return SourceUnit(1 / number if divides else number, divides) if number else None
 
 
+def _in_source(tensor: LogicalTensor) -> LogicalTensor:
+    """Return what the source has of a weight of a master; the weight itself if that is not known."""
+    of = tensor.original if isinstance(tensor, OriginalTensor) else tensor
+    return of.carried if isinstance(of, NativeTensor) else of
+
+
+def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: Rule) -> set[str]:
+    """Return the weights that the source keeps plain beside others whose codes are those of a format.
+
+    A format that takes over the codes of a source should leave plain what the source does.
+    """
+    sources = {
+        tensor.name: _in_source(tensor) for tensor in tensors if isinstance(tensor, NativeTensor | OriginalTensor)
+    }
+    if not any(isinstance(of, DecodedTensor) and _has_codes_of(of.dtype, rule) for of in sources.values()):
+        return set()
+    return {name for name, of in sources.items() if not isinstance(of, DecodedTensor)}
+
+
+def _has_codes_of(dtype: str, rule: Rule) -> bool:
+    """Whether codes of a source may be those of a rule."""
+    if isinstance(rule, GroupRule):
+        return dtype in PACKED_DTYPES and dtype not in _FLOAT_SOURCES.values() and PACKED_DTYPES[dtype][0] == rule.bits
+    return (
+        not isinstance(rule, BlockRule) and dtype == _FLOAT_SOURCES["fp8" if isinstance(rule, TileRule) else rule.kind]
+    )
+
+
 def carried_unit(tensors: Sequence[LogicalTensor]) -> float | None:
     """Return the unit that the sources of some weights have in common; None if they have none, or several."""
     grids = [SourceGrid.of(tensor) for tensor in tensors]
@@ -159,7 +186,7 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _CarriedRows:
-    """Whole rows of a weight on its grid: for each weight its code, its scale, and the code that stands for 0.
+    """Whole rows of a weight on its grid: for each weight its code, scale, and bias, and the code that stands for 0.
 
     scale_dtype: in which a format stores scales that are floats
     """
@@ -168,33 +195,37 @@ class _CarriedRows:
     codes: Bytes
     scales: Floats
     zeros: Floats | None
+    biases: Floats | None
     scale_dtype: str
 
     def groups(self, rule: Rule) -> Groups | None:
         """Return groups of a rule, which may decode to other numbers; None if there are none."""
         if isinstance(rule, TileRule):
             return self._tiles(rule)
-        scales, zeros = _common(self.scales, rule.group_size), None
-        if self.zeros is not None:
-            zeros = _common(self.zeros, rule.group_size)
-        if scales is None or (self.zeros is not None and zeros is None):
+        numbers = [
+            None if of is None else _common(of, rule.group_size) for of in (self.scales, self.zeros, self.biases)
+        ]
+        scales, zeros, biases = numbers
+        if scales is None or (self.zeros is not None and zeros is None) or (self.biases is not None and biases is None):
             return None
         if isinstance(rule, FloatRule):
             return self._floats(rule, scales)
         if isinstance(rule, BlockRule):
-            return self._blocks(rule, scales, zeros)
-        return self._integers(rule, scales, zeros)
+            return self._blocks(rule, scales, zeros, biases)
+        return self._integers(rule, scales, zeros, biases)
 
-    def _integers(self, rule: GroupRule, scales: Floats, zeros: Floats | None) -> Groups | None:
+    def _integers(self, rule: GroupRule, scales: Floats, zeros: Floats | None, biases: Floats | None) -> Groups | None:
         """Return groups of integers."""
         if zeros is None or PACKED_DTYPES[self.dtype][0] != rule.bits or not _is_exact(scales, rule.scale_dtype):
             return None
-        offsets = zeros
-        if not rule.zeros:
-            middle = 2 ** (rule.bits - 1) if rule.middle else 0
-            offsets = (np.float32(middle) - zeros) * scales
-            if not _is_exact(offsets, rule.scale_dtype) or (rule.symmetric and offsets.any()):
-                return None
+        if rule.zeros:
+            return None if biases is not None else _groups_of(self.codes.reshape(-1, rule.group_size), scales, zeros)
+        middle = 2 ** (rule.bits - 1) if rule.middle else 0
+        offsets = (np.float32(middle) - zeros) * scales
+        if biases is not None:
+            offsets += biases
+        if not _is_exact(offsets, rule.scale_dtype) or (rule.symmetric and offsets.any()):
+            return None
         return _groups_of(self.codes.reshape(-1, rule.group_size), scales, offsets)
 
     def _floats(self, rule: FloatRule, scales: Floats) -> Groups | None:
@@ -218,7 +249,7 @@ class _CarriedRows:
             return None
         return _groups_of(self.codes.reshape(scales.shape), of_tiles)
 
-    def _blocks(self, rule: BlockRule, scales: Floats, zeros: Floats | None) -> Groups | None:
+    def _blocks(self, rule: BlockRule, scales: Floats, zeros: Floats | None, biases: Floats | None) -> Groups | None:
         """Return blocks of GGUF (ggml-common.h): scales, then codes, of which two of 4 bits are half a block apart."""
         codes = self.codes.reshape(-1, rule.group_size)
         if rule.kind == "MXFP4" and self.dtype == "MXFP4":
@@ -226,8 +257,9 @@ class _CarriedRows:
             heads = None if numbers is None else [numbers.astype(np.uint8)[:, None]]
         elif rule.kind in _INTEGER_BLOCKS and zeros is not None:
             bits, is_added = _INTEGER_BLOCKS[rule.kind]
-            lows = -zeros * scales if is_added else scales
-            fits = PACKED_DTYPES[self.dtype][0] == bits and (is_added or (zeros == 2 ** (bits - 1)).all())
+            lows = (0 if biases is None else biases) - zeros * scales if is_added else scales
+            is_symmetric = biases is None and bool((zeros == 2 ** (bits - 1)).all())
+            fits = PACKED_DTYPES[self.dtype][0] == bits and (is_added or is_symmetric)
             is_exact = fits and _is_exact(scales, "F16") and _is_exact(lows, "F16")
             floats = (scales, lows) if is_added else (scales,)
             heads = [from_float32(of, "F16").reshape(-1, 2) for of in floats] if is_exact else None

@@ -2,8 +2,9 @@
 
 Formats: DeepSeek-V3's FP8 in tiles (arXiv:2412.19437, section 3.3; the quant_method fp8 of vLLM and transformers),
 NVFP4 of NVIDIA's Model-Optimizer (https://github.com/NVIDIA/Model-Optimizer), whose hf_quant_config.json TensorRT-LLM
-reads, and the integers of AutoAWQ (https://github.com/casper-hansen/AutoAWQ) and AutoGPTQ
-(https://github.com/AutoGPTQ/AutoGPTQ). Each of these has one format for all layers.
+reads, the integers of AutoAWQ (https://github.com/casper-hansen/AutoAWQ) and AutoGPTQ
+(https://github.com/AutoGPTQ/AutoGPTQ), and the MXFP4 of gpt-oss (https://huggingface.co/openai/gpt-oss-20b). Each of
+these has one format for all layers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pqweights.rewrite.transform import SmallFiles
 
 HEAD = "lm_head"
 MODELOPT_FILE = "hf_quant_config.json"
+# As published by the makers of gpt-oss.
+_EXCEPT_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", HEAD]
 
 
 def configuration(checkpoint: Checkpoint, chosen: Mapping[str, Chosen], dialect: Dialect) -> dict[str, Any]:
@@ -28,6 +31,8 @@ def configuration(checkpoint: Checkpoint, chosen: Mapping[str, Chosen], dialect:
         return _fine_grained_fp8(_plain_modules(checkpoint, chosen))
     if dialect is Dialect.MODELOPT:
         return _modelopt(_plain_modules(checkpoint, chosen))
+    if dialect is Dialect.GPT_OSS:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": _EXCEPT_EXPERTS}
     if dialect.halves:
         return _integers(checkpoint, chosen, dialect)
     return quantization_config(checkpoint, chosen)

@@ -1,6 +1,7 @@
-"""The weights of single experts, out of stacks [experts, out, in] of all experts of a layer.
+"""Experts as runtimes of the vllm target look for them, out of the stacks of all experts of a layer.
 
-Runtimes of compressed-tensors look for a matrix of each expert, by the names that checkpoints of single experts have.
+Those of compressed-tensors take a matrix of each expert, by the names that checkpoints of single experts have; those of
+MXFP4 in the layout of gpt-oss take stacks [experts, out, in].
 """
 
 from __future__ import annotations
@@ -8,32 +9,73 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.conventions import STACKED_EXPERTS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.errors import ExportError
 from pqweights.exports.bf16 import is_encoded
+
+OF_STACKS = "gpt_oss"
 
 
 def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with a weight for each expert in the place of the stacks that the master encodes.
 
-    Stacks of models of which transformers does not take single experts stay as they are.
+    Stacks of models of which neither transformers nor vLLM takes single experts stay as they are.
     """
     traits = text_model(checkpoint.config).traits
-    if Trait.TAKES_SINGLE_EXPERTS not in traits:
+    if not traits & {Trait.TAKES_SINGLE_EXPERTS, Trait.VLLM_TAKES_SINGLE_EXPERTS}:
         return checkpoint
-    turned, cache = Trait.TURNED_EXPERTS in traits, MatrixCache()
+    turned, cache = _is_turned(checkpoint, traits), MatrixCache()
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)
-        if match is None or len(tensor.shape) != 3 or not is_encoded(tensor):
+        if match is None or not is_stack(tensor):
             tensors.append(tensor)
         else:
             tensors += _singles(tensor, match["layer"], match["matrix"], turned=turned, cache=cache)
     return replace(checkpoint, tensors=tuple(tensors))
+
+
+def _is_turned(checkpoint: Checkpoint, traits: frozenset[Trait]) -> bool:
+    """Whether stacks are [experts, in, out]."""
+    if Trait.EXPERTS_EITHER_WAY not in traits:
+        return Trait.TURNED_EXPERTS in traits
+    width = text_config(checkpoint.config).get("hidden_size")
+    return any(t.shape[-1] == width for t in checkpoint.tensors if is_stack(t) and "down_proj" in t.name)
+
+
+def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose encoded stacks [experts, in, out] are turned to [experts, out, in].
+
+    Raises ExportError for a model that runtimes do not read so: they know the layout by the type of the model.
+    """
+    model_type = (checkpoint.config or {}).get("model_type")
+    if model_type != OF_STACKS:
+        raise ExportError(f"config.json: stacks of MXFP4 are for models of type {OF_STACKS}, found {model_type}")
+    cache = MatrixCache()
+    return replace(checkpoint, tensors=tuple(_upright(t, cache) if is_stack(t) else t for t in checkpoint.tensors))
+
+
+def is_stack(tensor: LogicalTensor) -> bool:
+    """Whether a tensor holds a matrix of all experts of a layer, and the master encodes it."""
+    return len(tensor.shape) == 3 and STACKED_EXPERTS.fullmatch(tensor.name) is not None and is_encoded(tensor)
+
+
+def _upright(tensor: LogicalTensor, cache: MatrixCache) -> MovedTensor:
+    count, rows, columns = tensor.shape
+    return MovedTensor(
+        name=tensor.name,
+        shape=(count, columns, rows),
+        dtype=tensor.plain_dtype,
+        segments=(Segment(tensor=tensor, first=0, step=1, count=count * rows),),
+        columns=range(columns),
+        transposed=True,
+        cache=cache,
+    )
 
 
 def _singles(

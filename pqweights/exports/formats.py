@@ -203,6 +203,11 @@ class Rounding:
         parts = LAYOUTS[self.layout]
         return tuple(TensorSpec(part.stored_name(name), part.dtype, part.shape(shape, self.rule)) for part in parts)
 
+    def column_bytes(self, shape: Shape) -> int:
+        """Return how many bytes of a weight [..., K] come by columns, and wait in files for all of them."""
+        parts = (part for part in LAYOUTS[self.layout] if part.by_columns)
+        return sum(byte_count(part.dtype, part.shape(shape, self.rule)) for part in parts)
+
     def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[StoredPiece]:
         """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
         result = []
@@ -433,6 +438,16 @@ LAYOUTS: dict[str, tuple[StoredPart, ...]] = {
             lambda s, r: (-(-s[0] * r.bits // 32), s[1] // r.group_size),
             lambda g, s, r: _as_columns(_packed_along_rows(_zeros(g, s, r), r.bits)).reshape(-1),
         ),
+    ),
+    # The stacks of experts of gpt-oss: 16 bytes for each group.
+    "mxfp4-blocks": (
+        StoredPart(
+            "{weight}_blocks",
+            "U8",
+            lambda s, r: (*s[:-1], s[-1] // r.group_size, r.group_size // 2),
+            lambda g, s, r: pack_bits(g.codes, r.bits),
+        ),
+        _byte_scales("{weight}_scales"),
     ),
     # A weight q is stored as itself.
     "int-quantized": (_bytes("{weight}", "I8", flipped=128), _numbers("{weight}_scale")),

@@ -38,6 +38,8 @@ from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparat
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
 PLAIN_BITS = 16
+# The next tensor is begun while the last chunks of one are computed.
+TENSORS_AT_ONCE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,9 @@ class IntegerExport:
         if self.fold is not None:
             checkpoints |= self.fold.also_reads
         held = 0 if self.compensation is None else self.compensation.memory_bytes
-        return TransformInputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held)
+        by_columns = sorted(rounding.column_bytes(tensor.shape) for tensor, rounding in self.outline.rounded)
+        spooled = sum(by_columns[-TENSORS_AT_ONCE:])
+        return TransformInputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held, disk_bytes=spooled)
 
     @property
     def output(self) -> Output:

@@ -36,6 +36,8 @@ from pqweights.exports.assignment import (
     distortion,
 )
 from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
+from pqweights.exports.carried import plain_beside_codes
+from pqweights.exports.experts import is_stack
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
 from pqweights.exports.target import GroupSize
@@ -49,6 +51,7 @@ MOST_COLUMNS = 1 << 20
 # What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
 HEADER_BYTES = 800
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
+PLAIN_IN_SOURCE = "the source, whose codes are taken over, keeps it plain"
 FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
@@ -141,6 +144,7 @@ class LinearRules:
     assignment: what the user asks for
     experts: why single experts stay plain; None if they need not
     one_size: whether all layers outside of experts must have the same group size
+    stacks: whether it takes the stacks of all experts of a layer, and nothing else
     """
 
     target: str
@@ -149,6 +153,7 @@ class LinearRules:
     assignment: Assignment = NOTHING
     experts: str | None = None
     one_size: bool = False
+    stacks: bool = False
 
 
 def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
@@ -164,7 +169,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
     model = text_model(checkpoint.config)
-    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules.experts, tokens)) is not None}
+    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules, tokens)) is not None}
     linear = [tensor for tensor in encoded if tensor.name not in plain]
     sizes = _Sizes(rules.formats, linear, model, one_size=rules.one_size)
     chosen: dict[str, Chosen] = {}
@@ -172,6 +177,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
     used: list[FormatRule | None] = []
+    stay = _plain_in_source(rules, linear)
     for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_encoded(tensor)]
@@ -183,6 +189,9 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
         used.append(rule)
         if rule is not None and rule.format == PLAIN:
             plain |= dict.fromkeys((tensor.name for tensor in possible), f"rule {rule.pattern}")
+            continue
+        if rule is None and possible and all(tensor.name in stay for tensor in possible):
+            plain |= dict.fromkeys((tensor.name for tensor in possible), PLAIN_IN_SOURCE)
             continue
         name = next(iter(rules.formats)) if rule is None else rule.format
         reasons, size = sizes.of_layer(possible, name)
@@ -201,6 +210,16 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     warnings = fused_warnings(fused_with)
     result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
     return result if rules.assignment.target_size is None else _within(checkpoint, rules, result, free, sizes)
+
+
+def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set[str]:
+    """Return the linear layers that stay plain as in the source, unless a rule or a size decides; see carried.py."""
+    usual = next(iter(rules.formats.values()))
+    sizes = ((tensor.shape, usual.groups.fitting([tensor.shape[-1]])) for tensor in linear)
+    shape, size = next(((shape, size) for shape, size in sizes if size is not None), ((), None))
+    if size is None or rules.assignment.target_size is not None:
+        return set()
+    return plain_beside_codes(linear, usual.rounding(shape, size).rule)
 
 
 def _within(
@@ -341,17 +360,19 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
-def _not_linear(tensor: LogicalTensor, model: ModelDescription, experts: str | None, tokens: set[int]) -> str | None:
+def _not_linear(tensor: LogicalTensor, model: ModelDescription, rules: LinearRules, tokens: set[int]) -> str | None:
     """Return why a weight is no linear layer that the format stores; None if it is one. tokens: vocabulary sizes"""
     role = role_of(tensor, model)
+    if rules.stacks:
+        return None if is_stack(tensor) else "the format stores stacks of experts alone"
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):
         return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
         return f"fused weights {list(tensor.shape)}: the format stores single linear layers"
-    if role == "expert" and experts is not None:
-        return experts
+    if role == "expert" and rules.experts is not None:
+        return rules.experts
     if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):
         return f"{role}: not known to be a linear layer"
     is_numbered = any(component.isdigit() for component in tensor.name.split("."))

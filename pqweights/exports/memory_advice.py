@@ -31,7 +31,7 @@ from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_memory, t
 from pqweights.planning.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.plan import QUANTIZE, coder_of, stored_bytes
 from pqweights.planning.runtime_memory import RUNTIME_MEMORY
-from pqweights.planning.sensitivity_file import groups_of, heuristic_alphas
+from pqweights.planning.sensitivity_file import Sensitivity, alphas_for, groups_of
 from pqweights.rewrite.task import PossibleExport
 
 # The runtimes for which exports are proposed, by what a target names as its own. transformers decodes the exports of
@@ -131,14 +131,17 @@ class MemoryAdvice:
         return asdict(self)
 
 
-def advise(master: PlannedMaster, exports: Sequence[PossibleExport], asked: MemoryOptions) -> MemoryAdvice:
+def advise(
+    master: PlannedMaster, exports: Sequence[PossibleExport], asked: MemoryOptions, known: Sensitivity | None = None
+) -> MemoryAdvice:
     """Return what a memory has room for.
 
     master: the master from which exports would be made
     exports: what it can be exported to
+    known: what was measured of the model; None for the rule of thumb
     """
     assert isinstance(asked.memory, int) and isinstance(asked.context, int | None)
-    config, model = master.source.config, _Model.of(master)
+    config, model = master.source.config, _Model.of(master, known)
     kept, sizes = context_memory(config), text_sizes(config)
     context = asked.context or min(sizes.most_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     runtimes = {*RUNTIMES} if asked.runtime is None else {asked.runtime}
@@ -188,12 +191,12 @@ class _Model:
     of_alike: Mapping[str, float]
 
     @staticmethod
-    def of(master: PlannedMaster) -> _Model:
-        """Return the model of a master."""
+    def of(master: PlannedMaster, known: Sensitivity | None) -> _Model:
+        """Return the model of a master. known: what was measured of it"""
         matrices = {plan.name: plan for plan in master.planned if len(plan.shape) > 1 and plan.role != "buffer"}
         roles = {name: plan.role for name, plan in matrices.items()}
         groups = groups_of(master.source, list(roles.items()))
-        alphas = heuristic_alphas(groups, roles)
+        alphas, _ = alphas_for(groups, roles=roles, known=known)
         densities: dict[str, float] = {}
         for group, names in groups.items():
             density = alphas[group] / max(1, sum(matrices[name].weights for name in names))

@@ -25,7 +25,7 @@ from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
-from pqweights.checkpoint.views import MatrixCache, MovedTensor
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
 from pqweights.common.advice import pip_install
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.markdown import fenced
@@ -45,9 +45,10 @@ from pqweights.exports.assignment import (
     known_names,
 )
 from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
+from pqweights.exports.carried import plain_beside_codes
 from pqweights.exports.formats import Rounding, Stays
 from pqweights.exports.integers import Outline
-from pqweights.exports.linear import FUSED_WITH_KEPT, HEADER_BYTES, fused_warnings, kept_by_recipe
+from pqweights.exports.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.original import integer_export
 from pqweights.exports.target import (
@@ -115,7 +116,8 @@ class MlxFormat:
         model = self._model(checkpoint)
         outputs = _outputs(model)
         fused_with = _fused_with_kept(model)
-        decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names})
+        stay = self._plain_in_source(checkpoint)
+        decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names}, stay)
         used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
@@ -138,7 +140,7 @@ class MlxFormat:
         for name, dtype in dtypes.items():
             if dtype not in mlx_trace.MLX_DTYPES:
                 raise ExportError(f"tensor {name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint")
-        generation = GENERATION_CONFIG in checkpoint.companions
+        generation, stay = GENERATION_CONFIG in checkpoint.companions, self._plain_in_source(checkpoint)
         return mlx_model.read_model(
             _config(checkpoint, model_plain),
             generation_config=read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
@@ -147,7 +149,7 @@ class MlxFormat:
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             smaller=self.groups.tried[1:],
             mix=self.mix,
-            choose=None if self.assignment == NOTHING else functools.partial(self._choose, checkpoint),
+            choose=functools.partial(self._choose, checkpoint) if self.assignment != NOTHING or stay else None,
         )
 
     def _choose(
@@ -162,12 +164,24 @@ class MlxFormat:
         rules = {name: self.assignment.rule_of([known[name]]) for name in weights}
         self.assignment.check_used(rules.values())
         formats = {name: rule.format for name, rule in rules.items() if rule is not None}
+        stay = self._plain_in_source(checkpoint)
+        in_source = (n for n, o in weights.items() if o.sources and all(source.name in stay for source in o.sources))
+        formats |= {name: PLAIN for name in in_source if name not in formats}
         if self.assignment.target_size is not None:
             formats |= self._within(checkpoint, outputs, weights=weights, ruled=formats)
         return {
             name.removesuffix(".weight"): None if how == PLAIN else self._module(how, weights[name].shape[-1])
             for name, how in formats.items()
         }
+
+    def _plain_in_source(self, checkpoint: Checkpoint) -> set[str]:
+        """Return the weights that stay plain as in the source, unless a rule, a mix or a size decides."""
+        from pqweights.exports.mlx_model import QuantizedModule
+
+        if self.mix is not None or self.assignment.target_size is not None:
+            return set()
+        usual = _rounding(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
+        return plain_beside_codes(checkpoint.tensors, usual.rule)
 
     def _module(self, name: str, columns: int) -> QuantizedModule | None:
         """Return how a module is quantized in a format; None if no group size divides its rows."""
@@ -220,9 +234,13 @@ class MlxFormat:
         return None if size is None else _rounding(QuantizedModule(self.bits, size, self.mode), self.qparams)
 
     def _decisions(
-        self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str]
+        self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str], stay: Collection[str]
     ) -> dict[str, Rounding | Stays]:
-        """Decide what becomes of each weight. fused: the names of those that stay plain as they are partly kept."""
+        """Decide what becomes of each weight.
+
+        fused: the names of those that stay plain as they are partly kept
+        stay: the names in the checkpoint of those that stay plain as the source has them
+        """
         decisions: dict[str, Rounding | Stays] = {}
         for module, how in model.quantized.items():
             decisions[f"{module}.weight"] = _rounding(how, self.qparams)
@@ -233,7 +251,9 @@ class MlxFormat:
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
                 known = text_model(model.config)
-                decisions[tensor.name] = Stays(self.groups.why_not(columns) or self._why_plain(tensor, known))
+                as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
+                why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, known)
+                decisions[tensor.name] = Stays(self.groups.why_not(columns) or why)
         if not model.quantized:
             reasons = (str(decision.reason) for decision in decisions.values())
             why = next(reasons, "mlx-lm quantizes no layer of it")
@@ -281,7 +301,6 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
             "original's config.json, or use --target bf16"
         )
     config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
-    config.pop("quantization", None)
     for settings in (config, config.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(settings, dict) and key in settings:

@@ -26,6 +26,7 @@ class Dialect(enum.Enum):
     MODELOPT = enum.auto()
     AWQ = enum.auto()
     GPTQ = enum.auto()
+    GPT_OSS = enum.auto()  # of stacks of experts alone
 
     @property
     def halves(self) -> bool:
@@ -101,6 +102,7 @@ SCHEMES = {
     "awq": WeightScheme(4, GROUPS, "awq", dialect=Dialect.AWQ, zeros=True),
     "gptq": WeightScheme(4, GROUPS, "gptq", dialect=Dialect.GPTQ),
     "gptq-8": WeightScheme(8, GROUPS, "gptq", dialect=Dialect.GPTQ),
+    "mxfp4-gpt-oss": WeightScheme(4, (32,), "mxfp4-blocks", "mxfp4", dialect=Dialect.GPT_OSS),
     "nvfp4-modelopt": WeightScheme(4, (16,), "modelopt-nvfp4", "nvfp4", True, dialect=Dialect.MODELOPT),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
@@ -17,7 +18,7 @@ from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.bf16 import role_of
 from pqweights.exports.dialects import configuration, small_files
-from pqweights.exports.experts import with_single_experts
+from pqweights.exports.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
@@ -42,6 +43,7 @@ STATED_NAME = "vllm-int4"
 LADDER = ("w4a16", "w8a16", "nvfp4", "fp8")
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
 BASIS = "plain"
+UNSTACKED = "the experts of this model stay plain; --format mxfp4-gpt-oss rounds them, and nothing else"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ class VllmFormat:
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
-        checkpoint = with_single_experts(checkpoint)
+        stacks = self.scheme.dialect is Dialect.GPT_OSS
+        checkpoint = with_upright_stacks(checkpoint) if stacks else with_single_experts(checkpoint)
         rules = LinearRules(
             target=NAME,
             formats=self.formats,
@@ -92,8 +95,11 @@ class VllmFormat:
             assignment=self.assignment,
             # transformers decodes all layers in one group size, if it decodes them as it loads them
             one_size=self.scheme.has_one_size or uses_weights_early(checkpoint.config),
+            stacks=stacks,
         )
         linear = linear_weights(checkpoint, rules)
+        if stacks:
+            _check_stacks(checkpoint, linear)
         quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
         outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
         files = small_files(quantization, self.scheme.dialect)
@@ -121,8 +127,22 @@ def _ladder(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([name, *others]))
 
 
+def _check_stacks(checkpoint: Checkpoint, linear: LinearWeights) -> None:
+    """Raise ExportError if a stack stays plain: runtimes take the experts of every layer for packed ones."""
+    stacks = (t.name for t in checkpoint.tensors if len(t.shape) == 3 and role_of(t, linear.model) == "expert")
+    for name in stacks:
+        if name not in linear.chosen:
+            reason = linear.plain.get(name, "the master keeps it")
+            raise ExportError(f"tensor {name!r}: mxfp4-gpt-oss holds all experts or none, and it stays plain: {reason}")
+
+
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
-    """Return a warning if single experts stay plain, which transformers cannot load beside packed weights."""
+    """Return a warning of experts that another format rounds, or that transformers cannot load."""
+    stacks = (tensor for tensor in checkpoint.tensors if is_stack(tensor) and tensor.name not in linear.chosen)
+    if (checkpoint.config or {}).get("model_type") == OF_STACKS and any(stacks):
+        return (UNSTACKED,)
+    if Trait.VLLM_TAKES_SINGLE_EXPERTS in linear.model.traits:
+        return ("vLLM alone loads this export: transformers (5.23) takes no single experts of this type of model",)
     experts = [t.name for t in checkpoint.tensors if role_of(t, linear.model) == "expert" and len(t.shape) == 2]
     plain = [name for name in experts if name not in linear.chosen and name.endswith(".weight")]
     if not plain:

@@ -24,6 +24,10 @@ FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7}
 KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
+# What weights are multiplied by before they are rounded to floats of 4 bits: 1 and the relative squared error that
+# Gaussian weights have then. Codes of least squared error are too small by that share (see GroupRule.enlarged), and a
+# scale in E8M0 cannot be enlarged afterwards.
+FLOAT_GAINS = {"mxfp4": 1.0124, "nvfp4": 1.0066}
 # Codes of so few bits lose so much of the size of the weights that models notice.
 MOST_BITS_ENLARGED = 3
 # Nothing is enlarged more, here or in blocks of GGUF.
@@ -231,6 +235,8 @@ def fit_floats(
 ) -> None:
     """Fill `out` from the weights [groups * size] with the scales of least squared error, by a key of FLOAT_MODES.
 
+    Weights are enlarged before by FLOAT_GAINS; errors are those of the weights themselves.
+
     importance: how much errors count by column, [K], of which groups are parts; None: all the same.
     """
     groups, size = out.codes.shape
@@ -244,7 +250,7 @@ def fit_floats(
     codes, scales, _, energies, errors = _written(out)
     out.offsets[:] = 0
     arrays = (native.array(values, np.float32, groups * size), weighs, codes, scales, energies, errors)
-    native.call("fit_floats", *arrays, groups, size, row_groups, FLOAT_MODES[kind], unit)
+    native.call("fit_floats", *arrays, groups, size, row_groups, FLOAT_MODES[kind], unit, FLOAT_GAINS.get(kind, 1.0))
 
 
 def round_groups(

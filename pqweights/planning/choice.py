@@ -12,15 +12,18 @@ from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target
 
+DEFAULT_RECIPE = "q5"
 
-def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions = RecipeOptions()) -> Recipe:
+
+def choose_recipe(recipe: str | PathLike[str] | Recipe | None, options: RecipeOptions = RecipeOptions()) -> Recipe:
     """Load a recipe and change it as the options say.
 
-    recipe: the name of a built-in recipe, a YAML file, or a recipe
+    recipe: the name of a built-in recipe, a YAML file, or a recipe; None for that of DEFAULT_RECIPE
 
     Raises OptionError for options that contradict each other or have impossible values and for an unknown name, and
     RecipeError for what is wrong in a file.
     """
+    recipe = DEFAULT_RECIPE if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe if isinstance(recipe, str) else Path(recipe))
     try:
@@ -37,7 +40,11 @@ def choose_recipe(recipe: str | PathLike[str] | Recipe, options: RecipeOptions =
         recipe = recipe.with_effort(options.effort)
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
-    recipe = recipe.with_target(target, None if options.sensitivity is None else str(options.sensitivity))
+    sensitivity = None if options.sensitivity is None else str(options.sensitivity)
+    if target is None and getattr(options, "memory", None) is not None:  # by it exports are rated, without a target
+        recipe = replace(recipe, sensitivity=sensitivity or recipe.sensitivity)
+    else:
+        recipe = recipe.with_target(target, sensitivity)
     return replace(recipe, overrides=(*_overrides(recipe.codec, options), *recipe.overrides))
 
 

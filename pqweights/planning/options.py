@@ -283,9 +283,9 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
         excludes=(
             (
                 *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw", "sensitivity"),
-                *("fold", "awq", "calibrate", "low_disk"),
+                *("fold", "awq", "calibrate", "strict"),
             ),
-            "it stores the numbers of the source as they are, and reads it twice",
+            "it stores the numbers of the source as they are",
         ),
     )
     low_disk: bool = option(
@@ -356,8 +356,13 @@ class PlanArguments(RecipeOptions, QuantizeOptions, CalibrateOptions, MemoryOpti
     """What `plan` takes: what `quantize` does, but for what changes nothing in a plan."""
 
     source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
-    recipe: StrPath | Recipe = option(
-        RECIPE, take_recipe, default="q5", kw_only=False, flags=("--recipe", "-r"), metavar="NAME|FILE"
+    recipe: StrPath | Recipe | None = option(
+        *(RECIPE, take_recipe),
+        default=None,
+        kw_only=False,
+        flags=("--recipe", "-r"),
+        metavar="NAME|FILE",
+        default_text="q5",
     )
     strict: bool = option("", default=False, init=False, flags=())
     low_disk: bool = option("", checks.flag, default=False, init=False, flags=())
@@ -370,8 +375,13 @@ class QuantizeArguments(RecipeOptions, QuantizeOptions, CalibrateOptions, RunArg
 
     source: StrPath = option(SOURCE, checks.location, kw_only=False, argument=True, metavar="SRC")
     out: StrPath = option(OUT, checks.location, kw_only=False, argument=True, metavar="OUT")
-    recipe: StrPath | Recipe = option(
-        RECIPE, take_recipe, default="q5", kw_only=False, flags=("--recipe", "-r"), metavar="NAME|FILE"
+    recipe: StrPath | Recipe | None = option(
+        *(RECIPE, take_recipe),
+        default=None,
+        kw_only=False,
+        flags=("--recipe", "-r"),
+        metavar="NAME|FILE",
+        default_text="q5",
     )
 
 

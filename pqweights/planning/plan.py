@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
 from pqweights.codecs import UNRATED, Coding, get_codec
+from pqweights.codecs.native import Native
 from pqweights.codecs.protocol import Coder
+from pqweights.common.dtypes import FLOAT8_DTYPES, PACKED_DTYPES
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
@@ -257,6 +260,19 @@ def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) 
     )
 
 
+class QuantizedAlready(NamedTuple):
+    """Weights of the source that another tool had rounded, and that are rounded again.
+
+    format: what users call it
+    bits: of a code
+    tensors: how many there are
+    """
+
+    format: str
+    bits: int
+    tensors: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A whole rewrite.
@@ -270,6 +286,7 @@ class Plan:
     source_bytes: size of the source's weight files
     companion_bytes: size of the companions
     max_shard_bytes: data bytes after which a new shard begins
+    original: the model that the source says it was made from
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -281,6 +298,22 @@ class Plan:
     source_bytes: int
     companion_bytes: int
     max_shard_bytes: int
+    original: str | None = None
+
+    @functools.cached_property
+    def already_quantized(self) -> tuple[QuantizedAlready, ...]:
+        """The formats in which weights were that a master rounds again: the squared errors of both add up."""
+        formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
+        again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.name)
+        of = Counter(formats[t.dtype] for t in again if t.dtype in formats)
+        return tuple(QuantizedAlready(name, bits, count) for (bits, name), count in of.items())
+
+    def quantized_before(self) -> dict[str, Any]:
+        """Return what the documents of plan and quantize have of it."""
+        if not self.already_quantized:
+            return {}
+        formats = [of._asdict() for of in self.already_quantized]
+        return {"already_quantized": {"formats": formats, "original": self.original}}
 
     @property
     def output_bytes(self) -> int:

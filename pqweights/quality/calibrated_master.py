@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pqweights import __version__
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.writer import DiskNeed, check_room, disk_errors
@@ -312,7 +312,7 @@ def _drawn(
     from pqweights.inference.loading.transformers import load
 
     weights = sum(element_count(tensor) for tensor in checkpoint.tensors)
-    quantized = any(len(tensor.parts) > 1 for tensor in checkpoint.tensors)
+    quantized = not all(isinstance(tensor, PlainTensor) for tensor in checkpoint.tensors)
     with_draft = 4 * weights > MOST_IN_MEMORY or quantized or asked.allow_pickle
     options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if with_draft else {"dtype": "float32"}
     folder = work / "draft" if with_draft else source

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from pqweights.checkpoint.config import original_of
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
@@ -52,7 +54,7 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
     files, container = checkpoint.storage.files(), transform.output.container(tensors, max_shard_bytes)
-    return Plan(
+    plan = Plan(
         tensors=tensors,
         shards=container.shards(tensors, max_shard_bytes),
         companions=checkpoint.companions,
@@ -63,6 +65,7 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
         companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
         max_shard_bytes=max_shard_bytes,
     )
+    return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
 
 
 def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:

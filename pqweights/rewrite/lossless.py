@@ -24,7 +24,7 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs.native import Native, bits_of, item_width
-from pqweights.errors import SourceChangedError
+from pqweights.errors import SourceChangedError, SourceError
 from pqweights.kernels import lossless
 from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
 from pqweights.kernels.workers import scratch
@@ -89,6 +89,12 @@ def source_tensor(tensor: LogicalTensor, model: ModelDescription) -> SourceTenso
 def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> dict[str, Lengths]:
     """Return the bytes of each chunk of the stored tensors that get smaller when they are coded, by name."""
     model = text_model(checkpoint.config)
+    for tensor in checkpoint.tensors:
+        if not isinstance(tensor, PlainTensor | DecodedTensor):
+            raise SourceError(
+                f"{tensor.parts[0].file}: lossless takes checkpoints in safetensors, as published; expected one, found "
+                "a GGUF file or a master, whose weights would be decoded: keep it as it is"
+            )
     sources = [of for tensor in checkpoint.tensors if (of := source_tensor(tensor, model)) is not None]
     runs = [
         run

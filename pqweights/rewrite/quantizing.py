@@ -101,6 +101,7 @@ def plan_quantize(
     )
     if options.lossless:
         refuse_master(checkpoint)
+        checkpoint.storage.keep(checkpoint.weight_files, run.progress)
         lossless = Lossless(lengths=measure(checkpoint, run.threads, run.progress))
         return checkpoint, lossless, make_plan(checkpoint, lossless, options.max_shard_bytes)
     awq = None if options.awq is None else open_awq(Path(options.awq), options.awq_any_codec)
@@ -279,24 +280,24 @@ def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, 
     return fit(
         checkpoint,
         target,
-        sensitivity=_sensitivity(checkpoint, transform.recipe),
+        sensitivity=sensitivity_of(checkpoint, transform.recipe.sensitivity),
         planner=transform.planner(checkpoint),
         file_bytes=file_bytes,
     )
 
 
-def _sensitivity(checkpoint: Checkpoint, recipe: Recipe) -> Sensitivity | None:
-    """Read the sensitivities that a recipe names; None stands for the rule of thumb.
+def sensitivity_of(checkpoint: Checkpoint, asked: str | None) -> Sensitivity | None:
+    """Read the sensitivities of a file; None stands for the rule of thumb.
 
     Raises SourceError for sensitivities of another checkpoint.
     """
-    if recipe.sensitivity is None or recipe.sensitivity == HEURISTIC:
+    if asked is None or asked == HEURISTIC:
         return None
-    sensitivity = read_sensitivity(Path(recipe.sensitivity))
+    sensitivity = read_sensitivity(Path(asked))
     fingerprint = checkpoint.fingerprint()
     if sensitivity.checkpoint != fingerprint:
         raise SourceError(
-            f"{recipe.sensitivity}: expected sensitivities of this checkpoint (fingerprint {fingerprint[:12]}), found "
+            f"{asked}: expected sensitivities of this checkpoint (fingerprint {fingerprint[:12]}), found "
             f"those of another ({sensitivity.checkpoint[:12]}); measure this one with pqweights sensitivity"
         )
     return sensitivity

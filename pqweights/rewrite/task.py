@@ -252,6 +252,7 @@ class RewriteReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             "left_out_tensors": self.plan.left_out_tensors,
+            **self.plan.quantized_before(),
             "warnings": list(self.warnings),
             **({"exports": [export.to_json() for export in self.exports]} if self.exports else {}),
         }
@@ -330,6 +331,7 @@ def result_need(task: RewriteTask, run: Run, *, fetched_bytes: int | None = None
     fetched_bytes: see fetched_bytes_of, by default of one process
     """
     fetched = fetched_bytes_of(task) if fetched_bytes is None else fetched_bytes
+    fetched += task.transform.inputs.disk_bytes
     present = _bytes_in(run.fetched)
     if run.store.is_elsewhere:
         needed = room_for_shards(task.plan) + fetched

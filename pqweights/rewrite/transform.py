@@ -58,11 +58,13 @@ class TransformInputs:
     checkpoints: what it reads, by the option that names it
     fold: the fold of the tensors that are read
     memory_bytes: what it holds in memory beside a fold, whatever the number of threads
+    disk_bytes: what waits on the disk beside the result: what comes by columns, of the largest weights
     """
 
     checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
     fold: Fold | None = None
     memory_bytes: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,7 @@ TRANSPOSED = "it stores its linear weights transposed"
 RESHAPED = "transformers cuts or joins its weights"
 RENAMED = "transformers renames its layers"
 DIRECTLY = "computes with its weights directly"
+IN_VLLM = "written for vLLM alone"  # which no test here has; test_vllm_formats.py compares the files
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Architecture:
     model, config: names of its classes in transformers
     settings: arguments of the config
     takes: what the model is called with: "ids", "seq2seq", "image", "image and ids", "sound" or "features"
-    expected: what is expected of each target: LOADS, or a pattern of its refusal
+    expected: what is expected of each target: LOADS, IN_VLLM, or a pattern of its refusal
     """
 
     model: str
@@ -331,7 +332,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_5_vl": A("Qwen2_5_VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED}),
     "qwen3_vl": A("Qwen3VL", QWEN_VL, head=GENERATES, mlx=LOADS),
     "qwen3_vl_moe": A(
-        "Qwen3VLMoe", QWEN_VL, head=GENERATES, mlx="norm_topk_prob", text_config={**TEXT, **EXPERTS, **UNTIED}
+        "Qwen3VLMoe", QWEN_VL, head=GENERATES, vllm=IN_VLLM, mlx="norm_topk_prob",
+        text_config={**TEXT, **EXPERTS, **UNTIED},
     ),
     "qwen3_5 with images": A(
         "Qwen3_5", head=GENERATES, mlx=LOADS, text_config={**TEXT, **DELTA_NET}, vision_config=QWEN_VISION
@@ -357,7 +359,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # What the page says of a pattern of refusal.
 IN_SHORT = {
-    LOADS: "yes", TRANSPOSED: "no: its weights are stored transposed",
+    LOADS: "yes", IN_VLLM: "in vLLM alone: transformers takes no single experts",
+    TRANSPOSED: "no: its weights are stored transposed",
     RESHAPED: "no: transformers cuts or joins its weights", RENAMED: "no: transformers renames its layers",
     DIRECTLY: "no: it computes with its weights directly", UNKNOWN_TO_MLX: "no",
 }  # fmt: skip

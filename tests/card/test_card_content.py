@@ -315,3 +315,15 @@ def test_damaged_evaluation_record_is_refused(master: Path) -> None:
     (master / "pqweights-eval.json").write_text("{")
     with pytest.raises(MasterError, match="pqweights-eval"):
         make_card(master)
+
+
+def test_a_master_without_loss_has_neither_a_width_nor_errors(base: Path, tmp_path: Path) -> None:
+    done("quantize", model(base, "llama"), tmp_path / "master", "--lossless")
+    text = make_card(tmp_path / "master").text
+    assert facts(text)["tags"] == ["pqweights", "lossless"]
+    assert "\n# pqweights lossless master\n" in text
+    assert "weights packed without loss and then exported" in text and "weights that are packed;" in text
+    assert "| role | tensors | weights | codec | bits per weight |" in text
+    assert "Reading a weight gives the numbers of the source, bit for bit." in text
+    assert "MSE" not in text and "Not quantized" not in text
+    assert "Kept as they are:" in text

@@ -16,6 +16,7 @@ from packed_cases import (
     INTEGERS,
     MODULE,
     UP,
+    assert_any_range_is_read,
     awq,
     compress,
     gptq,
@@ -29,22 +30,12 @@ from packed_cases import (
 )
 
 from pqweights.checkpoint.packed import PackedSourceTensor, TransposedTensor
-from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.verify import verify
 
 torch = pytest.importorskip("torch")
-
-
-def assert_any_range_is_read(tensor: LogicalTensor) -> None:
-    whole, count = values(tensor, "F32"), element_count(tensor)
-    generator = np.random.default_rng(1)
-    for _ in range(20):
-        start = int(generator.integers(count))
-        length = int(generator.integers(1, count - start + 1))
-        assert torch.equal(values(tensor, "F32", start, length), whole[start : start + length])
 
 
 # --- compressed-tensors ---

@@ -102,6 +102,7 @@ FP8_LAYOUTS = [
     ((3, 200, 130), (1, 2, 2), "_scale_inv", (1, 2, 2), (3, 128, 128)),
     ((3, 40, 130), (3, 1, 130), "_scale", (3, 1, 130), (1, 40, 1)),
     ((130,), (1,), "_scale", (1,), (130,)),
+    ((256, 384), (2, 3), ".scale", (2, 3), (128, 128)),
 ]
 
 
@@ -114,7 +115,8 @@ def test_fp8_is_decoded_as_value_times_scale(layout: tuple[Any, ...], tmp_path: 
         (torch.float8_e4m3fn, torch.float8_e8m0fnu),
     ):
         weight, scales = random_fp8(shape, dtype), random_scales(stored_scales, scale_dtype)
-        source = save(tmp_path / f"{dtype}-{scale_dtype}", {UP: weight, UP + suffix: scales}, config=FP8_CONFIG)
+        stem = UP.removesuffix(".weight") if suffix == ".scale" else UP
+        source = save(tmp_path / f"{dtype}-{scale_dtype}", {UP: weight, stem + suffix: scales}, config=FP8_CONFIG)
         expected = weight.float() * expanded(scales.reshape(as_block), shape, block)
         tensor = tensor_of(source, UP)
         assert tensor.shape == shape
@@ -122,6 +124,47 @@ def test_fp8_is_decoded_as_value_times_scale(layout: tuple[Any, ...], tmp_path: 
         assert read(tensor, "BF16") == raw_bytes(expected.bfloat16())
     # Without configuration and scales, these are 1.
     assert read(tensor_of(save(tmp_path / "plain", {UP: weight}), UP)) == raw_bytes(weight.float())
+
+
+# DeepSeek-V4 and V4.1 as published: names and shapes of inference/convert.py beside the weights
+# (https://huggingface.co/deepseek-ai/DeepSeek-V4-Flash); tables of engrams have scales by rows.
+V4 = [
+    ("layers.0.attn.wq_a", "F8_E4M3", (256, 384), (2, 3), 128),
+    ("layers.0.attn.wq_a", "F8_E4M3", (64, 96), (2, 3), 32),
+    ("layers.0.attn.wq_a", "F8_E4M3", (70, 100), (3, 4), 32),
+    ("layers.0.engram.embed", "F8_E4M3", (70, 96), (70, 3), 32),
+    ("layers.0.ffn.experts.3.w2", "MXFP4", (48, 96), (48, 3), 128),
+]
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
+@pytest.mark.parametrize(("module", "dtype", "shape", "scale_shape", "block"), V4)
+def test_deepseek_v4_is_decoded_as_by_transformers(
+    module: str, dtype: str, shape: tuple[int, int], scale_shape: tuple[int, int], block: int,
+    scale_dtype: torch.dtype, tmp_path: Path,
+) -> None:  # fmt: skip
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    scales = torch.exp2(torch.randint(-9, 3, scale_shape, generator=torch.Generator().manual_seed(1)).float())
+    weight = random_fp8(shape, torch.float8_e4m3fn)
+    if dtype == "MXFP4":
+        scale_dtype, weight = torch.float8_e8m0fnu, weight.view(torch.int8)[:, ::2].contiguous()
+    expected = Fp8Dequantize(None)._unpack_fp4(weight) if dtype == "MXFP4" else weight.float()
+    steps = [size if count == 1 else -(-size // count) for size, count in zip(shape, scale_shape, strict=True)]
+    steps = [step if step == 1 else 32 if dtype == "MXFP4" else block for step in steps]
+    expected *= expanded(scales, shape, (steps[0], steps[1]))
+    stored = {
+        f"{module}.weight": weight,
+        f"{module}.scale": scales.to(scale_dtype),
+        f"{module}.input_scale": torch.ones(1),
+    }
+    settings = {"quant_method": "fp8", "weight_block_size": [block, block], "scale_fmt": "ue8m0"}
+    source = save(tmp_path / "src", stored, config={"quantization_config": settings})
+    opened = open_local(source)
+    assert [(tensor.name, tensor.dtype) for tensor in opened.tensors] == [(f"{module}.weight", dtype)]
+    assert opened.left_out_tensors.keys() == {f"{module}.input_scale"}
+    assert read(opened.tensors[0]) == raw_bytes(expected)
+    assert read(opened.tensors[0], "F32", 33, 101) == raw_bytes(expected.reshape(-1)[33:134])
 
 
 @given(data=st.data())

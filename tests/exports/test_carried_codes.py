@@ -33,7 +33,8 @@ SAID = "hold the very numbers of the original (but for the signs of zeros), whic
 
 
 def source_of(base: Path, name: str, **options: object) -> Path:
-    return families.exported(base, "llama", "vllm", format=name, **options)
+    family = "gpt_oss" if name == "mxfp4-gpt-oss" else "llama"
+    return families.exported(base, family, "vllm", format=name, **options)
 
 
 def master_of(tmp_path: Path, source: Path) -> Path:
@@ -78,6 +79,58 @@ def test_the_same_format_has_the_very_bytes_of_the_source(name: str, base: Path,
     layers = integer_names(source)
     assert f"bit-identical values: {len(layers)} of {len(layers)} tensors {SAID}" in shown
     assert {record.relative_mse for record in read_manifest(out).records if record.name in layers} == {0}
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "other"),
+    [("vllm", "w4a16", "w8a16"), ("vllm", "fp8-block", "w4a16"), ("torchao", "int8", "fp8"), ("mlx", "q4", "q8")],
+)
+def test_what_the_source_keeps_plain_stays_plain_in_its_format(
+    target: str, name: str, other: str, base: Path, tmp_path: Path
+) -> None:
+    plain = {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2)}
+    source = families.exported(base, "llama", target, format=name, set_format=(("*.o_proj*", "plain"),))
+    out, shown = exported(tmp_path, source, "--target", target, "--format", name)
+    expected, found = read_all(source), read_all(out)
+    assert found.keys() == expected.keys() >= plain
+    for stored, (dtype, array) in expected.items():
+        assert (found[stored][0], found[stored][1].tobytes()) == (dtype, array.tobytes()), stored
+    assert "the source, whose codes are taken over, keeps it plain" in shown
+    for asked in (("--format", name, "--set", f"*.o_proj*={name}"), ("--format", other)):
+        again = tmp_path / asked[-1].replace("*", "")
+        done("export", tmp_path / "master", again, "--target", target, *asked)
+        is_plain = {record.name for record in read_manifest(again).records if record.relative_mse is None}
+        assert not plain & is_plain, asked
+
+
+@pytest.mark.parametrize(("name", "target"), [("mxfp4a16", "vllm"), ("mxfp4a16", "mlx"), ("fp8-deepseek", "vllm")])
+def test_codes_of_deepseek_v4_are_taken_over(name: str, target: str, base: Path, tmp_path: Path) -> None:
+    """FP4 in I8 and FP8, with scales in E8M0 that are called `.scale`."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    source = Path(shutil.copytree(source_of(base, name), tmp_path / "source"))
+    numbers = numbers_of(source)
+    for file in source.glob("*.safetensors"):
+        tensors = {}
+        for stored, tensor in load_file(file).items():
+            if stored.endswith(("_scale_inv", "_scale")):
+                exponents = tensor if tensor.dtype == torch.uint8 else tensor.log2().round().add(127).to(torch.uint8)
+                tensors[stored.rpartition(".weight")[0] + ".scale"] = exponents.view(torch.float8_e8m0fnu)
+            elif stored.endswith("_packed"):
+                tensors[stored.removesuffix("_packed")] = tensor.view(torch.int8)
+            else:
+                tensors[stored] = tensor
+        save_file(tensors, file, {"format": "pt"})
+    (source / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    (source / "config.json").write_text(json.dumps(config))
+    read = {tensor.name: tensor for tensor in open_local(source).tensors}
+    assert name != "mxfp4a16" or all(np.array_equal(values_of(read[of]), numbers[of]) for of in numbers)
+    asked = name.removesuffix("a16") if target == "mlx" else name
+    _, shown = exported(tmp_path, source, "--target", target, "--format", asked)
+    assert f"bit-identical values: {len(numbers)} of " in shown
 
 
 @pytest.mark.parametrize("recipe", ["--lossless", "--recipe=q5"])

@@ -112,3 +112,11 @@ def test_gptq_is_decoded_as_the_rule_does(layout: str, bits: int) -> None:
         tensors, decoded = stored(rounding(layout, bits, symmetric=symmetric), weights(rows))
         found = from_gptq(tensors, "layer", bits, first_zero=int(layout == "gptq"))
         assert np.array_equal(found, decoded)
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "pack-quantized-asym"])
+def test_bytes_that_wait_on_the_disk_are_those_that_come_by_columns(layout: str) -> None:
+    how, values = rounding(layout, 4, symmetric=layout == "gptq"), weights(96)
+    groups = how.rule.quantize(values.reshape(-1))
+    pieces = how.pieces(NAME, values.shape, first_row=0, groups=groups)
+    assert how.column_bytes(values.shape) == sum(piece.data.size for piece in pieces if piece.data.ndim == 2)

@@ -18,6 +18,7 @@ from commands import answer, done
 from gguf_files import write_llama
 
 import pqweights
+from pqweights.checkpoint.source import open_local
 from pqweights.errors import MissingDependencyError
 from pqweights.exports import EXPORTS, get_target
 from pqweights.exports.assignment import distortion
@@ -29,6 +30,8 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
+from pqweights.planning.roles import classify
+from pqweights.planning.sensitivity_file import Measured, Sensitivity, groups_of, heuristic_alphas, write_sensitivity
 
 WIDE = {
     "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -251,3 +254,23 @@ def test_commands_stay_whole_on_a_narrow_terminal(tmp_path: Path, monkeypatch: p
     exports = [line for line in lines if "--source" in line]
     assert exports and all(line.startswith("    pqweights export master/ ") for line in exports)
     assert any(line.startswith("not shown: overhead") for line in lines)
+
+
+def test_measured_sensitivities_give_the_expected_rise(base: Path, tmp_path: Path) -> None:
+    """Of a file in which every group has a thousand times the sensitivity of the rule of thumb, so a thousand times."""
+    source = families.model(base, "llama")
+    of_rule = {(p.stored.target, p.stored.format): p.stored.expected_rise for p in proposed(source)}
+    checkpoint = open_local(source)
+    roles = {t.name: classify(t.name, t.dtype, t.shape).name for t in checkpoint.tensors if len(t.shape) > 1}
+    groups = groups_of(checkpoint, list(roles.items()))
+    alphas = heuristic_alphas(groups, roles)
+    measured = [
+        Measured(name=n, weights=tuple(w), alpha=1000 * alphas[n], points=((0.01, 0.02),)) for n, w in groups.items()
+    ]
+    file = Sensitivity(
+        checkpoint=checkpoint.fingerprint(), method={"kind": "random tokens", "tokens": 64}, groups=tuple(measured)
+    )
+    write_sensitivity(tmp_path / "measured.json", file)
+    for proposal in proposed(source, sensitivity=tmp_path / "measured.json"):
+        stored = proposal.stored
+        assert stored.expected_rise == pytest.approx(1000 * of_rule[stored.target, stored.format], rel=1e-6)

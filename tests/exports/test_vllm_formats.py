@@ -25,7 +25,7 @@ from pqweights.rewrite.results.verify import verify
 ERRORS = {
     "int8": 1e-3,
     **dict.fromkeys(("fp8", "fp8-block", "fp8-deepseek", "mxfp8", "mxfp8a16"), 1.3e-3),
-    **dict.fromkeys(("mxfp4", "mxfp4a16"), 0.02),
+    **dict.fromkeys(("mxfp4", "mxfp4a16", "mxfp4-gpt-oss"), 0.02),
     **dict.fromkeys(("nvfp4", "nvfp4a16", "nvfp4-modelopt"), 0.01),
     **dict.fromkeys(("w4a16-asym", "awq"), 0.012),
     "gptq": 0.014,
@@ -38,16 +38,20 @@ BITS = {"w8a16": 8, "nvfp4a16": 4}
 PRESETS = {"fp8": "FP8_DYNAMIC", "int8": "INT8", "fp8-block": "FP8_BLOCK", "w4a16-asym": "W4A16_ASYM"}
 
 
+def family(name: str) -> str:
+    return "gpt_oss" if name == "mxfp4-gpt-oss" else "llama"
+
+
 def exported(base: Path, name: str, **options: object) -> Path:
-    return families.exported(base, "llama", "vllm", format=name, **options)
+    return families.exported(base, family(name), "vllm", format=name, **options)
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
     folder = exported(base, name)
-    tensors, plain = read_all(folder), read_all(families.exported(base, "llama", "bf16"))
+    tensors, plain = read_all(folder), read_all(families.exported(base, family(name), "bf16"))
     layers = integer_names(folder)
-    assert len(layers) == 14
+    assert len(layers) == (4 if family(name) == "gpt_oss" else 14)
     records = {record.name: record for record in read_manifest(folder).records}
     for layer in layers:
         weight = as_float32(plain[layer])
@@ -63,7 +67,7 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
 def test_an_export_is_a_source_of_the_same_numbers(name: str, base: Path) -> None:
     folder = exported(base, name)
     found, tensors = {tensor.name: tensor for tensor in open_local(folder).tensors}, read_all(folder)
-    assert found.keys() == read_all(families.exported(base, "llama", "bf16")).keys()
+    assert found.keys() == read_all(families.exported(base, family(name), "bf16")).keys()
     for layer in integer_names(folder):
         assert np.array_equal(values_of(found[layer]), from_vllm_format(tensors, layer, SCHEMES[name].bits))
 
@@ -78,7 +82,7 @@ def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
     folder = exported(base, name)
     decoded = {"fp8-deepseek": FineGrainedFP8Config, "w4a16-asym": CompressedTensorsConfig}.get(name)
     decoding = {} if decoded is None else {"quantization_config": decoded(dequantize=True)}
-    model, tensors = families.load(folder, FAMILIES["llama"], dtype="bfloat16", **decoding), read_all(folder)
+    model, tensors = families.load(folder, FAMILIES[family(name)], dtype="bfloat16", **decoding), read_all(folder)
     with torch.inference_mode():
         assert model(torch.tensor(IDS)).logits.isfinite().all()
     weights = dict(model.named_parameters())
@@ -135,7 +139,7 @@ def test_what_a_format_has_not_is_refused(options: tuple[str, ...], message: str
 
 
 def test_weights_that_are_fused_share_the_unit_of_their_scales(base: Path) -> None:
-    """And scales use the range of E4M3: the largest weight of the layer gets one near 256."""
+    """And scales use the range of E4M3: the largest weight of the layer gets the largest, 448."""
     tensors = read_all(exported(base, "nvfp4"))
     units = {
         name.removesuffix(".weight_global_scale"): as_float32(t)
@@ -151,7 +155,7 @@ def test_weights_that_are_fused_share_the_unit_of_their_scales(base: Path) -> No
     for name, inverse in units.items():
         joined = [n for n in units if units[n] == inverse]
         largest = max(np.abs(as_float32(plain[f"{n}.weight"])).max() for n in joined)
-        assert inverse[0] == pytest.approx(256 * 6 / largest, rel=1e-2)
+        assert inverse[0] == pytest.approx(448 * 6 / largest, rel=1e-2)
         assert as_float32(tensors[f"{name}.input_global_scale"]).tolist() == [1]
 
 
@@ -234,6 +238,58 @@ def test_stacks_that_are_not_turned_give_the_same_file_as_single_experts(base: P
     expected, found = read_all(families.exported(base, "qwen3_5_moe", "vllm")), read_all(tmp_path / "out")
     assert layers and found.keys() == expected.keys()
     assert all(np.array_equal(values, expected[name][1]) for name, (_, values) in found.items())
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_stacks_of_qwen3_vl_moe_give_the_file_of_the_text_model_alone(turned: bool, base: Path, tmp_path: Path) -> None:
+    """They are published as [experts, in, out], and transformers saves [experts, out, in]."""
+    tensors = read_all(families.model(base, "qwen3_moe"))
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    for experts in (f"model.layers.{layer}.mlp.experts" for layer in range(2)):
+        for stack, names in parts.items():
+            of = [[tensors.pop(f"{experts}.{e}.{name}.weight")[1] for name in names] for e in range(4)]
+            values = np.stack([np.concatenate(matrices) for matrices in of])
+            tensors[f"{experts}.{stack}"] = ("BF16", np.ascontiguousarray(values.swapaxes(1, 2)) if turned else values)
+    inner = json.loads((families.model(base, "qwen3_moe") / "config.json").read_text())
+    config = {"model_type": "qwen3_vl_moe", "dtype": "bfloat16", "tie_word_embeddings": False}
+    config |= {"text_config": inner | {"model_type": "qwen3_vl_moe_text"}}
+    renamed = {re.sub("^model[.]", "model.language_model.", name): tensor for name, tensor in tensors.items()}
+    source = write_checkpoint(tmp_path / "source", renamed, config=config)
+    run_command({"quantize": str(source), "recipe": "q6"}, tmp_path / "master")
+    expected, plain = (tmp_path / name for name in ("expected", "plain"))
+    run_command(
+        {
+            "export": str(families.master(base, "qwen3_moe")),
+            "target": "vllm",
+            "original": families.model(base, "qwen3_moe"),
+        },
+        plain,
+    )
+    shown = done("export", tmp_path / "master", expected, "-t", "vllm", "--source", source)
+    assert "vLLM alone loads this export" in " ".join(shown.stderr.split())
+    found = {name.replace("language_model.", ""): tensor for name, tensor in read_all(expected).items()}
+    assert found.keys() == (wanted := read_all(plain)).keys()
+    assert all(np.array_equal(values, found[name][1]) for name, (_, values) in wanted.items())
+    ignored = [
+        json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+        for folder in (plain, expected)
+    ]
+    assert ignored[0] == ignored[1]
+
+
+@pytest.mark.parametrize(
+    ("of", "options", "message"),
+    [
+        ("qwen3_moe", (), "stacks of MXFP4 are for models of type gpt_oss, found qwen3_moe"),
+        ("gpt_oss", ("--set", "*.1.mlp.experts.*=plain"), "mxfp4-gpt-oss holds all experts or none"),
+    ],
+)
+def test_stacks_that_no_runtime_would_read_are_refused(
+    of: str, options: tuple[str, ...], message: str, base: Path, tmp_path: Path
+) -> None:
+    asked = ("-t", "vllm", "--format", "mxfp4-gpt-oss", *options)
+    assert message in refused("export", families.master(base, of), tmp_path / "out", *asked, code=1)
+    assert not (tmp_path / "out").exists()
 
 
 def weights_bytes(folder: Path) -> int:

@@ -28,8 +28,11 @@ SCRIPT = Path(__file__).parents[1] / "support" / "run_vllm.py"
 RECIPE = "{bits: 8, rules: [{name: model.layers.0.self_attn.k_proj.weight, keep: true}]}"
 # The family of the model of each format that vLLM has kernels for on a CPU, and after int8 and fp8 those that it
 # emulates (run_vllm.py); it emulates NVFP4 with rounded inputs only, and MXFP4 with a package that is not here.
+# Of experts vLLM's kernels for CPUs want AMX: run_vllm.py decodes what vLLM has loaded.
 FORMATS = {
     "w4a16": "llama-uneven",
+    "w4a16 of experts": "qwen3_moe",
+    "mxfp4-gpt-oss": "gpt_oss",
     **dict.fromkeys(("int8", "fp8", "fp8-block", "fp8-deepseek", "mxfp8", "nvfp4", "nvfp4-modelopt"), "llama"),
     **dict.fromkeys(("w4a16-asym", "awq", "gptq"), "llama"),
 }
@@ -43,9 +46,12 @@ TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() 
 
 
 def wide(name: str) -> Family:
-    """The family of the model of a format, with larger weights."""
+    """The family of the model of a format, with larger weights; each token uses all experts, as BF16 picks others."""
     family = FAMILIES[FORMATS[name]]
-    return replace(family, settings={**family.settings, "initializer_range": 0.06})
+    settings = {**family.settings, "initializer_range": 0.06}
+    return replace(
+        family, settings=settings | ({"num_experts_per_tok": 4} if "num_experts_per_tok" in settings else {})
+    )
 
 
 def make(folder: Path) -> None:
@@ -56,7 +62,7 @@ def make(folder: Path) -> None:
         families.build(wide(name), folder / name)
         master, out = (folder / f"{name}-{suffix}" for suffix in ("master", "vllm"))
         run_command({"quantize": str(folder / name), "recipe": str(folder / "recipe.yaml")}, master)
-        run_command({"export": str(master), "target": "vllm", "format": name}, out)
+        run_command({"export": str(master), "target": "vllm", "format": name.partition(" ")[0]}, out)
     folders = {name: str(folder / f"{name}-vllm") for name in FORMATS}
     job = {"folders": folders, "tokens": TOKENS, "codes": CODES.tolist()}
     run_in_vllm(SCRIPT, folder / "result.json", json.dumps(job))
@@ -77,6 +83,19 @@ def scores(model: Any) -> Array:
     return np.asarray(found[..., 0].numpy())
 
 
+def of_parameter(stored: dict[str, Any], name: str) -> Array:
+    """The values of a parameter, which may be a stack of experts that are stored one by one."""
+    if name in stored:
+        found = stored[name]
+        return as_float32(found) if isinstance(found, tuple) else np.asarray(found)
+    experts, _, stack = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
+    one_by_one = range(
+        sum(other.startswith(f"{experts}.") and other.endswith(f".{parts[0]}.weight") for other in stored)
+    )
+    return np.stack([np.concatenate([stored[f"{experts}.{e}.{part}.weight"] for part in parts]) for e in one_by_one])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: str, work: Path) -> None:
     import torch
@@ -84,9 +103,10 @@ def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: st
     model = families.load(work / name, wide(name))
     plain, tensors, layers = scores(model), read_all(work / f"{name}-vllm"), integer_names(work / f"{name}-vllm")
     weights = dict(model.named_parameters())
+    stored = {**tensors, **{layer: from_vllm_format(tensors, layer) for layer in layers}}
     assert layers and "model.layers.0.self_attn.k_proj.weight" not in layers
     for weight in weights:
-        values = from_vllm_format(tensors, weight) if weight in layers else as_float32(tensors[weight])
+        values = of_parameter(stored, weight)
         weights[weight].data = torch.from_numpy(np.ascontiguousarray(values))
     expected = scores(model)
     if name == "w4a16":

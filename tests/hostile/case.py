@@ -142,7 +142,18 @@ def weight_with(value: float, row: int, column: int) -> Stored:
 
 
 def zeros(dtype: str, *shape: int) -> Stored:
-    bits = {"U8": 8, "I8": 8, "F8_E4M3": 8, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64}[dtype]
+    bits = {
+        "U8": 8,
+        "I8": 8,
+        "F8_E4M3": 8,
+        "F8_E8M0": 8,
+        "F16": 16,
+        "BF16": 16,
+        "I32": 32,
+        "U32": 32,
+        "F32": 32,
+        "I64": 64,
+    }[dtype]
     return (dtype, list(shape), bytes(int(np.prod(shape)) * bits // 8))
 
 

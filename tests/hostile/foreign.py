@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hostile.case import CONFIG, FILE, GOOD, NORM, QUANTIZE, UP, VECTOR, Case, Content, Stored, stored, zeros
@@ -34,17 +35,12 @@ def named_by_tensors(name: str, text: str, *fragments: str) -> Case:
 
 Q = "model.layers.0.self_attn.q_proj"
 GROUPS_OF_128 = {"num_bits": 4, "type": "int", "group_size": 128}
-MLX = {"group_size": 64, "bits": 4}
 CASES = [
     named_by_method("gptq-marlin-config", "gptq", "GPTQ", "marlin", bits=4, checkpoint_format="marlin"),
     named_by_method("gptq-bits-config", "gptq", "GPTQ", "bits 5", bits=5),
     named_by_method("awq-gemv-config", "awq", "AWQ", "gemv", bits=4, version="gemv"),
-    named_by_method("bitsandbytes-config", "bitsandbytes", "bitsandbytes", load_in_4bit=True),
     compressed("compressed-tensors-sparse", "marlin-24", "compressed-tensors (marlin-24)", weights=GROUPS_OF_128),
     named_by_method("modelopt-mixed-config", "modelopt", "MIXED_PRECISION", quant_algo="MIXED_PRECISION"),
-    named_by_config("mlx-config", {"quantization": MLX}, "MLX"),
-    named_by_config("mlx-config-of-two-keys", {"quantization": MLX, "quantization_config": MLX}, "MLX"),
-    named_by_method("torchao-config", "torchao", "torchao", quant_type={}),
     named_by_method("quark-config", "quark", "quark"),
     named_by_config("unnamed-config", {"quantization_config": {"bits": 3}}, "unnamed"),
     named_by_config("nested-config", {"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "GPTQ"),
@@ -153,6 +149,89 @@ CASES += [
 ]
 
 
+def converted(name: str, config: dict[str, Any], tensors: dict[str, Stored], *fragments: str) -> Case:
+    """A weight of MLX, torchao or bitsandbytes that is broken."""
+    return Case(f"packed-{name}", {QUANTIZE: fragments}, {FILE: stored(tensors), CONFIG: config})
+
+
+def mlx(name: str, text: str, *fragments: str, settings: Any = None) -> Case:
+    how = {"group_size": 64, "bits": 4} if settings is None else settings
+    return converted(f"mlx-{name}", {"quantization": how}, tensors_of(Q, text), *fragments)
+
+
+def torchao(name: str, text: str, *fragments: str) -> Case:
+    config = {"quantization_config": {"quant_method": "torchao"}}
+    return converted(f"torchao-{name}", config, tensors_of(f"{Q}._weight", text), *fragments)
+
+
+def bitsandbytes(name: str, text: str, *fragments: str, state: Any = None) -> Case:
+    """state: what is in the place of the JSON of a weight in 4 bits"""
+    config = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    raw = state if isinstance(state, bytes) else json.dumps(STATE | (state or {})).encode()
+    parts = {f"{Q}.weight.quant_state.bitsandbytes__nf4": ("U8", [len(raw)], raw)} if "SCB" not in text else {}
+    return converted(f"bitsandbytes-{name}", config, {**tensors_of(Q, text), **parts}, *fragments)
+
+
+STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [128, 128]}
+NF4_MAP, NF4 = ".weight.quant_map F32 16", ".weight U8 8192 1, .weight.absmax F32 256"
+MLX_PARTS = ".scales BF16 128 2, .biases BF16 128 2"
+CASES += [
+    mlx("without-biases", ".weight U32 128 16, .scales BF16 128 2", f"{Q}.biases", "found none"),
+    mlx("scales-of-other-groups", ".weight U32 128 16, .scales BF16 128 4", f"{Q}.scales", "[128, 2]"),
+    mlx("scales-of-integers", ".weight U32 128 16, .scales I32 128 2", f"{Q}.scales", "I32"),
+    mlx("words-of-no-group", f".weight U32 128 15, {MLX_PARTS}", f"{Q}.weight", "groups of 64", "[128, 15]"),
+    mlx("codes-of-a-vector", ".weight U32 16, .scales BF16 2", f"{Q}.weight", "[16]"),
+    mlx("a-list", f".weight U32 128 16, {MLX_PARTS}", Q, "group_size None", settings=[4]),
+    mlx("bits-of-7", f".weight U32 128 16, {MLX_PARTS}", Q, "bits 7", settings={"group_size": 64, "bits": 7}),
+    mlx("mode-a-number", f".weight U32 128 16, {MLX_PARTS}", Q, "mode 4", settings={"group_size": 64, "mode": 4}),
+    mlx("groups-of-0", f".weight U32 128 16, {MLX_PARTS}", Q, "group_size 0", settings={"group_size": 0, "bits": 4}),
+    mlx(
+        "floats-with-scales-of-floats",
+        ".weight U32 128 16, .scales BF16 128 4",
+        f"{Q}.scales",
+        "U8",
+        settings={"group_size": 32, "mode": "mxfp4"},
+    ),
+    torchao("without-scales", "_qdata I8 128 128", f"{Q}._weight_scale", "found none"),
+    torchao("scales-of-other-rows", "_qdata I8 128 128, _scale BF16 64 1", f"{Q}._weight_scale", "[64, 1]"),
+    torchao(
+        "int4-scales-of-other-rows", "_qdata I8 128 64, _scale BF16 2 64, _zero_point BF16 2 64", "_scale", "[2, 64]"
+    ),
+    torchao(
+        "zeros-of-a-wrong-shape", "_qdata I8 128 128, _scale BF16 128 1, _zero_point I8 1 1", "_zero_point", "[1, 1]"
+    ),
+    torchao("tiles", "_qdata I32 16 1 32 4, _scale_and_zero BF16 2 128 2", f"{Q}._weight_qdata", "tiles for tinygemm"),
+    torchao(
+        "scaled-inputs",
+        "_qdata I8 128 128, _scale BF16 128 1, _act_pre_scale BF16 128",
+        "_act_pre_scale",
+        "scaled inputs",
+    ),
+    bitsandbytes("without-scales", f".weight U8 8192 1, {NF4_MAP}", f"{Q}.weight.absmax", "found none"),
+    bitsandbytes("without-a-map", NF4, f"{Q}.weight.quant_map", "found none"),
+    bitsandbytes("scales-of-other-blocks", f"{NF4}, {NF4_MAP}", "absmax", "[128]", state={"blocksize": 128}),
+    bitsandbytes("scales-of-bytes", f".weight U8 8192 1, .weight.absmax U8 256, {NF4_MAP}", "absmax", "F32 [256]"),
+    bitsandbytes(
+        "nested-without-a-map",
+        f".weight U8 8192 1, .weight.absmax U8 256, .weight.nested_absmax F32 1, {NF4_MAP}",
+        "nested_quant_map",
+        "found none",
+        state={"nested_blocksize": 256},
+    ),
+    bitsandbytes("state-not-json", f"{NF4}, {NF4_MAP}", "bitsandbytes__nf4", state=b"{"),
+    bitsandbytes("state-a-list", f"{NF4}, {NF4_MAP}", "bitsandbytes__nf4", state=b"[]"),
+    bitsandbytes("state-beyond-memory", f"{NF4}, {NF4_MAP}", "bitsandbytes__nf4", "65536", state=bytes(1 << 17)),
+    bitsandbytes(
+        "shape-beyond-memory", f"{NF4}, {NF4_MAP}", "bitsandbytes__nf4", "shape", state={"shape": [2**40, 2**40]}
+    ),
+    bitsandbytes("shape-of-another", f"{NF4}, {NF4_MAP}", f"{Q}.weight", "[128, 130]", state={"shape": [128, 130]}),
+    bitsandbytes("blocks-of-0", f"{NF4}, {NF4_MAP}", "blocksize", state={"blocksize": 0}),
+    bitsandbytes("offset-a-text", f"{NF4}, {NF4_MAP}", "nested_offset", state={"nested_offset": "x"}),
+    bitsandbytes("int8-scales-of-other-rows", ".weight I8 128 128, .SCB F32 64", f"{Q}.SCB", "[128]"),
+    bitsandbytes("int8-codes-of-floats", ".weight F16 128 128, .SCB F32 128", f"{Q}.weight", "I8"),
+]
+
+
 def fp8(name: str, text: str, *fragments: str, block: Any = (128, 128)) -> Case:
     """text: see tensors_of; `-` stands for the weight itself"""
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
@@ -170,6 +249,9 @@ def mxfp4(name: str, text: str, *fragments: str) -> Case:
 INFINITE: dict[str, Stored] = {UP: ("F8_E4M3", [2, 128], b"\x38" * 256), UP + "_scale": ("F32", [1], b"\0\0\x80\x7f")}
 CASES += [
     fp8("without-scales", "- F8_E4M3 2 128", UP, "without its scales", f"{UP}_scale_inv"),
+    fp8("fp4-scales-of-a-wrong-group", "- I8 64 64, _scale F8_E8M0 64 3", UP + "_scale", "[64, 4]"),
+    fp8("fp4-scales-of-floats", "- I8 64 64, _scale F32 64 4", UP + "_scale", "F8_E8M0"),
+    fp8("fp4-a-vector", "- I8 64, _scale F8_E8M0 2", UP, "[64]"),
     fp8("scales-of-a-wrong-shape", "- F8_E4M3 200 300, _scale_inv F32 2 2", UP + "_scale_inv", "[2, 2]"),
     fp8("scales-per-column", "- F8_E4M3 200 300, _scale F32 300", UP + "_scale", "[300]"),
     fp8("scales-of-integers", "- F8_E4M3 2 128, _scale I32 1", UP + "_scale", "I32"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 from hostile.case import Case
 
 EVAL, INSPECT = "eval a.gguf --text text.txt", "inspect a.gguf"
 TEXT = {"text.txt": "once upon a time"}
-OTHERS = "only pqweights eval, generate and inspect read"
+OTHERS = "only pqweights eval, generate, inspect, plan and quantize read"
 
 
 def _text(value: str) -> bytes:
@@ -24,12 +25,29 @@ def _tensor(name: str, columns: int, kind: int, offset: int = 0) -> bytes:
     return _text(name) + struct.pack("<IQIQ", 1, columns, kind, offset)
 
 
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1,
+    "vocab_size": 8, "max_position_embeddings": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def _source(name: str, data: bytes, config: Any, *fragments: str) -> Case:
+    return Case(name, {"quantize src out": fragments}, {"src/a.gguf": data, "src/config.json": config})
+
+
 def _damaged(name: str, data: bytes, *fragments: str) -> Case:
     said = ("a.gguf", *fragments)
     return Case(name, {INSPECT: said, EVAL: said}, {"a.gguf": data, **TEXT})
 
 
 GOOD = _file(_tensor("a", 32, 0), tensors=1, data=128)
+OF_LLAMA = _file(
+    _text("general.architecture") + struct.pack("<I", 8) + _text("llama"),
+    _tensor("a", 32, 0),
+    keys=1,
+    tensors=1,
+    data=128,
+)
 LIST = _text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2**40)
 
 CASES = [
@@ -62,10 +80,17 @@ CASES = [
     Case(
         "gguf-as-a-source-or-a-result",
         {
-            **{f"{command} a.gguf": (OTHERS,) for command in ("plan", "verify", "card")},
+            **{f"{command} a.gguf": (OTHERS,) for command in ("verify", "card")},
+            "plan a.gguf": ("a.gguf", "put config.json and the tokenizer of the original model beside it"),
             "export a.gguf out --target bf16": (OTHERS,),
             "calibrate a.gguf out.json --text text.txt": (OTHERS,),
         },
         {"a.gguf": GOOD, **TEXT},
     ),
+    _source("gguf-source-of-a-foreign-tensor", OF_LLAMA, LLAMA, "llama.cpp needs", "config.json"),
+    _source("gguf-source-cut", GOOD[:-1], LLAMA, "data is truncated"),
+    _source("gguf-source-of-an-unknown-type", GOOD, {"model_type": "unheard"}, "config.json", "model_type is unheard"),
+    _source("gguf-source-of-another-model", GOOD, LLAMA, "config.json", "the architecture llama"),
+    _source("gguf-source-beside-a-list", GOOD, [], "config.json", "expected a JSON object"),
+    _source("gguf-source-of-many-layers", OF_LLAMA, LLAMA | {"num_hidden_layers": 10**9}, "config.json", "at most 512"),
 ]

@@ -70,9 +70,12 @@ CASES: list[Case] = [
     part("another-tensor", put("model.other.weight", "F32", [2], bytes(8)), "model.other.weight"),
     settings("native-version-4", "format_version", to=4, export=("config.json", "unknown key 'source'")),
     settings("native-source-a-list", "source", to=[], export=("config.json", "source")),
-    settings("native-source-of-another-tool", "source", to={"quant_method": "mlx"}, export=("source", "MLX")),
+    settings("native-source-of-another-tool", "source", to={"quant_method": "quark"}, export=("source", "quark")),
     settings("native-source-missing", "source", to=None, export=("config.json", "expected source and coded")),
     settings("native-coded-a-list", "coded", to=[], export=("config.json", "coded")),
+    settings(
+        "native-coded-of-no-tensor", "coded", to={"other": {"dtype": "BF16", "shape": [4]}}, export=("coded", "'other'")
+    ),
     settings("native-bits-other", "overrides", UP, "bits", to=3.5, export=(UP, "bits", "found")),
     settings("native-shape-missing", "overrides", UP, to={}, export=(UP, "shape")),
     settings("native-shape-empty", "overrides", UP, "shape", to=[0, 5], export=(UP, "shape")),

@@ -28,7 +28,7 @@ CASES = [
     ),
     Case(
         "gguf-folder",
-        {QUANTIZE: ("GGUF", "only pqweights eval, generate and inspect read")},
+        {QUANTIZE: ("model.gguf", "config.json", "its model_type is None")},
         {"src/model.gguf": b"GGUF\3\0\0\0" + bytes(24), CONFIG: {}},
     ),
     Case("gguf-file", {"quantize src/a.gguf out": ("GGUF",)}, {"src/a.gguf": b"GGUF\3\0\0\0" + bytes(24)}),

@@ -16,15 +16,16 @@ pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 
-def test_master_is_that_of_a_local_run_and_files_are_fetched_twice(
-    hub: LoopbackHub, client: Client, tmp_path: Path
+@pytest.mark.parametrize(("option", "times"), [((), 1.2), (("--low-disk",), 2.2)])
+def test_master_is_that_of_a_local_run_and_files_are_fetched_twice_if_none_is_kept(
+    option: tuple[str, ...], times: float, hub: LoopbackHub, client: Client, tmp_path: Path
 ) -> None:
     folder = llama(tmp_path / "source", shards=4)
     hub.commit(SOURCE, files_of(folder))
     client.well("quantize", folder, tmp_path / "expected", "--lossless")
-    client.well("quantize", SOURCE, tmp_path / "out", "--lossless")
+    client.well("quantize", SOURCE, tmp_path / "out", "--lossless", *option)
     sent = sum(request.bytes_sent for request in hub.requests)
-    assert sent < 2.2 * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert sent < times * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     files, others = folder_bytes(tmp_path / "out"), folder_bytes(tmp_path / "expected")
     tensors, expected = (json.loads(part.pop("pqweights.json"))["tensors"] for part in (files, others))
     assert files == others and tensors == expected

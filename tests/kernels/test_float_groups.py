@@ -1,4 +1,7 @@
-"""Groups of short floats: the least squared error of all scales, by a search in float64 over every byte."""
+"""Groups of short floats: the least squared error of all scales, by a search in float64 over every byte.
+
+The error is that of the weights as they are enlarged before, floats of 4 bits by a percent.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pqweights.kernels.groups import BEST, FloatRule
+from pqweights.kernels.groups import BEST, FLOAT_GAINS, FloatRule
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -43,9 +46,14 @@ def decoded(kind: str, codes: npt.NDArray[np.uint8], scales: Floats, unit: float
     return elements[codes] * (of_group * np.float64(np.float32(unit)))[:, None]
 
 
-def least_errors(kind: str, values: Floats, unit: float, importance: Doubles | float = 1.0) -> Doubles:
+def enlarged(kind: str, values: Floats) -> Doubles:
+    """What codes and scales are chosen for."""
+    return values.astype(np.float64) * FLOAT_GAINS.get(kind, 1)
+
+
+def least_errors(kind: str, values: Doubles, unit: float, importance: Doubles | float = 1.0) -> Doubles:
     """The least squared error of each group, over all bytes of scales."""
-    magnitudes = np.abs(values.astype(np.float64))
+    magnitudes = np.abs(values)
     elements = np.unique(np.abs(E2M1 if kind != "mxfp8" else E4M3[np.isfinite(E4M3)]))
     middles = (elements[1:] + elements[:-1]) / 2
     scales = E4M3[1:127] if kind == "nvfp4" else E8M0[100:140]
@@ -68,7 +76,8 @@ def test_no_scale_is_better(kind: str, unit: float) -> None:
     errors = ((values - back) ** 2).sum(axis=1)
     assert np.allclose(groups.errors, errors, rtol=1e-5)
     assert np.allclose(groups.energies, (values.astype(np.float64) ** 2).sum(axis=1), rtol=1e-12)
-    least = least_errors(kind, values, unit)
+    errors = ((enlarged(kind, values) - back) ** 2).sum(axis=1)
+    least = least_errors(kind, enlarged(kind, values), unit)
     # The scales that are tried hold the best one for nearly all groups.
     assert (errors >= least * (1 - 1e-9)).all()
     assert (errors <= least * 1.00001).mean() > 0.97 and errors.sum() < 1.002 * least.sum()
@@ -85,11 +94,13 @@ def test_importance_weighs_the_errors_of_columns(kind: str) -> None:
     )
     factors = np.tile(importance.reshape(2, size), (len(values), 1)).astype(np.float64)
     found = [
-        (factors * (values.reshape(-1, size) - decoded(kind, groups.codes, groups.scales, 1.0)) ** 2).sum(axis=1)
+        (
+            factors * (enlarged(kind, values).reshape(-1, size) - decoded(kind, groups.codes, groups.scales, 1.0)) ** 2
+        ).sum(axis=1)
         for groups in (plain, weighted)
     ]
     assert (found[1] <= found[0] * 1.00001).all()
-    least = least_errors(kind, values.reshape(-1, size), 1.0, factors)
+    least = least_errors(kind, enlarged(kind, values).reshape(-1, size), 1.0, factors)
     assert found[1].sum() < 1.02 * least.sum()
     alike = rule(kind).quantize_weighted(values.reshape(-1), np.full(2 * size, 7, np.float32))
     assert np.array_equal(alike.codes, plain.codes) and np.array_equal(alike.scales, plain.scales)
@@ -108,10 +119,19 @@ def test_a_group_depends_on_no_other_and_any_number_is_taken(kind: str) -> None:
 @pytest.mark.parametrize("kind", SIZES)
 def test_hard_weights_have_finite_numbers_and_no_larger_error_than_with_mlx(kind: str) -> None:
     values = hard_weights.all_families(SIZES[kind])
-    values = np.ascontiguousarray(values[np.abs(values).max(axis=1) < 1e30]).reshape(-1)
-    ours, theirs = (rule(kind, name).quantize(values) for name in (BEST, "mlx"))
+    values = values[np.abs(values).max(axis=1) < 1e30]
+    ours, theirs = (rule(kind, name).quantize(np.ascontiguousarray(values).reshape(-1)) for name in (BEST, "mlx"))
     assert np.isfinite(rule(kind).decode(ours)).all() and np.isfinite(ours.errors).all()
-    assert (ours.errors <= theirs.errors * 1.00001 + 1e-80).all()
+    errors = [((enlarged(kind, values) - rule(kind).decode(g)) ** 2).sum(axis=1) for g in (ours, theirs)]
+    assert (errors[0] <= errors[1] * 1.00001 + 1e-80).all()
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_products_with_normal_weights_keep_their_size(kind: str) -> None:
+    """Least squares alone make them smaller by the share that is the error, a percent."""
+    values = np.random.default_rng(1).standard_normal((4096, SIZES[kind]), np.float32)
+    back = rule(kind).decode(rule(kind).quantize(values.reshape(-1)))
+    assert (values * back).sum() / (values * values).sum() == pytest.approx(1, abs=1.5e-3)
 
 
 @pytest.mark.parametrize("unit", [1.0, 3e-3])

@@ -37,6 +37,12 @@ def codes_of(words: Array, bits: int) -> Array:
     return digits[..., :whole].reshape(*digits.shape[:-1], -1, bits) @ (1 << np.arange(bits))
 
 
+def e2m1(packed: Array) -> Array:
+    """Numbers of 4 bits, two of a byte, the first in its low half."""
+    nibbles = codes_of(packed, 4)
+    return np.where(nibbles & 8, np.float32(-1), np.float32(1)) * E2M1[nibbles & 7]
+
+
 def spread(numbers: Array, columns: int) -> Array:
     """Numbers [..., groups] for each column."""
     return np.repeat(numbers, columns // numbers.shape[-1], axis=-1)
@@ -102,6 +108,10 @@ def from_vllm_format(tensors: Tensors, name: str, bits: int = 4) -> Array:
     import torch
 
     module = name.removesuffix(".weight")
+    if f"{name}_blocks" in tensors:  # of gpt-oss, [experts, out, in / 32, 16]; the model has [experts, in, out]
+        scales = np.ldexp(np.float32(1), tensors[f"{name}_scales"][1].astype(np.int32) - 127)
+        stack = e2m1(tensors[f"{name}_blocks"][1]) * scales[..., None]
+        return stack.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
     if f"{module}.g_idx" in tensors:
         return from_gptq(tensors, module, bits, first_zero=1)
     if f"{module}.qweight" in tensors:
@@ -111,9 +121,8 @@ def from_vllm_format(tensors: Tensors, name: str, bits: int = 4) -> Array:
     if f"{name}_shape" in tensors:
         return from_compressed_tensors(tensors, name, bits)
     dtype, values = tensors[f"{name}_packed" if f"{name}_packed" in tensors else name]
-    if dtype == "U8":  # the first in the low half of a byte
-        nibbles = codes_of(values, 4)
-        numbers = np.where(nibbles & 8, -1, 1).astype(np.float32) * E2M1[nibbles & 7]
+    if dtype == "U8":
+        numbers = e2m1(values)
     elif dtype == "F8_E4M3":
         numbers = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn).float().numpy()
     else:

@@ -40,6 +40,15 @@ def values(tensor: LogicalTensor, dtype: str, start: int = 0, count: int | None 
     return torch.from_numpy(raw).view(kind)
 
 
+def assert_any_range_is_read(tensor: LogicalTensor) -> None:
+    whole, count = values(tensor, "F32"), element_count(tensor)
+    generator = np.random.default_rng(1)
+    for _ in range(20):
+        start = int(generator.integers(count))
+        length = int(generator.integers(1, count - start + 1))
+        assert torch.equal(values(tensor, "F32", start, length), whole[start : start + length])
+
+
 # --- compressed-tensors ---
 
 
@@ -165,3 +174,99 @@ def awq(shape: tuple[int, int] = (64, 96), group: int = 32) -> tuple[dict[str, A
 def transposed_source(folder: Path, tensors: dict[str, Any], settings: dict[str, Any]) -> Path:
     named = {f"{MODULE}.{name}": tensor for name, tensor in tensors.items()}
     return save(folder, {GATE: torch.randn(8, 96).to(torch.float16), **named}, settings)
+
+
+# --- MLX, torchao and bitsandbytes ---
+
+Made = tuple[dict[str, Any], dict[str, Any], Any]  # tensors by local names, what config.json has, the weight in float32
+
+
+def mlx(mode: str, bits: int, group: int, shape: tuple[int, int] = (40, 384), dtype: str = "bfloat16") -> Made:
+    """What mlx.core rounds a weight to, and what it decodes that to with scales in float32."""
+    mx = pytest.importorskip("mlx.core")
+    values = mx.array(np.random.default_rng(bits).standard_normal(shape).astype(np.float32)).astype(getattr(mx, dtype))
+    made = dict(zip(("weight", "scales", "biases"), mx.quantize(values, group, bits, mode=mode), strict=False))
+    exact = {
+        name: part.astype(mx.float32) if mode == "affine" and name != "weight" else part for name, part in made.items()
+    }
+    numbers = [exact["weight"], exact["scales"], exact.get("biases")]
+    decoded = mx.dequantize(*numbers, group, bits, mode=mode).astype(mx.float32)
+    kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
+
+    def tensor(name: str, part: Any) -> Any:
+        if name == "weight":
+            return torch.from_numpy(np.array(part).view(np.int32)).view(torch.uint32)
+        return (
+            torch.from_numpy(np.array(part)) if mode != "affine" else torch.from_numpy(np.array(exact[name])).to(kind)
+        )
+
+    settings = {"group_size": group, "bits": bits, **({} if mode == "affine" else {"mode": mode})}
+    return {name: tensor(name, part) for name, part in made.items()}, {"quantization": settings}, np.array(decoded)
+
+
+def torchao(config: Any, shape: tuple[int, int] = (40, 384)) -> Made:
+    """What torchao's own quantize_ and its safetensors form make of a layer, and what dequantize returns."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import quantize_
+
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16)
+    layer.weight.data = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    quantize_(layer, config)
+    tensors, _ = flatten_tensor_state_dict({f"{MODULE}.weight": layer.weight.data})
+    local = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in tensors.items()}
+    settings = {"quant_method": "torchao", "quant_type": {"default": {"_type": type(config).__name__}}}
+    return local, {"quantization_config": settings}, layer.weight.data
+
+
+# Numbers of bitsandbytes 0.50.2 (functional.py, create_normal_map); the highest bit of FP4 is its sign.
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
+FP4 = [number / 12 for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)]
+
+
+def bitsandbytes(
+    kind: str, shape: tuple[int, ...] = (40, 97), block: int = 64, nested: int | None = None, dtype: str = "bfloat16"
+) -> Made:
+    """A weight in 4 bits by its definition, element by element. nested: the size of blocks of scales"""
+    generator, count = np.random.default_rng(9), int(np.prod(shape))
+    codes, blocks = generator.integers(0, 16, count + count % 2), -(-count // block)
+    table = np.array(NF4 if kind == "nf4" else [*FP4, *(-number for number in FP4)], dtype=np.float32)
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": list(shape)}
+    scales = generator.random(blocks).astype(np.float32)
+    tensors = {"weight": (codes[::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": table}
+    if nested is None:
+        tensors["weight.absmax"] = scales
+    else:
+        numbers = np.sort(generator.standard_normal(256)).astype(np.float32)
+        of_blocks = generator.random(-(-blocks // nested)).astype(np.float32)
+        tensors["weight.absmax"] = generator.integers(0, 256, blocks).astype(np.uint8)
+        tensors |= {"weight.nested_absmax": of_blocks, "weight.nested_quant_map": numbers}
+        state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": 0.0625}
+        place = np.arange(blocks) // nested
+        scales = numbers[tensors["weight.absmax"]] * of_blocks[place] + np.float32(0.0625)
+    weight = np.array([table[codes[place]] * scales[place // block] for place in range(count)], dtype=np.float32)
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(
+        json.dumps(state).encode(), dtype=np.uint8
+    ).copy()
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    return {name: torch.from_numpy(part) for name, part in tensors.items()}, settings, weight.reshape(shape)
+
+
+def llm_int8(shape: tuple[int, int] = (40, 96)) -> Made:
+    """A weight of LLM.int8 of bitsandbytes."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+    scales = torch.rand(shape[0], generator=generator)
+    tensors = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    return tensors, settings, codes.float() * scales[:, None] * 7.874015718698502e-3
+
+
+def converted_source(folder: Path, made: Made, module: str = MODULE) -> Path:
+    """A source with a layer in one of these formats. made: tensors, what config.json has, and the weight"""
+    tensors, settings, _ = made
+    named = {f"{module}.{name}": tensor for name, tensor in tensors.items()}
+    save(folder, {GATE: torch.randn(8, 96).to(torch.bfloat16), **named}, None)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    return folder

@@ -23,7 +23,13 @@ import torch
 import vllm
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization import mxfp4
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16 as int4,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack, gptq_pack
+from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
 NIBBLES = 8  # in a word
@@ -84,8 +90,53 @@ class Tiles(linear.Fp8BlockScaledMMLinearKernel):
         raise NotImplementedError
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+class Mxfp4Experts(UnquantizedFusedMoEMethod):
+    """Experts of gpt-oss as vLLM loads them, decoded to BF16: its kernel for CPUs needs AMX."""
+
+    weight_dtype = "gpt_oss_mxfp4"
+    create_weights = mxfp4.GptOssMxfp4MoEMethod.create_weights
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Decode the weights [experts, out, in], two a byte, the first in the low half."""
+        for name in ("w13_weight", "w2_weight"):
+            codes, exponents = getattr(layer, name).long(), getattr(layer, f"{name}_scale").float() - 127
+            values = E2M1[torch.stack([codes & 15, codes >> 4], -1)].flatten(-2)
+            values = values * exponents.exp2().repeat_interleave(32, -1)
+            replace_parameter(layer, name, values.to(torch.bfloat16))
+        super().process_weights_after_loading(layer)
+
+
+class Int4Experts(UnquantizedFusedMoEMethod):
+    """The same of symmetric integers of 4 bits."""
+
+    create_weights = int4.CompressedTensorsWNA16MoEMethod.create_weights
+    get_weight_shape = int4.CompressedTensorsWNA16MoEMethod.get_weight_shape
+    packed_factor, symmetric, actorder = NIBBLES, True, None
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None) -> None:
+        """Take what the method of vLLM takes."""
+        super().__init__(moe)
+        self.weight_quant, self.group_size, self.strategy = weight_quant, weight_quant.group_size, weight_quant.strategy
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Decode the words [experts, out, in / 8]."""
+        shifts = torch.arange(0, 4 * NIBBLES, 4, dtype=torch.int32)
+        for name in ("w13_weight", "w2_weight"):
+            words, scales = getattr(layer, f"{name}_packed"), getattr(layer, f"{name}_scale").float()
+            integers = ((words[..., None] >> shifts) & 15).flatten(-2) - ZERO
+            values = integers * scales.repeat_interleave(self.group_size, -1)
+            layer.register_parameter(name, torch.nn.Parameter(values.to(torch.bfloat16), requires_grad=False))
+        super().process_weights_after_loading(layer)
+
+
 def allow_emulation() -> None:
     """Let vLLM's own emulations run on a CPU, for which it does not offer them; MXFP4's needs another package."""
+    if not torch.cpu._is_amx_tile_supported():
+        mxfp4.GptOssMxfp4Config._make_moe_method = lambda self, moe: Mxfp4Experts(moe)
+        int4.CompressedTensorsWNA16MoEMethod = Int4Experts
     linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CPU] = [linear.EmulationNvFp4LinearKernel]
     linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [linear.EmulationMxfp8LinearKernel]
     if not torch.cpu._is_amx_tile_supported():

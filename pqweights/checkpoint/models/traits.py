@@ -14,12 +14,15 @@ class Trait(Enum):
 
     TRANSPOSED = auto()  # linear weights are stored transposed, [in, out] (transformers' Conv1D)
     TURNED_EXPERTS = auto()  # stacks of experts are stored as [experts, in, out]
+    # They are published as [experts, in, out], and saved by transformers 5 as [experts, out, in].
+    EXPERTS_EITHER_WAY = auto()
     ZERO_CENTRED_NORMS = auto()  # norms multiply by 1 + weight
     ROTATES_NEIGHBOURS = auto()  # RoPE turns neighbouring channels, which no function of transformers' module shows
     ROTATES_WINDOWS_ONLY = auto()  # layers with full attention have no RoPE if others have a sliding window
     MISLABELLED_DECODER = auto()  # its configuration has is_decoder = False, although it predicts the next token
     # In a compressed-tensors checkpoint, transformers takes weights of single experts where others have stacks.
     TAKES_SINGLE_EXPERTS = auto()
+    VLLM_TAKES_SINGLE_EXPERTS = auto()  # the same of vLLM, and not of transformers
     EXAMINED = auto()  # it is known what transformers does with the layers
     # transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those that it
     # joins it even loses the plain ones of a compressed-tensors checkpoint.
@@ -41,6 +44,7 @@ TYPES_WITH: dict[Trait, str] = {
     Trait.ROTATES_WINDOWS_ONLY: "cohere2 exaone4 exaone_moe",
     Trait.MISLABELLED_DECODER: "gpt_neox gpt_neox_japanese",
     Trait.TAKES_SINGLE_EXPERTS: "llama4 llama4_text qwen3_5_moe qwen3_5_moe_text",
+    **dict.fromkeys((Trait.EXPERTS_EITHER_WAY, Trait.VLLM_TAKES_SINGLE_EXPERTS), "qwen3_vl_moe qwen3_vl_moe_text"),
     Trait.RESHAPED: """
 bailing_hybrid depth_pro dinov2 dinov2_with_registers gradium_phonon_tts gte hrm_text inkling_mm_model
 jina_embeddings_v3 kimi_linear minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2

@@ -57,10 +57,10 @@ INLINE Floats nearest(Floats t) {
     return minimum((t + large) - large, splat(Element::LARGEST));
 }
 
-// Sixteen groups, or fewer. importance: how much each weight counts, [size], or Alike.
+// Sixteen groups, or fewer. importance: how much each weight counts, [size], or Alike. gain: see Job.
 template <class Element, class Scale, class Importance>
-INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, float unit, Importance importance,
-                          uint8_t* codes) {
+INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, float unit, float gain,
+                          Importance importance, uint8_t* codes) {
     constexpr bool weighted = !std::is_same_v<decltype(importance(0)), Alike>;
     constexpr int below = weighted ? Scale::WEIGHTED_BELOW : Scale::BELOW, count = below + Scale::ABOVE + 1;
     Floats work[MOST_WEIGHTS], most{};
@@ -68,14 +68,14 @@ INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, flo
         each<LANES>([&](auto k) ALWAYS { most = maximum(magnitude(columns[k]), most); });
     };
     transpose_groups(values, size, size, work, see, groups);
-    const Ints middle = Ints(Scale::near(most / (Element::LARGEST * unit))) - below;
+    const Ints middle = Ints(Scale::near(most * gain / (Element::LARGEST * unit))) - below;
     Floats scales[count], inverses[count], errors[count]{};
     Unsigned bytes[count];
     each<count>([&](auto c) ALWAYS {
         Ints byte = minimum(maximum(middle + int(c), splat<Ints>(Scale::LEAST)), splat<Ints>(Scale::MOST));
         bytes[c] = Unsigned(byte);
         scales[c] = Scale::value_of(bytes[c]) * unit;
-        inverses[c] = 1.0f / scales[c];
+        inverses[c] = gain / scales[c];
     });
     // Errors in steps of each scale, so that their squares stay in range.
     for (int64_t j = 0; j < size; j++) {
@@ -97,7 +97,7 @@ INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, flo
         least = choose<Floats>(better, errors[c], least);
     });
     Result result = {converted<Floats>(byte), Floats{}};
-    const Floats inverse = 1.0f / scale;
+    const Floats inverse = gain / scale;
     for (int64_t at = 0; at < size; at += LANES) {
         Bytes columns[LANES];
         each<LANES>([&](auto k) ALWAYS {
@@ -112,11 +112,12 @@ INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, flo
 }
 
 // What becomes of all groups. importance: [row_groups, size], the same for each row; null: all weights count alike.
+// gain: what weights are multiplied by before scales and codes are chosen; errors are those of the weights themselves.
 struct Job {
     const float* values;
     const float* importance;
     int64_t groups, size, row_groups;
-    float unit;
+    float unit, gain;
     uint8_t* codes;
 
     // write(result of sixteen groups or fewer, number of the first, how many are left) for all of them.
@@ -130,10 +131,10 @@ struct Job {
             if (importance) {
                 load_importance(first, weights);
                 auto of = [&](int64_t j) ALWAYS { return weights[j]; };
-                write(fit_sixteen<Element, Scale>(from, left, size, unit, of, to), first, left);
+                write(fit_sixteen<Element, Scale>(from, left, size, unit, gain, of, to), first, left);
             } else {
                 auto alike = [](int64_t) ALWAYS { return Alike{}; };
-                write(fit_sixteen<Element, Scale>(from, left, size, unit, alike, to), first, left);
+                write(fit_sixteen<Element, Scale>(from, left, size, unit, gain, alike, to), first, left);
             }
         }
     }
@@ -153,11 +154,12 @@ struct Job {
 // values: [groups, size], where 16 divides the size, which is at most MOST_WEIGHTS. importance: see Job; with no
 // row_groups, it is not read. codes: u8 [groups, size], E2M1 or E4M3 with a sign. scales: [groups], bytes of E8M0 or
 // E4M3, as numbers. energies, errors: [groups], the sums of squares of the weights and of their errors. mode: of
-// FLOAT_MODES in groups.py. unit: by which scales are multiplied.
+// FLOAT_MODES in groups.py. unit: by which scales are multiplied. gain: see Job.
 void pqweights::fit_floats(const float* values, const float* importance, uint8_t* codes, float* scales,
                            double* energies, double* errors, int64_t groups, int64_t size, int64_t row_groups,
-                           int64_t mode, double unit) {
-    const Job job = {values, row_groups ? importance : nullptr, groups, size, row_groups, float(unit), codes};
+                           int64_t mode, double unit, double gain) {
+    const Job job = {values, row_groups ? importance : nullptr, groups, size, row_groups, float(unit), float(gain),
+                     codes};
     auto write = [&](const Result& result, int64_t first, int64_t left) ALWAYS {
         store_first(result.scale, scales + first, left);
         store_first(result.energy, energies + first, left);

@@ -176,13 +176,14 @@ def _head(
 ) -> str:
     """Return the front matter, and the comment that marks the card as generated."""
     bits = figures.main_bits(manifest)
-    width = [] if bits is None else [f"{bits:g}-bit"]
+    made = ["lossless"] if figures.is_lossless(manifest) else ["quantized"]
+    made += [] if bits is None or figures.is_lossless(manifest) else [f"{bits:g}-bit"]
     front_matter, written = make_front_matter(
         manifest.identity.model,
         before.own,
         base_model=names.base_model,
         library=library,
-        tags=["pqweights", "quantized", *target_tags, *width],
+        tags=["pqweights", made[0], *target_tags, *made[1:]],
     )
     return front_matter + generated_comment(repository=names.on_hub, branch=names.branch, written=written)
 
@@ -200,7 +201,8 @@ def _title(names: _Names, target: ExportTarget[Any] | None, manifest: Manifest) 
     if names.on_hub is not None:
         return names.on_hub.rpartition("/")[2]
     bits = figures.main_bits(manifest)
-    what = f"export {target.name}" if target is not None else "master" if bits is None else f"{bits:g}-bit master"
+    width = "lossless" if figures.is_lossless(manifest) else "" if bits is None else f"{bits:g}-bit"
+    what = f"export {target.name}" if target is not None else f"{width} master".lstrip()
     return f"pqweights {what}{f' of {names.base_model}' if names.base_model else ''}"
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from pqweights.codecs.native import Native
 from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.common.markdown import code, listed, number, table, words
 from pqweights.common.units import counted
@@ -37,6 +38,11 @@ def main_bits(manifest: Manifest) -> float | None:
     return most
 
 
+def is_lossless(manifest: Manifest) -> bool:
+    """Whether weights are the numbers of the source."""
+    return any(tensor.codec == Native.name for tensor in manifest.tensors)
+
+
 def weights(manifest: Manifest) -> list[str]:
     """Return the section: errors by role, exceptions, tensors that are not quantized, and tensors that are left out."""
     quantized = [pair for pair in manifest.pairs if pair[0].bits is not None]
@@ -46,7 +52,8 @@ def weights(manifest: Manifest) -> list[str]:
     lines += _exceptions(quantized, manifest)
     plain = [tensor for tensor in manifest.tensors if tensor.bits is None]
     if plain:
-        lines += ["Not quantized:" if quantized else "Stored:", _plain(plain)]
+        others = "Kept as they are:" if is_lossless(manifest) else "Not quantized:"
+        lines += [others if quantized else "Stored:", _plain(plain)]
     of = "source" if manifest.kind == "master" else "master"
     for reason, items in _grouped(manifest.identity.left_out.items(), lambda item: item[1]).items():
         names = listed([name for name, _ in items])
@@ -72,6 +79,9 @@ def _by_role(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:
     rows = [_role_row(code(role), groups[role], integers) for role in order]
     if len(rows) > 1:
         rows.append(_role_row("all", pairs, integers))
+    if is_lossless(manifest):  # neither has a weight a width, nor is there an error
+        shown = [[*row[:4], row[5]] for row in (titles, *rows)]
+        return [table(shown[0], shown[1:], [1, 2, 4]), "Reading a weight gives the numbers of the source, bit for bit."]
     read = "original" if "original_fingerprint" in manifest.made_by else "master" if integers else "source"
     meaning = (
         f"Relative MSE is the sum of squared errors against the {read}, divided by the sum of its squared weights, "

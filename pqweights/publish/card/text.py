@@ -12,7 +12,6 @@ from typing import Any
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import MASTER_CODECS
-from pqweights.codecs.native import Native
 from pqweights.common.markdown import code, fenced, table, words
 from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
@@ -22,6 +21,7 @@ from pqweights.exports.target import ExportTarget
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
+from pqweights.publish.card.figures import is_lossless
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.storage.hub.repository import is_repository_id
@@ -50,7 +50,8 @@ def as_text(value: Any) -> str:
 def opening(inspection: Inspection, base_model: str | None) -> list[str]:
     """Return paragraphs that say what the result is, what it was made from, and how large it is."""
     manifest = inspection.manifest
-    what = "This is a *master*: weights that are quantized once and then exported to the formats that runtimes load."
+    made = "packed without loss" if is_lossless(manifest) else "that are quantized once"
+    what = f"This is a *master*: weights {made} and then exported to the formats that runtimes load."
     if manifest.kind != "master":
         options = {name: value for name, value in manifest.made_by.items() if name in parameters(ExportOptions)}
         options = {name: value.get("kind") if isinstance(value, dict) else value for name, value in options.items()}
@@ -74,9 +75,10 @@ def _sizes(inspection: Inspection) -> str:
         sizes += f" and are {more} those of the {source}, which take {size_text(before)}"
     if totals.bits_per_weight is None:
         return f"{sizes}."
+    made = "packed" if is_lossless(inspection.manifest) else "quantized"
     return (
         f"**{totals.bits_per_weight:.4f} bits per weight**, counting everything that is stored for them, over the "
-        f"{totals.coverage:.4%} of {totals.weights} weights that are quantized; {totals.bits_per_parameter:.4f} over "
+        f"{totals.coverage:.4%} of {totals.weights} weights that are {made}; {totals.bits_per_parameter:.4f} over "
         f"all of them, counting the headers of the files. {sizes}."
     )
 
@@ -114,8 +116,7 @@ def loading(target: ExportTarget[Any] | None, manifest: Manifest, model: Loadabl
     branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
     if target is not None:
         return branch + target.load_section(manifest.made_by, model)
-    is_lossless = any(tensor.codec == Native.name for tensor in manifest.tensors)
-    return branch + _load_master(model, "" if is_lossless else PACKED)
+    return branch + _load_master(model, "" if is_lossless(manifest) else PACKED)
 
 
 def _load_master(model: LoadableModel, comment: str) -> list[str]:

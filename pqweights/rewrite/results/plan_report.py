@@ -19,7 +19,7 @@ from pqweights.planning.options import CalibrateOptions, MemoryOptions, Quantize
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.folding.fold import Fold
-from pqweights.rewrite.quantizing import plan_quantize
+from pqweights.rewrite.quantizing import plan_quantize, sensitivity_of
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
 from pqweights.storage.hub.storage import LOW_DISK_FILES
@@ -100,6 +100,7 @@ class PlanReport:
             "left_out_files": self.plan.left_out,
             "exports": [export.to_json() for export in self.exports],
             "left_out_tensors": self.plan.left_out_tensors,
+            **self.plan.quantized_before(),
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
@@ -150,7 +151,10 @@ def report_plan(
     fold = transform.fold
     is_elsewhere = out is not None and out.is_elsewhere
     master = planned_master(checkpoint, plan.tensors)
-    exports = possible_exports(master)
+    exports, advice = possible_exports(master), None
+    if memory is not None and memory.memory is not None:
+        known = sensitivity_of(checkpoint, recipe.sensitivity)
+        advice = advise(master, exports, memory, known)
     needs = resource_needs(
         plan,
         threads,
@@ -166,7 +170,7 @@ def report_plan(
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,
-        memory=None if memory is None or memory.memory is None else advise(master, exports, memory),
+        memory=advice,
         calibration=calibration,
     )
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.storage import Origin, Storage
-from pqweights.checkpoint.writer import DiskNeed
+from pqweights.checkpoint.writer import DiskNeed, free_bytes
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import HubError, OutputError, SourceError
 from pqweights.storage.hub.client import Hub
@@ -98,6 +98,21 @@ class HubStorage(Storage):
             what=f"{self.repository.id}: its weights need {needed} bytes in the Hub's cache",
             remedy="pass `low_disk`, or set HF_HOME to a folder on another disk",
         )
+
+    def keep(self, files: Sequence[str], progress: Callable[[int, int, str], None]) -> None:
+        """Fetch files into the Hub's cache, unless `low_disk` leaves none there; see Storage."""
+        need, done = self.disk_need(files), 0
+        if need is None or need.missing > free_bytes(need.folder):
+            return
+        for file in files:
+
+            def show(count: int, file: str = file, byte_count: int = need.byte_count) -> None:
+                nonlocal done
+                done += count
+                progress(done, byte_count, file)
+
+            if self._cached(file) is None:
+                fetch_to_cache(self.hub, self.repository, self._remote[file], show=show)
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""

@@ -1,0 +1,264 @@
+"""GGUF files as sources: their tensors under the names and in the order of transformers, blocks decoded.
+
+What the gguf target would make of a model with config.json is found first, from its shapes alone: for each tensor of
+the file, a view on tensors of the model. The source is the inverse of these views. So names and orders are written
+once, and a file that holds anything else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.companions import check_links, companions, top_level_files
+from pqweights.checkpoint.config import model_dtype
+from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
+from pqweights.checkpoint.gguf.file import SUFFIX, open_gguf
+from pqweights.checkpoint.gguf.rope import add_rope
+from pqweights.checkpoint.gguf.settings import Settings, read_settings
+from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors
+from pqweights.checkpoint.gguf.views import ConstantTensor, InterleavedTensor, OffsetTensor, RenamedTensor
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import ByteReads, LocalStorage, check_not_interrupted
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.weight_files import read_json_object
+from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
+from pqweights.errors import ExportError, SourceError
+from pqweights.kernels.gguf_encoding import decode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.workers import scratch
+
+# The types of models whose files are read: those whose tensors have these names.
+MODEL_TYPES = (
+    *("arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "llama", "ministral3", "mistral"),
+    *("olmo2", "olmo3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+)
+OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
+IN_LAYER = (
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *("mlp.gate", "mlp.shared_expert_gate"),
+    *(f"{mlp}.{name}_proj" for mlp in ("mlp", "mlp.shared_expert") for name in ("gate", "up", "down")),
+)
+OF_EXPERTS = tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))
+FOLLOWS = "follows from the configuration"
+
+
+def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
+    """Open a GGUF file with the files beside it, or a folder with one model; of a split model all parts.
+
+    include: patterns of files to copy, see companions.py
+
+    Raises SourceError for a damaged file, without the model's config.json, and for a model that cannot be read;
+    MissingDependencyError without the gguf package.
+    """
+    contents = open_gguf(path)
+    others = [name for name in top_level_files(contents.folder) if not name.endswith(SUFFIX) and name[0] != "."]
+    storage = LocalStorage(contents.folder, only=None if path.is_dir() else [*others, *contents.files])
+    check_not_interrupted(storage)
+    check_links(storage.links.broken, storage.links.outside)
+    if CONFIG_FILE not in storage.files():
+        raise SourceError(
+            f"{contents.path}: a GGUF file does not say all of its model: put {CONFIG_FILE} and the tokenizer of "
+            f"{_original(contents)} beside it"
+        )
+    config = read_json_object(storage, CONFIG_FILE)
+    stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
+    tensors, left_out = _model_tensors(storage, contents, stored, config)
+    beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
+    order = {name: number for number, name in enumerate(contents.files)}
+    return Checkpoint(
+        storage=storage,
+        config=config,
+        stored=tuple(stored.values()),
+        tensors=tuple(sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))),
+        weight_files=contents.files,
+        companions=beside.copied,
+        left_out=beside.left_out,
+        is_master=False,
+        left_out_tensors=left_out,
+    )
+
+
+def _original(contents: GgufContents) -> str:
+    """Return what messages call the model that a file was made from."""
+    named = (contents.text(f"general.{key}") for key in ("base_model.0.repo_url", "source.repo_url", "basename"))
+    return next((name[:200] for name in named if name and name.isprintable()), "the original model")
+
+
+def _stored(tensor: FileTensor) -> StoredTensor:
+    """The place of a tensor in its file; blocks are bytes."""
+    is_plain = tensor.type in FLOAT_DTYPES
+    shape = tensor.shape if is_plain else (tensor.byte_count,)
+    dtype = tensor.type if is_plain else "U8"
+    return StoredTensor(tensor.name, dtype, shape, tensor.file, tensor.offset, tensor.byte_count)
+
+
+def _model_tensors(
+    storage: ByteReads, contents: GgufContents, stored: dict[str, StoredTensor], config: dict[str, Any]
+) -> tuple[list[LogicalTensor], dict[str, str]]:
+    """Return the tensors of the model, and those of the file that are none, with reasons."""
+    try:
+        if config.get("model_type") not in MODEL_TYPES:
+            raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
+        views = _views(contents, read_settings(config))
+    except ExportError as error:
+        reason = str(error).removeprefix("config.json: ").partition("; use --target")[0]
+        raise SourceError(f"{contents.path}: not read as the model of {CONFIG_FILE}: {reason}") from None
+    dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
+    tensors: dict[str, LogicalTensor] = {}
+    left_out = {}
+    for tensor in contents.tensors:
+        view = views.get(tensor.name)
+        if view is None or view.shape != tensor.shape:
+            expected = "no such tensor" if view is None else f"shape {list(view.shape)}"
+            raise SourceError(
+                f"{tensor.file}: tensor {tensor.name!r} {list(tensor.shape)}: expected {expected} in the model of "
+                f"{CONFIG_FILE}; put the one of {_original(contents)} beside the file"
+            )
+        made = list(_inverse(view, _read_as(storage, tensor, stored[tensor.name], dtype)))
+        if not made or made[0].name in tensors:
+            left_out[tensor.name] = FOLLOWS if not made else "the same as the embeddings"
+        tensors.update((of.name, of) for of in made if of.name not in tensors)
+    missing = min(views.keys() - stored.keys() - {"output.weight"}, default=None)
+    if missing is not None and not isinstance(views[missing], ConstantTensor):
+        raise SourceError(
+            f"{contents.path}: tensor {missing!r} of the model of {CONFIG_FILE} is missing: fetch it again"
+        )
+    return list(tensors.values()), left_out
+
+
+def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTensor]:
+    """Return what the gguf target makes of the model, by names in the file, as views on tensors without values."""
+    package = gguf_package()
+    architecture = package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]]
+    if contents.architecture != architecture:
+        raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
+    layers = settings.number("num_hidden_layers")
+    names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
+    shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
+    modules = [*OUTSIDE, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in IN_LAYER)]
+    tensors = []
+    for name in (module + suffix for module in modules for suffix in (".weight", ".bias")):
+        shape = shapes.get(names.get_name(name, try_suffixes=SUFFIXES) or "")
+        if shape is not None:
+            is_gate = name.endswith("shared_expert_gate.weight")
+            tensors.append(_Absent(name=name, shape=(1, *shape) if is_gate else shape))
+    for module in (f"model.layers.{layer}.{name}" for layer in range(layers) for name in OF_EXPERTS):
+        shape = shapes.get(names.get_name(module.replace(".{}.", ".") + ".weight", try_suffixes=SUFFIXES) or "", ())
+        if len(shape) == 3:
+            tensors += [_Absent(name=f"{module.format(n)}.weight", shape=shape[1:]) for n in range(shape[0])]
+    views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
+    return {view.name: view for view in views}
+
+
+def _inverse(view: LogicalTensor, stored: LogicalTensor) -> Iterator[LogicalTensor]:
+    """Yield the tensors of the model that a view is made of, given what the view would hold."""
+    if isinstance(view, _Absent):
+        yield stored
+    elif isinstance(view, MovedTensor):
+        first = 0
+        for segment in view.segments:
+            yield _rows(segment.tensor.name, segment.tensor.shape, stored, [(first, 1, segment.count)])
+            first += segment.count
+    elif isinstance(view, InterleavedTensor):
+        half, heads = view.head_rows // 2, view.shape[0] // view.head_rows
+        runs = [(head * 2 * half + side, 2, half) for head in range(heads) for side in range(2)]
+        yield from _inverse(view.source, _rows(view.source.name, view.source.shape, stored, runs))
+    elif isinstance(view, OffsetTensor):
+        of: LogicalTensor = OffsetTensor.of(
+            view.source.name, stored, offset=-view.offset, dtype="F32", plain_dtype="F32"
+        )
+        yield from _inverse(view.source, of)
+    elif type(view) is RenamedTensor:
+        yield from _inverse(view.source, RenamedTensor.of(view.source.name, stored, shape=view.source.shape))
+    elif not isinstance(view, ConstantTensor):
+        raise SourceError(f"tensor {view.name!r}: it cannot be turned into that of the original model")
+
+
+def _rows(
+    name: str, shape: tuple[int, ...], stored: LogicalTensor, runs: Sequence[tuple[int, int, int]]
+) -> LogicalTensor:
+    """Return rows of a tensor as another. runs: first row, step and count"""
+    width = shape[-1] if len(shape) > 1 else 1
+    by_rows = RenamedTensor.of(name, stored, shape=(*stored.shape, 1) if len(shape) == 1 else stored.shape)
+    moved = MovedTensor(
+        name=name,
+        shape=(math.prod(shape) // width, width),
+        dtype=stored.plain_dtype,
+        segments=tuple(Segment(tensor=by_rows, first=first, step=step, count=count) for first, step, count in runs),
+        columns=range(width),
+        transposed=False,
+        cache=MatrixCache(),
+    )
+    return RenamedTensor.of(name, moved, shape=shape, dtype=stored.dtype)
+
+
+def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype: str) -> LogicalTensor:
+    """Return a tensor of the file with its own shape. dtype: in which blocks are stored plainly"""
+    if tensor.type in FLOAT_DTYPES:
+        return PlainTensor.of(storage, stored)
+    if tensor.type not in BLOCK_TYPES:
+        raise SourceError(f"{tensor.file}: tensor {tensor.name!r}: the type {tensor.type} cannot be decoded")
+    return BlockSourceTensor(
+        storage=storage, stored=stored, name=tensor.name, shape=tensor.shape, dtype=tensor.type, plain_dtype=dtype
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Absent:
+    """A tensor of a model whose names and shapes alone are known."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    dtype = plain_dtype = "BF16"
+    parts: tuple[StoredTensor, ...] = ()
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSourceTensor:
+    """A tensor in blocks of llama.cpp's; see LogicalTensor. dtype: the name of the type"""
+
+    # Elements decoded at once.
+    BAND_ELEMENTS = 1 << 20
+
+    storage: ByteReads
+    stored: StoredTensor
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    plain_dtype: str
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The blocks."""
+        return (self.stored,)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Decode the blocks that hold the elements, and round once."""
+        kind, done = BLOCK_TYPES[self.dtype], 0
+        while done < count:
+            first, skip = divmod(start + done, kind.block_size)
+            blocks = min(-(-(skip + count - done) // kind.block_size), max(1, self.BAND_ELEMENTS // kind.block_size))
+            raw = scratch("blocks", blocks * kind.block_bytes)
+            self.storage.read_into(self.stored.file, self.stored.offset + first * kind.block_bytes, raw)
+            decoded = decode_blocks(self.dtype, raw.reshape(blocks, -1)).reshape(-1)[skip : skip + count - done]
+            converted = from_float32(decoded, dtype)
+            width = len(converted) // len(decoded)
+            out[done * width : done * width + len(converted)] = converted
+            done += len(decoded)

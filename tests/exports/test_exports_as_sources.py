@@ -1,0 +1,58 @@
+"""What the mlx and torchao targets write, as sources: the weights of the export, and its bytes when exported again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+from commands import done, refused
+from export_decoders import export_weight, values_of
+from helpers import read_all
+
+from pqweights.checkpoint.packed import DecodedTensor
+from pqweights.checkpoint.source import open_local
+
+pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
+
+EXPORTS: list[tuple[str, dict[str, Any]]] = [
+    ("mlx", {"format": "q4"}),
+    ("mlx", {"format": "q8", "group_size": 32}),
+    ("mlx", {"format": "mxfp4"}),
+    ("mlx", {"format": "mxfp8"}),
+    ("mlx", {"format": "nvfp4"}),
+    ("torchao", {"format": "int8"}),
+    ("torchao", {"format": "fp8"}),
+    ("torchao", {"packing": "plain"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    EXPORTS,
+    ids=lambda of: "-".join(of.values()) if isinstance(of, dict) and "group_size" not in of else None,
+)
+def test_an_export_is_a_source_that_exports_to_its_very_bytes(
+    target: str, options: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    source = families.exported(base, "llama", target, **options)
+    weight, tensors = export_weight(source), open_local(source).tensors
+    packed = [tensor for tensor in tensors if isinstance(tensor, DecodedTensor)]
+    assert packed
+    if "fp" not in options.get("format", "") or target == "torchao":  # of these there is an independent decoder
+        assert all(np.array_equal(values_of(tensor), weight(tensor.name)) for tensor in packed)
+    done("quantize", source, tmp_path / "master", "--lossless")
+    asked = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
+    shown = done("export", tmp_path / "master", tmp_path / "out", "--target", target, *asked).stdout
+    assert f"bit-identical values: {len(packed)} of " in " ".join(shown.split())
+    expected, found = read_all(source), read_all(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for stored, (dtype, array) in expected.items():
+        assert (found[stored][0], found[stored][1].tobytes()) == (dtype, array.tobytes()), stored
+
+
+def test_tiles_of_torchao_are_refused(base: Path) -> None:
+    said = refused("plan", families.exported(base, "llama", "torchao", packing="tile_packed_to_4d"))
+    assert "tiles for tinygemm are not read" in said

@@ -1,0 +1,163 @@
+"""GGUF files as sources: the weights of the model that they were made from, under its names and in its order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf_cases
+import language_models
+import numpy as np
+import pytest
+from commands import answer, done, refused
+from export_decoders import values_of
+from gguf_files import write_gguf, write_llama
+
+from pqweights.checkpoint.gguf.model import outline_model
+from pqweights.checkpoint.gguf.sources import MODEL_TYPES
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.common.dtypes import PACKED_DTYPES
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.storage.hub.sources import Access, open_source
+
+FAMILIES = (
+    *("llama", "llama with biases, tied", "llama llama3", "mistral", "qwen2", "qwen2 moe", "qwen2 moe tied", "qwen3"),
+    *("qwen3 moe", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "arcee", "seed_oss", "exaone4"),
+    "ministral3",
+)
+
+
+def by_name(checkpoint: Checkpoint) -> dict[str, LogicalTensor]:
+    return {tensor.name: tensor for tensor in checkpoint.tensors}
+
+
+def source_of(model: Path, folder: Path, dtype: str) -> Path:
+    """The folder of a GGUF file of a model, with what a user puts beside it."""
+    folder.mkdir()
+    shutil.move(write_gguf(model, dtype), folder / "model.gguf")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (model / name).exists():
+            shutil.copy(model / name, folder)
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    return language_models.with_tokenizer(write_llama(tmp_path / "llama", rows=264, sizes=sizes))
+
+
+def assert_any_range_is_read(tensor: LogicalTensor) -> None:
+    whole, count = values_of(tensor).reshape(-1), element_count(tensor)
+    generator = np.random.default_rng(1)
+    for _ in range(5):
+        start = int(generator.integers(count))
+        length = int(generator.integers(1, count - start + 1))
+        raw = np.empty(4 * length, dtype=np.uint8)
+        tensor.read(start, length, "F32", raw)
+        assert np.array_equal(raw.view(np.float32), whole[start : start + length])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_gives_back_the_model_that_it_was_made_from(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    gguf_cases.saved(gguf_cases.CASES[name], model)
+    original = by_name(open_local(model))
+    source = open_source(source_of(model, tmp_path / "src", "F32"), Access())
+    found = by_name(source)
+    tied = json.loads((model / "config.json").read_text()).get("tie_word_embeddings")
+    assert found.keys() == original.keys() - ({"lm_head.weight"} if tied else set())
+    assert json.loads((model / "config.json").read_text())["model_type"] in MODEL_TYPES
+    for tensor in source.tensors:
+        expected = values_of(original[tensor.name])
+        assert tensor.shape == expected.shape
+        # Gains of which 1 was taken in float32 are rounded by it.
+        assert np.allclose(values_of(tensor), expected, rtol=0, atol=1e-7 if "gemma" in name else 0)
+        assert_any_range_is_read(tensor)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "IQ4_NL"])
+def test_the_file_of_a_source_has_the_weights_of_the_file(kind: str, llama: Path, tmp_path: Path) -> None:
+    folder = source_of(llama, tmp_path / "src", kind)
+    source = open_source(folder / "model.gguf", Access())
+    assert {tensor.dtype for tensor in source.tensors} == {kind, "F32"}
+    again = {tensor.name: values_of(tensor) for tensor in outline_model(source).tensors}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}
+    assert again.keys() == stored.keys()
+    for name, tensor in stored.items():
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(again[name].shape)
+        assert np.array_equal(again[name], expected.astype(np.float32))
+    for tensor in source.tensors:
+        assert_any_range_is_read(tensor)
+
+
+def test_every_type_of_blocks_has_bits() -> None:
+    assert BLOCK_TYPES.keys() <= PACKED_DTYPES.keys()
+    assert all(PACKED_DTYPES[name] == (kind.bits, "GGUF") for name, kind in BLOCK_TYPES.items() if "FP4" not in name)
+
+
+def test_an_export_is_a_source(llama: Path, tmp_path: Path) -> None:
+    """From safetensors to GGUF in parts and back: a master of the same codes, within the error of 8 bits."""
+    master, out, again = tmp_path / "master", tmp_path / "gguf", tmp_path / "again"
+    done("quantize", llama, master, "--lossless")
+    done("export", master, out, "--target", "gguf", "--type", "Q8_0", "--max-shard-size", "100KB")
+    assert len(list(out.glob("*.gguf"))) > 1
+    shutil.copy(llama / "config.json", out)
+    report = answer("plan", out)
+    assert {tensor["dtype"] for tensor in report["tensors"]} == {"Q8_0", "F32"}
+    done("quantize", out, again, "--recipe", "q8")
+    done("verify", again)
+    original = by_name(open_local(llama))
+    for tensor in open_local(again).tensors:
+        error = values_of(tensor) - values_of(original[tensor.name])
+        assert np.square(error).sum() < 1e-3 * np.square(values_of(original[tensor.name])).sum()
+
+
+def test_of_a_file_alone_its_configuration_is_read_as_well(llama: Path, tmp_path: Path) -> None:
+    folder = source_of(llama, tmp_path / "src", "Q4_0")
+    (folder / "other.gguf").write_bytes(b"another model")
+    result = done("quantize", folder / "model.gguf", tmp_path / "out")
+    assert "only this file is read" not in result.stderr
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < names
+    assert not any(name.endswith(".gguf") for name in names)
+    assert "expected one GGUF model, found 2" in refused("plan", folder)
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def with_config(**changed: Any) -> Any:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changed))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_config, "put config.json and the tokenizer of"),
+        (with_config(model_type="phi3"), "its model_type is phi3"),
+        (with_config(model_type="qwen2"), "the architecture qwen2, and the file has 'llama'"),
+        (with_config(model_type="unheard"), "its model_type is unheard"),
+        (with_config(intermediate_size=97), "config.json asks for 97 rows"),
+        (with_config(num_hidden_layers=1), "expected no such tensor"),
+        (with_config(num_hidden_layers=3), "lacks tensors"),
+    ],
+)
+def test_what_is_not_known_is_refused(change: Any, said: str, llama: Path, tmp_path: Path) -> None:
+    folder = source_of(llama, tmp_path / "src", "F16")
+    change(folder)
+    assert said in refused("plan", folder)
+
+
+def test_lossless_names_gguf(llama: Path, tmp_path: Path) -> None:
+    folder = source_of(llama, tmp_path / "src", "Q8_0")
+    assert "lossless takes checkpoints in safetensors" in refused("quantize", folder, tmp_path / "out", "--lossless")
