@@ -24,7 +24,7 @@ SHIM = Path(__file__).parents[1] / "tests" / "support" / "clip_images.cpp"
 LEFT_OUT = ("mtmd-cli.cpp", "mtmd-helper.cpp", "mtmd-helper-gen.cpp", "deprecation-warning.cpp")
 INCLUDED = ("include", "ggml/include", "vendor", "tools/mtmd")
 LINKED = ("libllama", "libggml", "libggml-base")
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-DLLAMA_SHARED")
+OPTIONS = ("-std=c++17", "-O0", "-fPIC", "-DLLAMA_SHARED")
 
 
 def main() -> None:
