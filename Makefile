@@ -91,6 +91,10 @@ $(VENV)/.llama: $(READY) tools/llama_library.py
 	$(BIN)/python tools/llama_library.py
 	touch $@
 
+$(VENV)/lib/libclip_images.so: $(VENV)/.llama tools/clip_library.py tests/support/clip_images.cpp
+	$(BIN)/python tools/clip_library.py
+	touch $@
+
 $(VENV)-vllm/.ready: Makefile | $(VENV)/.installer
 	$(call INSTALL_TORCH,$(VENV)-vllm)
 	$(INSTALL) $(VENV)-vllm "$(TORCH)" $(VLLM)
@@ -105,7 +109,7 @@ $(BIN)/qemu-aarch64-static: $(READY)
 	mv $(VENV)/qemu/usr/bin/qemu-aarch64-static $@
 	rm -r $(VENV)/qemu
 
-runtimes: $(VENV)/.llama $(VENV)-vllm/.ready $(BIN)/qemu-aarch64-static ## install llama.cpp, vLLM (2 GB) and qemu, which some tests compute with
+runtimes: $(VENV)/.llama $(VENV)/lib/libclip_images.so $(VENV)-vllm/.ready $(BIN)/qemu-aarch64-static ## install llama.cpp, vLLM (2 GB) and qemu, which some tests compute with
 
 test-runtimes: runtimes ## run those tests; the other targets skip them where nothing is installed
 	$(PYTEST) --require-runtimes $$(grep -rlE "import.* need\b|import ggml_blocks" tests --include=test_*.py) $(ARGS)

@@ -15,6 +15,7 @@ from . import memory, options, output, report, tables
 from .printable import printable
 from .report import (
     already_quantized_lines,
+    apart_lines,
     export_lines,
     is_summarized,
     left_out_lines,
@@ -114,6 +115,7 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *_calibration_lines(report.calibration),
         *_fused_experts_lines(plan.tensors),
         *planned_fold_lines(None if report.fold is None else report.fold.to_json()),
+        *apart_lines(plan.tensors),
         *already_quantized_lines(plan),
         *left_out_lines(plan),
         *export_lines(report.exports),

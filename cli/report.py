@@ -94,6 +94,23 @@ def kept_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     return [f"kept: {group}" for group in lines_by_reason(kept)]
 
 
+# Parts of a model that serve it from beside, by their role.
+APART = {"mtp": "layers that predict further tokens", "vision": "towers for images and sound"}
+
+
+def apart_lines(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Return a line for each such part: how large it is, whether it is quantized, and how to change that."""
+    lines = []
+    for role, what in APART.items():
+        of = [tensor for tensor in tensors if tensor.role == role]
+        quantized = any(tensor.action in ("quantize", "integer") for tensor in of)
+        how = "quantized" if quantized else f"as in the source; a recipe's rule with `role: {role}` quantizes them"
+        if of:
+            size = size_text(sum(tensor.bytes for tensor in of))
+            lines.append(f"{what}: {counted(len(of), 'tensor')}, {size}, {how}")
+    return lines
+
+
 def lines_by_reason(tensors: Sequence[TensorPlan]) -> list[str]:
     """Return a line for each reason: how many tensors have it, how many weights they hold, and the first names."""
     groups: dict[str, list[TensorPlan]] = defaultdict(list)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.models.llama_cpp_towers import TOWERS
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
 
@@ -30,14 +31,16 @@ runtime would compute otherwise, before a weight is quantized.
   or the vectors of an encoder, in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading
   with transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
 - **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
+- **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`). The vectors that
+  llama.cpp makes of an image with those of gemma3, qwen2_vl, qwen2_5_vl, qwen3_vl and mistral3 were compared.
 - **no**: refused, with the reason.
 - blank: not examined; the export warns, or refuses the type.
 
 """
 FOOT = """
 Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
-as that type is; the towers are left out. Layers that predict further tokens (`mtp.*`, layers behind the last one) are
-left out, too.
+as that type is. Layers that predict further tokens (`mtp.*`, layers behind the last one) are in the GGUF files of
+{drafting}; of other types they are left out.
 """
 
 
@@ -61,6 +64,9 @@ def outcomes() -> dict[str, dict[str, str]]:
         *(f"{case.name}Config" for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())),
     ):
         rows[type_of(config)]["gguf"] = RUN
+    for name in TOWERS:
+        text = rows.setdefault(name, {})
+        text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"
     for about in known.ARCHITECTURES.values():
         if about.takes not in ("ids", "seq2seq", "image and ids"):
             continue
@@ -77,7 +83,10 @@ def page() -> str:
     rows: dict[str, Any] = dict(sorted(outcomes().items()))
     lines += [f"| {name} | " + " | ".join(row.get(of, UNSEEN) for of in TARGETS) + " |" for name, row in rows.items()]
     wrappers = ", ".join(sorted(TYPES_WITH[Trait.WRAPS_TEXT].split()))
-    return HEAD + "\n".join(lines) + "\n" + FOOT.format(wrappers=wrappers)
+    drafting = ", ".join(
+        sorted(name.removesuffix("_text") for name, row in MODELS.items() if row.llama_cpp and row.llama_cpp.drafts)
+    )
+    return HEAD + "\n".join(lines) + "\n" + FOOT.format(wrappers=wrappers, drafting=drafting)
 
 
 if __name__ == "__main__":

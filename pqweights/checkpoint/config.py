@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from pqweights.checkpoint.models import text_config
+from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.conventions import PARTS
+from pqweights.checkpoint.models.names import draft_layers
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
@@ -29,6 +30,9 @@ GUARD = (
     "this model is a pqweights master: run `import pqweights` before loading it (pip install "
     "'pqweights[transformers]'), or convert it with `pqweights export --target bf16`"
 )
+
+# How many layers predict further tokens, in the configurations of DeepSeek, GLM and others, Qwen3.5, and MiniMax.
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
 # The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {
@@ -73,7 +77,12 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def edited_config(
-    config: dict[str, Any] | None, dtype: str, *, old_dtype: str, quantization: dict[str, Any] | None = None
+    config: dict[str, Any] | None,
+    dtype: str,
+    *,
+    old_dtype: str,
+    quantization: dict[str, Any] | None = None,
+    tensors: Sequence[LogicalTensor] = (),
 ) -> dict[str, Any]:
     """Return a copy of a configuration for a result with another dtype and another quantization_config, or none.
 
@@ -81,6 +90,7 @@ def edited_config(
     dtype: the dtype of the result's model, BF16, F16, F32 or F64
     old_dtype: that of the source's model; a nested configuration that names another dtype keeps it
     quantization: the quantization_config of the result
+    tensors: those of a result that declares how many of its layers predict further tokens, if the source does not
 
     The dtype is stated wherever transformers looks for it: without one, transformers takes the dtype of the first
         tensor that it meets, which would be that of our float16 norms. The key `transformers_weights` is dropped,
@@ -96,6 +106,10 @@ def edited_config(
             place["torch_dtype"] = place["dtype"]
     if quantization is not None:
         result["quantization_config"] = quantization
+    text = result["text_config"] if isinstance(result.get("text_config"), dict) else result
+    drafts = draft_layers((tensor.name for tensor in tensors), text_model(config).layers)
+    if drafts and not any(text.get(key) for key in DRAFTS):
+        text[DRAFTS[0]] = drafts
     return result
 
 

@@ -81,7 +81,8 @@ class Bf16Export:
         self, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
     ) -> dict[str, Any]:
         model = model_dtype(checkpoint.config, checkpoint.tensors)
-        return edited_config(checkpoint.config, "BF16" if self.dtype == "bf16" else model, old_dtype=model)
+        dtype = "BF16" if self.dtype == "bf16" else model
+        return edited_config(checkpoint.config, dtype, old_dtype=model, tensors=checkpoint.tensors)
 
 
 def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:

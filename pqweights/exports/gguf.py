@@ -20,6 +20,7 @@ from pqweights.checkpoint.gguf.mixes import (
     PLAIN_TYPES,
     WANT_IMPORTANCE,
     Mix,
+    find_mix,
     fitting_type,
     role_of,
 )
@@ -40,7 +41,7 @@ from pqweights.checkpoint.storage import read_file
 from pqweights.errors import OptionError
 from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import BlockRule, Rounding, Stays
-from pqweights.exports.gguf_types import TypeChoice, TypeOptions, chosen_types, read_types
+from pqweights.exports.gguf_types import TOWER_TYPE, TypeChoice, TypeOptions, chosen_types, read_types, tower_type
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.original import integer_export
@@ -61,6 +62,8 @@ from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage.hub.repository import is_repository_id
 
 MODELFILE = "Modelfile"
+# llama.cpp and others take a file of that name for the tower of the model beside it.
+TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
@@ -73,13 +76,14 @@ OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
 class GgufOutput:
     """What a GGUF export writes.
 
-    file_name: the name of the file without its ending
+    file_name, tower_name: the names of the file and of that of a tower, without their endings
     model: the model in llama.cpp's terms
     mix: the mix of types, which the metadata name; None if types were chosen one by one
     checkpoint: the master
     """
 
     file_name: str
+    tower_name: str
     model: GgufModel
     mix: Mix | None
     checkpoint: Checkpoint
@@ -87,17 +91,29 @@ class GgufOutput:
     def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> GgufFiles:
         """Return the files with their headers."""
         metadata = [*self.model.metadata, *_about_types(self.mix)]
-        runs = cuts(tensors, max_shard_bytes)
+        in_tower = len(self.model.tower)
+        of_text = tensors[: len(tensors) - in_tower]
+        runs = cuts(of_text, max_shard_bytes)
         headers = []
         for number, run in enumerate(runs):
             held = [_listed(tensors[index]) for index in run]
-            content = encode_header(metadata, held, FilePart(number, len(runs), len(tensors)))
-            headers.append(FileHeader.of(content))
-        return GgufFiles(name=self.file_name, alignment=ALIGNMENT, headers=tuple(headers))
+            headers.append(encode_header(metadata, held, FilePart(number, len(runs), len(of_text))))
+        if in_tower:
+            about = [*self.model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
+            held = [_listed(planned) for planned in tensors[len(of_text) :]]
+            headers.append(encode_header(about, held, FilePart(0, 1, in_tower)))
+        return GgufFiles(
+            name=self.file_name,
+            alignment=ALIGNMENT,
+            headers=tuple(map(FileHeader.of, headers)),
+            tower=self.tower_name if in_tower else "",
+            tower_tensors=in_tower,
+        )
 
     def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
-        """Return a Modelfile, unless there are several files, which Ollama does not take."""
-        return {MODELFILE: lambda: self._modelfile(shards[0].file)} if len(shards) == 1 else {}
+        """Return a Modelfile, unless there are several files of text, which Ollama does not take."""
+        several = len(shards) > (2 if self.model.tower else 1)
+        return {} if several else {MODELFILE: lambda: self._modelfile([shard.file for shard in shards])}
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -105,13 +121,15 @@ class GgufOutput:
         names = self.checkpoint.companions
         return tuple(n for n in names if any(fnmatch.fnmatchcase(n.lower(), pattern) for pattern in COPIED))
 
-    def _modelfile(self, file: str) -> bytes:
+    def _modelfile(self, files: Sequence[str]) -> bytes:
         settings: Any = {}
         if GENERATION_CONFIG in self.checkpoint.companions:
             settings = json.loads(read_file(self.checkpoint.storage, GENERATION_CONFIG))
         known = {key: settings[key] for key in SETTINGS if isinstance(settings, dict) and _is_number(settings.get(key))}
         lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
-        return "\n".join(["# ollama create NAME -f Modelfile", f"FROM ./{file}", *lines, ""]).encode()
+        return "\n".join(
+            ["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]
+        ).encode()
 
 
 def _is_number(value: object) -> bool:
@@ -137,7 +155,9 @@ def _about_types(mix: Mix | None) -> list[MetadataEntry]:
 
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     """Return the part of a card that says how to load the result."""
-    first, whole = model.weights[0], len(model.weights) == 1
+    of_text = [file for file in model.weights if not file.startswith(TOWER_PREFIX)]
+    first, whole = of_text[0], len(of_text) == 1
+    tower = next((file for file in model.weights if file not in of_text), None)
     if made_by.get("embeds"):
         hub = is_repository_id(model.location)
         where = f"-hf {model.location} -hff {first}" if hub else f"-m {shlex.quote(f'{model.location}/{first}')}"
@@ -151,6 +171,7 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
             "LM Studio finds it by the name of the repository.",
         ]
     run = f"llama-cli -m {shlex.quote(f'{model.location}/{first}')}"
+    run += f" --mmproj {shlex.quote(f'{model.location}/{tower}')}" if tower else ""
     if not whole:
         return ["With llama.cpp, which finds the other parts itself:", shell(run), "LM Studio opens it, too."]
     modelfile = shlex.quote(f"{model.location}/{MODELFILE}")
@@ -194,7 +215,12 @@ class Gguf:
     @property
     def file_name(self) -> str:
         """The name of the file without its ending."""
-        return f"{(self.name or 'model').rpartition('/')[2]}-{self.types.label}"
+        return f"{self.base_name}-{self.types.label}"
+
+    @property
+    def base_name(self) -> str:
+        """What names of files begin with."""
+        return (self.name or "model").rpartition("/")[2]
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which types tensors get; names and shapes are those of llama.cpp.
@@ -206,10 +232,12 @@ class Gguf:
     def outline_of(self, model: GgufModel, checkpoint: Checkpoint) -> Outline:
         """Decide which types the tensors of a model get. checkpoint: of which it is made"""
         types = chosen_types(self.types, model, checkpoint, imatrix=self.weighed)
+        types |= {tensor.name: tower_type(tensor) for tensor in model.tower}
         mix = None if self.assignment.target_size is not None else self.types.mix
-        output = GgufOutput(file_name=self.file_name, model=model, mix=mix, checkpoint=checkpoint)
+        tower = f"{TOWER_PREFIX}{self.base_name}-{TOWER_TYPE}"
+        output = GgufOutput(file_name=self.file_name, tower_name=tower, model=model, mix=mix, checkpoint=checkpoint)
         return Outline(
-            tensors=model.tensors,
+            tensors=(*model.tensors, *model.tower),
             decisions={name: _decision(choice) for name, choice in types.items()},
             config=None,
             left_out=model.left_out,

@@ -17,6 +17,7 @@ from pqweights.checkpoint.gguf.mixes import (
     may_be_quantized,
 )
 from pqweights.checkpoint.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
+from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import LogicalTensor
@@ -103,6 +104,17 @@ class TypeChoice(NamedTuple):
 
     type: str
     reason: str
+
+
+# As the files of towers on the Hub have it: matrices in F16, everything else in F32.
+TOWER_TYPE = "F16"
+
+
+def tower_type(tensor: LogicalTensor) -> TypeChoice:
+    """Return the type of a tensor of a tower for images."""
+    if len(tensor.shape) < 2 or PLAIN_IN_TOWERS.fullmatch(tensor.name):
+        return TypeChoice("F32", "llama.cpp computes with it in float32")
+    return TypeChoice(TOWER_TYPE, "matrix of a tower")
 
 
 def chosen_types(

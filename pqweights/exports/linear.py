@@ -125,7 +125,9 @@ class LinearWeights:
         return Outline(
             tensors=checkpoint.tensors,
             decisions=decisions,
-            config=edited_config(checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization),
+            config=edited_config(
+                checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization, tensors=checkpoint.tensors
+            ),
             left_out={},
             metadata=metadata,
             warnings=(*self.warnings, *warnings),

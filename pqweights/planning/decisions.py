@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
-from pqweights.checkpoint.models.names import without_numbers
+from pqweights.checkpoint.models.names import is_behind, without_numbers
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.common.advice import nearest
@@ -53,12 +53,20 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescrip
     _check_effects(recipe, tensors, model)
     named = [rule for rule in (*recipe.overrides, *recipe.rules) if rule.names]
     made: dict[tuple[object, ...], Decision] = {}
+    kind: tuple[object, ...]
     decisions = []
     for tensor in tensors:
         name = tensor.name
         matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
         # Everything that a decision depends on; thousands of experts have it in common.
-        kind = (without_numbers(name), matching, tensor.dtype, tensor.plain_dtype, tensor.shape)
+        kind = (
+            without_numbers(name),
+            is_behind(name, model.layers),
+            matching,
+            tensor.dtype,
+            tensor.plain_dtype,
+            tensor.shape,
+        )
         decision = made.get(kind)
         if decision is None:
             decision = made[kind] = _decide_one(recipe, tensor, model)

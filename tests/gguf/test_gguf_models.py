@@ -118,6 +118,15 @@ def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
     assert "transformers by the length of the text" in note
 
 
+def test_the_choice_of_tokens_in_half_precision_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["glm dsa"], tmp_path)
+    (note,) = converted(tmp_path).notes
+    assert "the scores by which 2048 tokens are chosen" in note
+
+
 # The keys of which the meaning of their absence matters.
 ARCHITECTURES = {name: model.llama_cpp for name, model in MODELS.items() if model.llama_cpp is not None}
 
@@ -142,6 +151,7 @@ KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "block_multiple_of",
     "block_ffn_dim_multiplier",
     "no_rope_layer_interval",
+    "num_hidden_layers",
     "original_max_position_embeddings",
     "query_pre_attn_scalar",
     "tie_word_embeddings",

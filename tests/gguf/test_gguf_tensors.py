@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,18 @@ def test_gains_of_gemma_get_their_offset_in_float32(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values_of(gain), source + np.float32(1))
     assert read(gain, 3, 5, "BF16") == bf16((source + np.float32(1))[3:8])[1].tobytes()
     assert model.left_out == {"lm_head.weight": "the same as the embeddings"}
+
+
+def test_embeddings_that_tokens_of_images_lack_are_zeros(tmp_path: Path) -> None:
+    """Gemma 3n has fewer embeddings for each layer than tokens; llama.cpp wants as many."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    case = gguf_cases.CASES["gemma3n"]
+    settings = case.settings | {"vocab_size_per_layer_input": 100}
+    gguf_cases.saved(dataclasses.replace(case, settings=settings), tmp_path)
+    padded = named(converted(tmp_path))["per_layer_token_embd.weight"]
+    values = values_of(padded)
+    assert padded.shape[0] == gguf_cases.VOCABULARY and values[1:100].all() and not values[100:].any()
+    for start, count in ((3, 10), (99 * padded.shape[1], 2 * padded.shape[1]), (110 * padded.shape[1], 7)):
+        assert read(padded, start, count, "F32") == values.reshape(-1)[start : start + count].tobytes()

@@ -248,8 +248,8 @@ CASES = [
     ),
     exporting(
         "gguf-of-an-architecture-that-is-not-covered",
-        {GGUF: ("config.json", "cannot hold a model of type jamba", "--target bf16")},
-        {"model_type": "jamba", "architectures": ["JambaForCausalLM"]},
+        {GGUF: ("config.json", "cannot hold a model of type zamba2", "--target bf16")},
+        {"model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"]},
     ),
     exporting("gguf-without-a-configuration", {GGUF: ("config.json",)}, {}),
     exporting(

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models import conventions
+from pqweights.checkpoint.models import conventions, text_model
 from pqweights.checkpoint.models.names import without_numbers
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.planning.decisions import decide
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.recipe import Recipe, parse_recipe
 from pqweights.planning.roles import ROLES, classify
 
 Shape = tuple[int, ...]
@@ -157,6 +157,24 @@ def test_role_does_not_depend_on_numbers_in_the_name() -> None:
     assert without_numbers("a.1.2.3.b") == "a.0.0.0.b"
     for name in ("fc1.weight", "h.w2", "layers.12", "12.weight", "a..b", "mlp.1_000.weight", "ln_1.b"):
         assert without_numbers(name) == name
+
+
+BEHIND = [
+    "model.layers.46.mlp.experts.3.up_proj.weight", "model.layers.46.eh_proj.weight",
+    "model.layers.46.shared_head.head.weight", "model.language_model.layers.47.self_attn.q_proj.weight",
+    "mtp.layers.0.mlp.up_proj.weight", "mtp.fc.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_layers_that_predict_further_tokens_have_one_role_under_all_names(name: str) -> None:
+    """Whether they are numbered behind the last one (DeepSeek, GLM) or lie below `mtp` (Qwen); one rule changes it."""
+    model = text_model({"model_type": "glm4_moe", "num_hidden_layers": 46})
+    alone, last = tensor(name, (512, 512)), tensor("model.layers.45.mlp.experts.3.up_proj.weight", (512, 512))
+    decided, other = decide(RECIPE, [alone, last], model)
+    assert (decided.role, decided.codec, other.role, other.bits) == ("mtp", None, "expert", 5)
+    recipe = parse_recipe("bits: 5\nrules: [{role: mtp, bits: 6}]", "recipe")
+    assert decide(recipe, [alone], model)[0].bits == 6
 
 
 def test_decisions_are_the_same_together_and_alone() -> None:

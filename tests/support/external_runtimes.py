@@ -21,8 +21,11 @@ _NAMES = ("qemu-aarch64-static", "qemu-aarch64")
 VLLM = Path(f"{sys.prefix}-vllm")
 # Of aarch64, in the environment or of the system.
 EMULATOR = next(filter(None, (shutil.which(n, path=f"{sys.prefix}/bin:{os.environ['PATH']}") for n in _NAMES)), None)
+# llama.cpp's towers for images, which its binding has no library for: tools/clip_library.py builds it.
+CLIP = Path(sys.prefix) / "lib" / "libclip_images.so"
 IS_INSTALLED: dict[str, Callable[[], bool]] = {
     "llama.cpp": lambda: importlib.util.find_spec("llama_cpp") is not None,
+    "clip.cpp": CLIP.exists,
     "vLLM": lambda: (VLLM / ".ready").exists(),
     "qemu": lambda: EMULATOR is not None,
 }

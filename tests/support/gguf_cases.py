@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers import read_all, write_checkpoint
 
 VOCABULARY = 128
 SETTINGS: dict[str, Any] = {
@@ -209,6 +210,15 @@ CASES = {
         "mlp_multipliers": [0.6, 1.4], "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9,
         "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2]},
     ),
+    "jamba": Case(
+        name="Jamba", settings={"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2,
+        "expert_layer_period": 3, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8},
+    ),
+    "gemma3n": Case(
+        name="Gemma3n", text=True, settings=WIDE_HEADS | {"num_hidden_layers": 25, "num_kv_shared_layers": 5,
+        "sliding_window": 32, "vocab_size_per_layer_input": VOCABULARY,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 5},
+    ),
     "gemma4": Case(
         name="Gemma4", text=True, settings=BOTH_KINDS | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True},
@@ -263,12 +273,26 @@ def saved(case: Case, folder: Path) -> Any:
     """The model of a case, which is also written to a folder."""
     model = build(case)
     model.save_pretrained(folder)
+    if case.name == "Gemma3n":  # published files have keys and values, which it does without, of the last layers, too
+        tensors = read_all(folder)
+        parts = ("k_proj", "v_proj", "k_norm")
+        copied = {
+            f"model.layers.{layer}.self_attn.{part}.weight": tensors[f"model.layers.0.self_attn.{part}.weight"]
+            for layer in range(20, case.settings["num_hidden_layers"])
+            for part in parts
+        }
+        write_checkpoint(folder, tensors | copied)
     return model
 
 
 def with_gelu_table(model: Any) -> Any:
-    """The model with the values of gelu that ggml has: those of half-precision numbers, in half precision."""
+    """The model with the values of gelu that ggml has: those of half-precision numbers, in half precision.
+
+    And with its standard deviation in Gemma 3n, which is that of a sample: for 16384 values it is the same.
+    """
     for module in model.modules():
+        if type(module).__name__ == "Gemma3nTextMLP":
+            module._gaussian_topk = lambda x: torch.relu(x - x.mean(-1, True) - 1.6448536 * x.std(-1, keepdim=True))
         if "GELU" in type(module).__name__:
             module.forward = lambda x: torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
     return model

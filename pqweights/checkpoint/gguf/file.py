@@ -296,7 +296,7 @@ def open_gguf(path: Path) -> GgufContents:
 
 def _only_model(folder: Path) -> Path:
     """Return the only GGUF file of a folder, or the first part of its only model."""
-    names = _names(folder)
+    names = [name for name in _names(folder) if not name.startswith("mmproj-")]  # towers for images
     parts = {name: _PART.fullmatch(name) for name in names}
     models = {name if part is None else (part[1], part[3]) for name, part in parts.items()}
     if len(models) > 1:

@@ -6,10 +6,9 @@ No weight is read here.
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +18,18 @@ from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
 from pqweights.checkpoint.gguf.rope import add_rope, rope_parameters
-from pqweights.checkpoint.gguf.settings import Settings, ignored_window, layer_kinds, read_settings, windowed_layers
-from pqweights.checkpoint.gguf.tensors import gguf_tensors
+from pqweights.checkpoint.gguf.settings import Settings, ignored_window, read_settings, value_of, windowed_layers
+from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokens import Vocabulary
+from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SETTINGS, Setting
+from pqweights.checkpoint.models.llama_cpp import SETTINGS
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.views import sources_of
+from pqweights.errors import ExportError
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.
@@ -58,6 +60,7 @@ class GgufModel:
     tensors: under their names in the file and with their shapes in torch's order
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
     notes: what the user should know of the file
+    tower_metadata, tower: the same of a file for its tower for images, if it has one
     """
 
     architecture: str
@@ -65,6 +68,24 @@ class GgufModel:
     tensors: tuple[LogicalTensor, ...]
     left_out: dict[str, str]
     notes: tuple[str, ...] = ()
+    tower_metadata: tuple[MetadataEntry, ...] = ()
+    tower: tuple[LogicalTensor, ...] = ()
+
+    def with_tower(self, checkpoint: Checkpoint) -> GgufModel:
+        """Return the model with its tower, or with a note why it is left out."""
+        try:
+            tower = gguf_tower(checkpoint)
+        except ExportError as error:
+            return replace(self, notes=(*self.notes, f"the tower for images is left out: {error}"))
+        if tower is None:
+            return self
+        held = {source.name for tensor in tower.tensors for source in sources_of(tensor)}
+        return replace(
+            self,
+            left_out={name: reason for name, reason in self.left_out.items() if name not in held},
+            tower_metadata=tuple(_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
+            tower=tower.tensors,
+        )
 
 
 def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
@@ -90,7 +111,7 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
         tensors=tensors,
         left_out=left_out,
         notes=tuple(_notes(checkpoint.storage, settings, vocabulary, missed)),
-    )
+    ).with_tower(checkpoint)
 
 
 def outline_model(checkpoint: Checkpoint) -> GgufModel:
@@ -101,7 +122,8 @@ def outline_model(checkpoint: Checkpoint) -> GgufModel:
     settings, writer, tensors, left_out = _read(checkpoint)
     _add_hyper_parameters(settings, writer, tensors)
     metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
-    return GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
+    model = GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
+    return model.with_tower(checkpoint)
 
 
 def _rows(tensors: tuple[LogicalTensor, ...]) -> int:
@@ -122,7 +144,7 @@ def gives_vectors(checkpoint: Checkpoint) -> bool:
 def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
     pooling = read_pooling(checkpoint.storage)
-    settings = read_settings(checkpoint.config, pooling=pooling.type)
+    settings = with_draft_layers(read_settings(checkpoint.config, pooling=pooling.type), checkpoint.tensors)
     # No file is written: the writer knows the keys and the types of values.
     writer = gguf_package().GGUFWriter(None, _architecture(settings))
     tensors = (*checkpoint.tensors, *dense_tensors(checkpoint.storage, pooling, settings))
@@ -154,6 +176,11 @@ def _notes(
         yield (
             "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
             "are a little different, as in every GGUF file of this model"
+        )
+    if (chosen := settings.get("index_topk")) and any(s.key == "index_topk" for s in settings.architecture.settings):
+        yield (
+            f"llama.cpp compares the scores by which {chosen} tokens are chosen in half precision: in longer texts it "
+            "may attend to others than transformers"
         )
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
@@ -204,12 +231,14 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
         if setting.zero and not settings.get(setting.key):
             getattr(writer, f"add_{setting.parameter}")(0)
         elif not setting.optional or settings.get(setting.key):
-            getattr(writer, f"add_{setting.parameter}")(_value(setting, settings))
+            getattr(writer, f"add_{setting.parameter}")(value_of(setting, settings))
     if architecture.encoder:
         writer.add_causal_attention(False)
     add_pooling(settings, writer, tensors)
     writer.add_vocab_size(_rows(tensors))
-    layers = windowed_layers(settings)
+    if settings.draft_layers:
+        writer.add_nextn_predict_layers(settings.draft_layers)
+    layers = windowed_layers(settings) + [False] * settings.draft_layers
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period
@@ -219,19 +248,6 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.stated_window:
         writer.add_sliding_window(0)
-
-
-def _value(setting: Setting, settings: Settings) -> Any:
-    """Return the value of a hyper-parameter: one, or one for each layer."""
-    if setting.truth:
-        return settings.truth(setting.key)
-    value = settings.real(setting.key) if setting.real else settings.number(setting.key)
-    if setting.of:
-        return getattr(gguf_package(), setting.of)(value)
-    if not setting.only:
-        return value
-    other = settings.number(setting.other) if setting.other else 0
-    return [value if re.fullmatch(setting.only, kind) else other for kind in layer_kinds(settings)]
 
 
 class GgufTensor(NamedTuple):

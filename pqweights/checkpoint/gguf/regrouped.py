@@ -16,7 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.views import ReorderedTensor
-from pqweights.checkpoint.models.conventions import LAYER, OF_EXPERT, STACKED_EXPERTS
+from pqweights.checkpoint.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, STACKED_EXPERTS
 from pqweights.checkpoint.models.llama_cpp import Architecture, Cut, Tiled
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
@@ -78,10 +78,10 @@ def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> 
     cache = MatrixCache()
     experts: dict[str, dict[int, LogicalTensor]] = {}
     for tensor in tensors:
-        if match := OF_EXPERT.fullmatch(tensor.name):
+        if match := OF_EXPERT.fullmatch(tensor.name) or OF_ALTUP.fullmatch(tensor.name):
             experts.setdefault(f"{match['layer']}.{match['matrix']}", {})[int(match["expert"])] = tensor.reads
     for tensor in tensors:
-        if match := OF_EXPERT.fullmatch(tensor.name):
+        if match := OF_EXPERT.fullmatch(tensor.name) or OF_ALTUP.fullmatch(tensor.name):
             name = f"{match['layer']}.{match['matrix']}"
             if name in experts:
                 yield NamedTensor(name, _stacked(name, experts.pop(name), settings, cache))
@@ -93,7 +93,7 @@ def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> 
 
 def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, cache: MatrixCache) -> MovedTensor:
     """The matrices of all experts as one tensor [experts, rows, columns]."""
-    count = settings.number("num_experts")
+    count = settings.number("altup_num_inputs") - 1 if ".altup_" in name else settings.number("num_experts")
     first = next(iter(experts.values()))
     if sorted(experts) != list(range(count)) or any(tensor.shape != first.shape for tensor in experts.values()):
         raise ExportError(

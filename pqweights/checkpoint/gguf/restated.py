@@ -40,6 +40,9 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
         keys = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
         keys |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
         values |= {keys[key]: value for key, value in linear.items() if key in keys}
+    _restate_periods(values)
+    if "laurel_rank" in values or values.get("model_type") in ("gemma3n", "gemma3n_text"):
+        _restate_gemma3n(values)
     _restate_full_layers(values)
     named = (config.get("architectures") or [""])[0]
     values["ranks"] = isinstance(named, str) and named.endswith("ForSequenceClassification")
@@ -87,3 +90,31 @@ def _restate_full_layers(values: dict[str, Any]) -> None:
         if kind == FULL and isinstance(own, dict):
             for key in ("head_dim", "num_key_value_heads"):
                 values.setdefault(f"global_{key}", own.get(key))
+
+
+def _restate_periods(values: dict[str, Any]) -> None:
+    """State the kinds of layers of Jamba, which come in periods, and the rank of its time steps."""
+    keys = [f"{of}_layer_{part}" for of in ("attn", "expert") for part in ("period", "offset")]
+    numbers = [values.get(key, default) for key, default in zip(keys, (8, 4, 2, 1), strict=True)]
+    layers, width = values.get("num_hidden_layers", 32), values.get("hidden_size", 4096)
+    if values.get("model_type") != "jamba" or not all(isinstance(n, int) for n in (*numbers, layers, width)):
+        return
+    period, offset, experts, first = numbers
+    values["layer_types"] = [
+        f"{FULL if n % period == offset else LINEAR_ATTENTION}{' moe' if n % experts == first else ''}"
+        for n in range(min(layers, 512))
+    ]
+    if values.get("mamba_dt_rank", "auto") == "auto":
+        values["mamba_dt_rank"] = -(-width // 16)
+
+
+def _restate_gemma3n(values: dict[str, Any]) -> None:
+    """State how many layers of Gemma 3n have keys and values of their own, and how many have sparse activations."""
+    layers, shared = values.get("num_hidden_layers", 35), values.get("num_kv_shared_layers", 15)
+    if isinstance(layers, int) and isinstance(shared, int):
+        values |= {"own_layers": layers - shared, "shared_kv_layers": shared, "num_kv_shared_layers": 0}
+    pattern = values.get("activation_sparsity_pattern") or [0.95] * 10
+    if isinstance(pattern, list) and all(share == (0.95 if n < 10 else 0) for n, share in enumerate(pattern)):
+        values["sparse_layers"] = 10
+    if isinstance(widths := values.get("intermediate_size"), list) and len(set(widths)) == 1:
+        values["intermediate_size"] = widths[0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.restated import restated
 from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture
+from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
@@ -44,7 +46,8 @@ class Settings:
     model_type: that of transformers
     model: what is known of the type
     architecture: how llama.cpp runs it
-    values: config.json with the keys of its text_config
+    values: config.json with the keys of its text_config, and block_count: all layers
+    draft_layers: how many of these predict further tokens
     pooling: how the vectors of a text's tokens become one, of gguf.PoolingType; None if that is not known
     """
 
@@ -52,6 +55,7 @@ class Settings:
     model: ModelDescription
     architecture: Architecture
     values: Mapping[str, Any]
+    draft_layers: int = 0
     pooling: str | None = None
 
     @property
@@ -267,10 +271,11 @@ def layer_kinds(settings: Settings) -> list[str]:
     """Return what distinguishes the tensors of layers: their types, experts, and whether keys are those of others."""
     layers = settings.number("num_hidden_layers")
     own = layers - (settings.number("num_kv_shared_layers") if settings.get("num_kv_shared_layers") else 0)
-    return [
+    kinds = [
         f"{kind}{' sparse' if sparse else ''}{'' if layer < own else ' shared'}"
         for layer, (kind, sparse) in enumerate(zip(layer_types(settings), sparse_layers(settings), strict=True))
     ]
+    return kinds + ["draft"] * settings.draft_layers
 
 
 def sparse_layers(settings: Settings) -> list[bool]:
@@ -366,3 +371,16 @@ def windowed_layers(settings: Settings) -> list[bool]:
             f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"
         )
     return windowed
+
+
+def value_of(setting: Setting, settings: Settings) -> Any:
+    """Return the value of a hyper-parameter: one, or one for each layer."""
+    if setting.truth:
+        return settings.truth(setting.key)
+    value = settings.real(setting.key) if setting.real else settings.number(setting.key)
+    if setting.of:
+        return getattr(gguf_package(), setting.of)(value)
+    if not setting.only:
+        return value
+    other = settings.number(setting.other) if setting.other else 0
+    return [value if re.fullmatch(setting.only, kind) else other for kind in layer_kinds(settings)]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.drafts import name_behind, nextn_tensor, whole_draft_layers
 from pqweights.checkpoint.gguf.regrouped import (
     NamedTensor,
     cut,
@@ -29,12 +30,13 @@ from pqweights.checkpoint.gguf.views import (
     DecayTensor,
     InterleavedTensor,
     OffsetTensor,
+    PaddedTensor,
     RenamedTensor,
     ScaledTensor,
 )
-from pqweights.checkpoint.models.conventions import LAYER, MTP, TEXT_PREFIXES
+from pqweights.checkpoint.models.conventions import LAYER, TEXT_PREFIXES
 from pqweights.checkpoint.models.llama_cpp import SHAPES, Shape
-from pqweights.checkpoint.models.names import tower_of
+from pqweights.checkpoint.models.names import predicts_further, tower_of
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MovedTensor
@@ -66,7 +68,7 @@ def gguf_tensors(
     """
     kept, left_out = _of_text_model(tensors, settings)
     names = gguf_package().get_tensor_name_map(
-        gguf_package().MODEL_ARCH[settings.architecture.name], settings.number("num_hidden_layers")
+        gguf_package().MODEL_ARCH[settings.architecture.name], settings.number("block_count")
     )
     held: dict[str, LogicalTensor] = {
         name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
@@ -74,14 +76,18 @@ def gguf_tensors(
     for tensor in cut(with_experts_stacked(kept, settings), settings):
         aliases = dict.fromkeys((tensor.name, re.sub(r"^backbone\.", "model.", tensor.name)))
         found = (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases)
-        tensor_type, name = next(filter(None, found), (None, ""))
+        known = ((tensor_type.name, name) for tensor_type, name in filter(None, found))
+        tensor_type, name = nextn_tensor(tensor.name) or next(known, (None, ""))
         biases = settings.architecture.biases | NAMED_BIASES
-        if tensor_type is None or (name.endswith(".bias") and tensor_type.name not in biases):
+        if tensor_type is None or (name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
             )
-        held[name] = _view(tensor, tensor_type.name, name, settings)
+        held[name] = _view(tensor, tensor_type, name, settings)
+    inputs, rows = held.get("per_layer_token_embd.weight"), settings.get("vocab_size")
+    if inputs is not None and isinstance(rows, int) and inputs.shape[0] < rows:  # those of images and sound have none
+        held[inputs.name] = PaddedTensor.of(inputs.name, inputs, shape=(rows, *inputs.shape[1:]))
     if settings.architecture.own_head and "token_embd.weight" in held and "output.weight" not in held:
         held["output.weight"] = RenamedTensor.of("output.weight", held["token_embd.weight"])
     _check_complete(held, settings)
@@ -93,31 +99,40 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     wrapped = any(tensor.name.startswith(tuple(TEXT_PREFIXES)) for tensor in tensors)
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
+    layers = settings.number("num_hidden_layers")
     for tensor in tensors:
-        prefix = next((prefix for prefix in TEXT_PREFIXES if tensor.name.startswith(prefix)), "")
-        name = TEXT_PREFIXES.get(prefix, "") + tensor.name.removeprefix(prefix)
+        name, inner = _text_name(tensor.name)
         name = re.sub(f"^{settings.architecture.prefix}", "", name)
         name = next((name.removesuffix(old) + new for old, new in OLD_NORMS.items() if name.endswith(old)), name)
+        drafts = predicts_further(name, layers)
+        behind = name_behind(name, layers) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
-        elif _predicts_further(name, settings):
+        elif drafts and behind is None:
             left_out[tensor.name] = "predicts further tokens, which the model does without"
-        elif (wrapped and not prefix and name != HEAD) or tower_of(tensor.name):
+        elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
         elif re.fullmatch(settings.architecture.unused, name):
             left_out[tensor.name] = "not needed for the vectors of tokens"
         else:
-            kept.append(NamedTensor(_known_name(name, settings.architecture.modules), tensor))
+            kept.append(NamedTensor(_known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
 
 
-def _predicts_further(name: str, settings: Settings) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens, which may be numbered as one behind the last."""
-    layer = LAYER.fullmatch(name)
-    behind = layer is not None and int(layer[2]) >= settings.number("num_hidden_layers")
-    return behind or any(MTP.fullmatch(component) for component in name.split("."))
+def _text_name(name: str) -> tuple[str, bool]:
+    """Return the name that a tensor has in the text model alone, and whether it lies in one inside another model."""
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix), bool(prefix)
+
+
+def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> Settings:
+    """Return the settings of a model with its layers that predict further tokens, if llama.cpp has room for them."""
+    layers = settings.number("num_hidden_layers")
+    names = (_text_name(tensor.name)[0] for tensor in tensors)
+    drafts = whole_draft_layers(names, layers) if settings.architecture.drafts else 0
+    return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 
 def _known_name(name: str, modules: Mapping[str, str]) -> str:
@@ -153,7 +168,7 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
         return DecayTensor.of(name, reads, dtype="F32", plain_dtype="F32")
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor.of(name, reads, head_rows=settings.number("head_dim"))
-    is_norm = tensor_type.endswith("_NORM") and tensor_type not in NEVER_CENTRED
+    is_norm = tensor_type.endswith("NORM") and tensor_type not in NEVER_CENTRED
     if Trait.ZERO_CENTRED_NORMS in settings.model.traits and is_norm:
         # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
         return OffsetTensor.of(name, reads, offset=1.0, dtype="F32", plain_dtype="F32")

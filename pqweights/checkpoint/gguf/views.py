@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -149,7 +150,7 @@ class DecayTensor(RenamedTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReorderedTensor(RenamedTensor):
-    """A tensor with its columns in another order. order: which column of the source each one is"""
+    """A tensor with its columns in another order, or some of them. order: which column of the source each one is"""
 
     order: npt.NDArray[np.int64]
 
@@ -161,10 +162,25 @@ class ReorderedTensor(RenamedTensor):
         """Read the rows that hold the elements."""
         size, width = item_bytes(dtype), len(self.order)
         first, last = start // width, -(-(start + count) // width)
-        raw = np.empty((last - first, width, size), dtype=np.uint8)
-        self.source.read(first * width, raw.size // size, dtype, raw.reshape(-1))
+        raw = np.empty((last - first, self.source.shape[-1], size), dtype=np.uint8)
+        self.source.read(first * self.source.shape[-1], raw.size // size, dtype, raw.reshape(-1))
         skip = start - first * width
         out[: count * size] = raw[:, self.order].reshape(-1)[skip * size : (skip + count) * size]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedTensor(RenamedTensor):
+    """A matrix with rows of zeros behind its own."""
+
+    def runs_of_matrix(self, number: int) -> None:
+        """Return nothing: some of its rows are not rows of the source."""
+        return
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read what the source has of the elements."""
+        size, there = item_bytes(dtype), max(0, min(count, math.prod(self.source.shape) - start))
+        self.source.read(start, there, dtype, out)
+        out[there * size : count * size] = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
@@ -28,7 +29,12 @@ def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def text_model(config: Mapping[str, Any] | None) -> ModelDescription:
-    """Return the row of the text model of a configuration: that of the model where its text_config names no type."""
+    """Return the row of the text model of a configuration, with its number of layers.
+
+    It is that of the model where its text_config names no type.
+    """
     config = config or {}
     types = (part.get("model_type") for part in (text_config(config), config))
-    return next((MODELS[name] for name in types if isinstance(name, str) and name in MODELS), UNKNOWN)
+    row = next((MODELS[name] for name in types if isinstance(name, str) and name in MODELS), UNKNOWN)
+    layers = text_config(config).get("num_hidden_layers")
+    return replace(row, layers=layers) if isinstance(layers, int) else row

@@ -18,6 +18,7 @@ LAYER = re.compile(r"((?:|model\.|backbone\.|model\.language_model\.|language_mo
 HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 # Whole names: of one expert's matrix, and of those of all experts in one tensor, or their biases.
 OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
+OF_ALTUP = re.compile(r"(?P<layer>model\.altup_\w+)\.(?P<expert>\d+)\.(?P<matrix>weight)")  # of Gemma 3n
 STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(?P<bias>_bias)?(\.weight)?")
 # Whole names of modules: what holds all experts of a layer.
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
@@ -26,6 +27,8 @@ VISION = re.compile(
     r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|embed_vision|embed_audio"
 )
 MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
+# A whole name below `mtp`: the number of the layer and what follows, or what there is beside the layers.
+BELOW_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.(.+)|(.+))")
 SSM_PARAMETERS = re.compile(r"A_log|A|D|dt_bias|dt_proj|in_proj_(a|b|ba)|time_(decay|first|mix\w*|maa\w*)")
 MAMBA_PATH = re.compile(r"mamba\w*|mixer|ssm\w*")
 NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", re.IGNORECASE)

@@ -48,6 +48,7 @@ class ModelDescription:
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
     traits: what else is true of it
+    layers: how many the text model of one configuration has, if it says; no row of the table has it
     """
 
     flow: LayerFlow | None = None
@@ -57,6 +58,7 @@ class ModelDescription:
     fused: tuple[FusedLayer, ...] = FUSED
     defaults: Mapping[str, Any] = field(default_factory=dict)
     traits: frozenset[Trait] = frozenset()
+    layers: int | None = None
 
 
 UNKNOWN = ModelDescription()

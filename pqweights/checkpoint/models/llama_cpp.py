@@ -141,6 +141,7 @@ class Architecture:
         queries by the width of the model over its heads
     joined_experts: whether gate and up of experts are one tensor
     alternating: whether the rows of gate and up alternate in stacks of experts
+    drafts: whether it has room for layers that predict further tokens
     stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
     """
@@ -190,6 +191,7 @@ class Architecture:
     layers_of_27b: int | None = None
     joined_experts: bool = False
     alternating: bool = False
+    drafts: bool = False
     stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -202,7 +204,7 @@ LAYERS = "layers"
 SETTINGS = (
     Setting("context_length", "max_position_embeddings"),
     Setting("embedding_length", "hidden_size"),
-    Setting("block_count", "num_hidden_layers"),
+    Setting("block_count", "block_count"),
     Setting("feed_forward_length", "intermediate_size"),
     Setting("head_count", "num_attention_heads"),
     Setting("head_count_kv", "num_key_value_heads"),
@@ -329,6 +331,28 @@ GEMMA4 = Architecture(
     window_period=6,
     values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, False, "vision")},
 )
+# llama.cpp uses the keys and values of 20 layers, but wants those of all, as published files have them. The first 10
+# layers have sparse activations.
+GEMMA3N = Architecture(
+    name="GEMMA3N",
+    modules={r"altup\.correct_output_scale": "altup.correct_output_scale.weight"},
+    settings=(
+        Setting("altup_active_idx", "altup_active_idx", zero=True),
+        Setting("altup_num_inputs", "altup_num_inputs"),
+        Setting("embedding_length_per_layer_input", "hidden_size_per_layer_input"),
+        Setting("shared_kv_layers", "shared_kv_layers", zero=True),
+        _real("final_logit_softcapping")._replace(optional=True),
+    ),
+    rope=frozenset({"default"}),
+    windows=LAYERS,
+    window_listed=True,
+    window_period=5,
+    values={
+        "hidden_activation": TANH_GELU, "laurel_rank": (64,), "hidden_size_per_layer_input": (256,),
+        "altup_num_inputs": (4,), "altup_active_idx": (0,), "altup_correct_scale": (True,), "own_layers": (20,),
+        "sparse_layers": (10,), "final_logit_softcapping": (30.0,),
+    },
+)  # fmt: skip
 PHI3 = Architecture(
     name="PHI3",
     rope=frozenset({"default", "longrope", "linear", "yarn"}),

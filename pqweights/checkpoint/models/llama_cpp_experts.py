@@ -73,6 +73,7 @@ DEEPSEEK2 = Architecture(
     rotated="qk_rope_head_dim",
     yarn_scales_attention=True,
     layers_without={"q_lora_rank": (26, 27)},
+    drafts=True,
     values=SILU | {"rope_interleave": (True, None), "attention_bias": (False, None)},
 )  # fmt: skip
 DEEPSEEK2_SOFTMAX = replace(
@@ -88,6 +89,7 @@ MISTRAL4 = replace(
     partial_rope=True,
     temperature=True,
     layers_without={},
+    drafts=False,
 )
 # Attention to the tokens that an indexer chooses.
 GLM_DSA = replace(
@@ -110,9 +112,10 @@ GLM4_MOE = Architecture(
     settings=(*EXPERTS, *GROUPS, EXPERT_WIDTH, DENSE_FIRST, SHARED, SIGMOID, SCALED, NORMED),
     partial_rope=True,
     biases=QKV,
+    drafts=True,
     values=SILU,
 )
-DOTS1 = replace(GLM4_MOE, name="DOTS1", partial_rope=False)
+DOTS1 = replace(GLM4_MOE, name="DOTS1", partial_rope=False, drafts=False)
 MINIMAX_M2 = Architecture(
     name="MINIMAXM2",
     modules=ROUTER_BIAS,
@@ -161,6 +164,7 @@ EXAONE_MOE = Architecture(
     windows=LAYERS,
     window_period=4,
     window_base=False,
+    drafts=True,
     values=SILU,
 )  # fmt: skip
 LLAMA4 = Architecture(

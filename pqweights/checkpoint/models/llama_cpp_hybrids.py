@@ -68,6 +68,7 @@ QWEN3_NEXT = Architecture(
     equal=(("linear_value_head_dim", "linear_key_head_dim"),),
     rope=frozenset({"default", "linear", "yarn"}),
     partial_rope=True,
+    drafts=True,
     values=SILU | ALL_SPARSE | {"norm_topk_prob": (True,), "attention_bias": (False, None)},
 )
 QWEN3_5_MOE = replace(
@@ -156,6 +157,25 @@ GRANITE_HYBRID = replace(
     settings=(*GRANITE_MOE.settings, *_GRANITE_MAMBA),
     shapes={},
     dense=_DENSE_GRANITE,
+)
+
+# Mamba 1, and experts in some layers.
+JAMBA = Architecture(
+    name="JAMBA",
+    modules={r"feed_forward\.experts\.(\d+)\.(gate|up|down)_proj": r"mlp.experts.\1.\2_proj"},
+    settings=(
+        SOME_HEADS,
+        *EXPERTS,
+        Setting("ssm_conv_kernel", "mamba_d_conv"),
+        Setting("ssm_inner_size", _MAMBA_WIDTH),
+        Setting("ssm_state_size", "mamba_d_state"),
+        Setting("ssm_time_step_rank", "mamba_dt_rank"),
+    ),
+    layer_types=frozenset(f"{kind}{moe}" for kind in (FULL, LINEAR_ATTENTION) for moe in ("", " moe")),
+    rope=frozenset({"default"}),
+    free_head_dim=False,
+    biases=frozenset({"SSM_CONV1D"}),
+    values=SILU | {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,)},
 )
 
 _NEMOTRON_WIDTH = "mamba_num_heads * mamba_head_dim"
@@ -251,6 +271,7 @@ KIMI_LINEAR = replace(
     reshaped=dict.fromkeys(("SSM_CONV1D_Q", "SSM_CONV1D_K", "SSM_CONV1D_V"), _KDA_CONV),
     layer_types=frozenset({FULL, LINEAR_ATTENTION}),
     layers_without={},
+    drafts=False,
     equal=(("linear_num_heads", "num_attention_heads"),),
     values={**SILU, "moe_renormalize": (True,), "num_expert_group": (1, None), "q_lora_rank": (None,)},
 )

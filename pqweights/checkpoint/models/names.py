@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pqweights.checkpoint.models import conventions
@@ -29,6 +30,8 @@ def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescrip
     structural = _structural_role(path, shape)
     if structural:
         return structural
+    if is_behind(name, model.layers):
+        return "mtp"
     for role, pattern in _PATH_PATTERNS:
         if path.has(pattern):
             return role
@@ -46,6 +49,28 @@ def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescrip
     if path.has(conventions.ATTENTION):
         return "attention"
     return "mlp" if path.has(conventions.MLP) else "linear"
+
+
+def is_behind(name: str, layers: int | None) -> bool:
+    """Whether a tensor is of a layer behind the last of a text model, which predicts further tokens."""
+    match = conventions.LAYER.fullmatch(name) if layers else None
+    return match is not None and layers is not None and int(match[2]) >= layers
+
+
+def predicts_further(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens, wherever it lies. layers: those of the text model"""
+    return is_behind(name, layers) or any(conventions.MTP.fullmatch(component) for component in name.split("."))
+
+
+def draft_layers(names: Iterable[str], layers: int | None) -> int:
+    """Return how many layers predict further tokens. layers: those of the text model, if it says"""
+    numbers = [0]
+    for name in names:
+        if match := conventions.LAYER.fullmatch(name):
+            numbers.append(int(match[2]) - (layers or int(match[2]) + 1) + 1)
+        elif match := conventions.BELOW_MTP.fullmatch(name):
+            numbers.append(int(match[1] or 0) + 1)
+    return max(numbers)
 
 
 def _structural_role(path: _Path, shape: tuple[int, ...]) -> str | None:
@@ -97,7 +122,10 @@ def tower_of(name: str) -> str | None:
 
 
 def without_numbers(name: str) -> str:
-    """Return the name with 0 for the numbers of layers, experts and so on: all that a role depends on."""
+    """Return the name with 0 for the numbers of layers, experts and so on.
+
+    A role depends on nothing else, but for layers behind the last one.
+    """
     return _NUMBER.sub(".0", name)
 
 

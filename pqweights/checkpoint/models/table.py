@@ -171,6 +171,14 @@ _ROWS: dict[str, Row] = {
     ),
     "gemma3": replace(_GEMMA3, mlx=MlxDifferences(vocabulary=262208)),
     "gemma3_text": _GEMMA3,
+    "gemma3n_text": Row(
+        llama_cpp=llama_cpp.GEMMA3N, defaults=_sizes(2048, 16384, 35, 8, 32768) | _TIED | {
+            "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-06, "sliding_window": 512,
+            "hidden_size_per_layer_input": 256, "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": 30.0, "laurel_rank": 64, "altup_num_inputs": 4, "altup_active_idx": 0,
+            "altup_correct_scale": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+    ),
     "gemma4_text": Row(
         llama_cpp=llama_cpp.GEMMA4, defaults=_sizes(2304, 9216, 30, 8, 131072) | _TIED | {
             "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-06, "sliding_window": 512,
@@ -263,6 +271,13 @@ _ROWS: dict[str, Row] = {
         },
     ),
     # Of the configuration's own code; what published files leave out is what DeepSeek V3 leaves out.
+    "jamba": Row(
+        llama_cpp=llama_cpp_hybrids.JAMBA, defaults=_sizes(4096, 14336, 32, 32, 262144) | _OWN_HEAD | _SILU | {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "num_experts": 16, "num_experts_per_tok": 2,
+            "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+            "mamba_proj_bias": False, "mamba_dt_rank": "auto",
+        },
+    ),
     "kimi_k2": Row(llama_cpp=llama_cpp_experts.DEEPSEEK2, defaults=_OWN_HEAD | _SILU | {"rope_interleave": True}),
     "kimi_linear": Row(
         llama_cpp=llama_cpp_hybrids.KIMI_LINEAR, defaults=_sizes(2304, 9216, 27, 32, 1048576) | _LLAMA | {

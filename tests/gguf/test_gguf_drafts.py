@@ -1,0 +1,98 @@
+"""Layers that predict further tokens: they are in the file, and llama.cpp computes the same with them as without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import gguf_cases
+from external_runtimes import need
+from gguf_files import all_values, converted, metadata, write_gguf
+from helpers import Tensor, as_float32, f32, gaussian, read_all, write_checkpoint
+
+from pqweights.inference.runtimes.models import open_model
+
+# What a layer has beside one of the model, as DeepSeek and GLM publish it behind the last one, and Qwen below `mtp`.
+BEHIND = {
+    "eh_proj": "layers.{}.eh_proj", "enorm": "layers.{}.enorm", "hnorm": "layers.{}.hnorm",
+    "shared_head_norm": "layers.{}.shared_head.norm", "shared_head_head": "layers.{}.shared_head.head",
+    "embed_tokens": "layers.{}.embed_tokens",
+}  # fmt: skip
+BELOW = {
+    "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+    "shared_head_norm": "mtp.norm",
+}  # fmt: skip
+PUBLISHED = {
+    "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "qwen3 next": BELOW,
+    "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW,
+}  # fmt: skip
+
+
+DENSE = ("exaone moe",)  # the layer has no experts, and is like the first one
+
+
+def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[str, Tensor]:
+    """Add a layer that predicts further tokens, with the weights of another; return what it has beside those."""
+    tensors = read_all(folder)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    hidden, rows = tensors["model.norm.weight"][1].shape[0], tensors["model.embed_tokens.weight"][1].shape[0]
+    shapes = {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (rows, hidden), "shared_head_head": (rows, hidden)}
+    own = {part: f32(gaussian(*shapes.get(part, (hidden,)), seed=9)) for part in parts}
+    path = "" if parts is BELOW else "model."
+    added = {f"{path}{parts[part].format(layers)}.weight": value for part, value in own.items()}
+    copied = "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."
+    other = f"model.layers.{like}."
+    added |= {name.replace(other, copied): value for name, value in tensors.items() if name.startswith(other)}
+    config = json.loads((folder / "config.json").read_text())
+    shutil.rmtree(folder)
+    write_checkpoint(folder, tensors | added, config=config)
+    return own
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_draft_layers_are_blocks_behind_the_last_one(name: str, tmp_path: Path) -> None:
+    """Beside which the model's own tensors, and what llama.cpp computes with them, stay as they were."""
+    need("llama.cpp")
+    import llama_cpp
+
+    case = gguf_cases.CASES[name]
+    expected = gguf_cases.logits(gguf_cases.saved(case, tmp_path), ids := gguf_cases.token_ids(40))
+    without = converted(tmp_path)
+    layers = metadata(without)[f"{without.architecture}.block_count"]
+    like = 0 if name in DENSE else layers - 1
+    own = add_draft_layer(tmp_path, PUBLISHED[name], like=like)
+    model = converted(tmp_path)
+    assert metadata(model)[f"{model.architecture}.block_count"] == layers + 1
+    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and not model.left_out
+    found, offset = all_values(model), np.float32("qwen" in name)  # of its norms
+    for part, value in own.items():
+        stored = as_float32(value) + (offset if part.endswith("norm") else 0)
+        np.testing.assert_array_equal(found.pop(f"blk.{layers}.nextn.{part}.weight"), stored)
+    for tensor, value in all_values(without).items():
+        np.testing.assert_array_equal(found[tensor], value)
+        if tensor.startswith(f"blk.{like}."):
+            np.testing.assert_array_equal(found[tensor.replace(f".{like}.", f".{layers}.", 1)], value)
+    path = write_gguf(tmp_path)
+    logits = open_model(path).logits(np.array(ids), len(ids))
+    assert np.abs(logits - expected).max() < 2e-4 * expected.std()
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.load_mtp = True
+    loaded = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    assert loaded  # with shapes that it has been told of
+    llama_cpp.llama_model_free(loaded)
+
+
+def test_parts_of_a_draft_layer_are_left_out(tmp_path: Path) -> None:
+    gguf_cases.saved(gguf_cases.CASES["glm4 moe"], tmp_path)
+    expected = converted(tmp_path)
+    add_draft_layer(tmp_path, {part: name for part, name in BEHIND.items() if part != "hnorm"}, like=2)
+    model = converted(tmp_path)
+    assert model.metadata == expected.metadata
+    assert set(model.left_out.values()) == {"predicts further tokens, which the model does without"}
