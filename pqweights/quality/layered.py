@@ -195,7 +195,9 @@ class LayeredModel:
         raise self._refused("it has no list of decoder layers")
 
     def _refused(self, why: str) -> SourceError:
-        return SourceError(f"{self._folder}: {type(self.model).__name__} cannot be run layer by layer: {why}; {self._remedy}")
+        return SourceError(
+            f"{self._folder}: {type(self.model).__name__} cannot be run layer by layer: {why}; {self._remedy}"
+        )
 
     def _list_shares_state(self, config: Any) -> bool:
         return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
