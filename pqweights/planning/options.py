@@ -291,6 +291,8 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
 SELF = "self"
 
 
+# How a calibration shares bits.
+BY_MODEL, BY_TENSOR = "model", "tensor"
 DEFAULT_SAMPLE_TOKENS, FEWEST_SAMPLE_TOKENS = 12288, 2048
 
 
@@ -318,6 +320,13 @@ class CalibrateOptions(SampleOptions):
         default=None,
         metavar="self|FILE",
         excludes=(("fold",), "the calibration scales rows and columns itself"),
+    )
+    rate: str = option(
+        "How bits are shared: more of them where they matter more (model), or as the recipe gives them to each weight "
+        "(tensor).",
+        default=BY_MODEL,
+        choices=(BY_MODEL, BY_TENSOR),
+        needs=(("calibrate",), "which shares them"),
     )
     calibration_progress: Progress | None = option(
         "Function that is called with the steps of the calibration that are done, those in all, and the next one.",

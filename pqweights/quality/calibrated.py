@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from pqweights.quality.layer_statistics import InputMoments, LayerStatistics, mo
 from pqweights.quality.layered import OUTSIDE, LayeredModel, MatrixPlace, ModelMatrix
 from pqweights.rewrite.ready import CodeMeasures, write_ready
 
+Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 # How far the size may be from what is wanted before everything is encoded again, and how often that is done.
 _TOLERANCE, _ATTEMPTS = 0.005, 3
@@ -94,6 +95,7 @@ class LayerwiseCalibration:
     work: a folder for what lies on the disk
     wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
     at_most: whether all together may not take more than that, rather than about as many
+    by_tensor: whether each weight takes as many as it is to, rather than all together
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
@@ -106,6 +108,7 @@ class LayerwiseCalibration:
     wanted_bits: Mapping[str, float]
     states: int
     at_most: bool = False
+    by_tensor: bool = False
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
@@ -226,15 +229,23 @@ class LayerwiseCalibration:
 
     def _step(self, wanted_bits: float) -> float:
         """Return the step at which all weights are expected to take so many bits."""
-        low, high = -100.0, 100.0  # log2 of the step
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._expected_bits(2.0**middle) > wanted_bits else (low, middle)
-        return float(2.0**high)
+        return _step_for(self._expected_bits, wanted_bits)
 
     def _expected_bits(self, step: float, layer: int | None = None) -> float:
-        """Return the bits that the weights of a layer, or of all, are expected to take."""
-        bits = 0.0
+        """Return the bits that the weights of a layer, or of all, are expected to take. step: of the model"""
+        return sum(bits_at(self._step_of(name, step)) for name, bits_at in self._weights_known(layer))
+
+    def _step_of(self, name: str, step: float) -> float:
+        """Return the step of a weight: that of the model, unless each has its own. step: of the model"""
+        return step * self._own_steps[name] if self.by_tensor else step
+
+    @functools.cached_property
+    def _own_steps(self) -> dict[str, float]:
+        """The step at which each weight is expected to take its own bits, by name."""
+        return {name: _step_for(bits_at, self.wanted_bits[name]) for name, bits_at in self._weights_known()}
+
+    def _weights_known(self, layer: int | None = None) -> Iterator[tuple[str, Callable[[float], float]]]:
+        """Yield the weights of a layer, or all, each with the function of its step that says what it should take."""
         pattern = "*" if layer is None else f"{layer:04}"
         for path in sorted(self.work.glob(f"statistics-{pattern}.safetensors")):
             with safe_open(path, "numpy") as stored:
@@ -242,10 +253,7 @@ class LayerwiseCalibration:
                     name, _, what = key.rpartition(":")
                     if what == "energies":
                         spread, shape = (stored.get_tensor(f"{name}:{kept}") for kept in ("spread", "shape"))
-                        rows, columns = shape.tolist()
-                        bits += expected_bits(stored.get_tensor(key), spread, step, (rows, columns))
-                        bits += SCALE_BITS * (rows + columns)
-        return bits
+                        yield name, functools.partial(_bits_at, stored.get_tensor(key), spread, shape.tolist())
 
     # --- encoding ---
 
@@ -341,7 +349,7 @@ class LayerwiseCalibration:
                 weight.place.of(parameters[weight.place.matrix.parameter]).numpy(),
                 inputs,
                 gradients=known[f"{weight.name}:gradients"],
-                step=step,
+                step=self._step_of(weight.name, step),
                 states=self.states,
                 threads=self.threads,
             )
@@ -355,6 +363,21 @@ class LayerwiseCalibration:
                 ),
             )
         return result
+
+
+def _bits_at(energies: Floats, spread: Floats, shape: list[int], step: float) -> float:
+    """Return the bits that a weight is expected to take at a step, scales included; see `_described`."""
+    rows, columns = shape
+    return expected_bits(energies, spread, step, (rows, columns)) + SCALE_BITS * (rows + columns)
+
+
+def _step_for(bits_at: Callable[[float], float], wanted: float) -> float:
+    """Return the step at which something is expected to take so many bits."""
+    low, high = -100.0, 100.0  # log2 of the step
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bits_at(2.0**middle) > wanted else (low, middle)
+    return float(2.0**high)
 
 
 def _factors(moments: list[Tensor], damping: float) -> InputFactors:

@@ -13,7 +13,7 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import SELF, QuantizeArguments
+from pqweights.planning.options import BY_TENSOR, SELF, QuantizeArguments
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration
@@ -59,7 +59,7 @@ def calibrated_codes(
         tokens=asked.calibration_tokens,
         allow_pickle=asked.allow_pickle,
     )
-    stated = [*sample.stated, recipe.to_json(), [tensor.bytes for tensor in plan.tensors], states]
+    stated = [*sample.stated, recipe.to_json(), [tensor.bytes for tensor in plan.tensors], states, asked.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
         yield _finished(out, key)
@@ -78,6 +78,7 @@ def calibrated_codes(
             wanted_bits=wanted,
             states=states,
             at_most=recipe.target is not None,
+            by_tensor=asked.rate == BY_TENSOR,
             threads=threads,
             seed=SEED,
             progress=asked.calibration_progress or _ignore,
@@ -89,6 +90,7 @@ def calibrated_codes(
             "window": ids.shape[1],
             "seed": SEED,
             "states": states,
+            "rate": asked.rate,
             "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
             "identity": key,
         }

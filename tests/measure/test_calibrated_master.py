@@ -274,6 +274,16 @@ def test_a_target_is_met_and_decides_how_many_bits_there_are(
     assert again.already_done and pqweights.verify(tmp_path / "out").ok
 
 
+def test_each_weight_has_the_bits_of_its_rule_if_that_is_wanted(source: Path, tmp_path: Path) -> None:
+    asked = {"set_bits": {"*.o_proj.*": 4}, "calibrate": "self", "rate": "tensor", **SHORT}
+    done = pqweights.quantize(source, tmp_path / "out", "t3", **asked)
+    calibrated = [tensor for tensor, _ in done.pairs if tensor.codec == "hadamard-trellis-columns"]
+    plain = {tensor.name: tensor for tensor in pqweights.plan(source, "t3", set_bits=asked["set_bits"]).plan.tensors}
+    assert len(calibrated) == 15
+    for tensor in calibrated:
+        assert tensor.bytes == pytest.approx(plain[tensor.name].bytes, rel=0.03), tensor.name
+
+
 def test_a_size_that_is_missed_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrated, "_TOLERANCE", 1e-9)
     out, encoded = tmp_path / "out", []
