@@ -25,6 +25,8 @@ from pqweights.inference.runtimes.folders import read_folder, transformers_confi
 from pqweights.inference.runtimes.models import loader_of
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 
+# A configuration that describes more times the weights of its checkpoint is of another model, or lacks sizes.
+MOST_DESCRIBED = 1.5
 OUTSIDE = -1  # in place of the number of a layer: what comes before and after the layers
 
 
@@ -131,6 +133,10 @@ class LayeredModel:
         self._as_tuple = False
         if self._list_shares_state(config):
             raise self._refused("its layers share keys and values")
+        described = sum(parameter.numel() for parameter in self.model.parameters())
+        stored = sum(element_count(tensor) for tensor in checkpoint.tensors)
+        if described > MOST_DESCRIBED * stored:  # a sample would be drawn from one with random weights
+            raise self._refused(f"config.json describes {described} weights, and the checkpoint has {stored}")
 
     # --- what there is ---
 

@@ -22,7 +22,7 @@ from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import check_loaded
 from pqweights.inference.runtimes.packages import Refused, quiet
-from pqweights.inference.runtimes.texts import check_vocabulary, encode, with_bos
+from pqweights.inference.runtimes.texts import check_vocabulary, encode, has_tokenizer, with_bos
 from pqweights.planning.options import SELF, QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.layer_passes import save_whole
@@ -128,6 +128,8 @@ def _read(text: str) -> str:
 
 def _cut(source: Path, text: str, windows: int, size: int) -> Any:
     """Cut the first windows of a text. Raises EvaluationError for a text that is too short."""
+    if not has_tokenizer(source):
+        raise EvaluationError(f"{source}: expected a tokenizer to read the text with, found none; put its files there")
     encoded = encode(source, text, windows * size, bos=True)
     check_vocabulary(read_folder(source), *encoded)
     count = len(encoded.ids) // size

@@ -83,10 +83,10 @@ class SampledInputs:
 
     @cached_property
     def _passes(self) -> LayerPasses:
+        model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
         ids = self.sample.ids(self.work, self.threads)
         check_windows(ids)
         check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
-        model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
         return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1])
 
     def prepare(self, progress: Progress) -> None:

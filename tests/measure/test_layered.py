@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,18 @@ def test_matrices_of_experts_are_where_the_model_says(name: str, tmp_path_factor
                 assert place is not None
                 found = place.of(parameters[place.matrix.parameter])
                 np.testing.assert_array_equal(found.numpy(), as_float32(tensors[expert]))
+
+
+def test_a_configuration_without_sizes_is_refused_before_anything_is_computed(
+    tmp_path: Path, tmp_path_factory: Any
+) -> None:
+    """transformers' defaults are those of a model of 7 G weights."""
+    folder = families.model(tmp_path_factory.getbasetemp(), "llama")
+    write_checkpoint(tmp_path / "bare", read_all(folder))
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=r"config.json describes \d{10} weights, and the checkpoint has \d+; "):
+        opened(tmp_path / "bare")
 
 
 def test_models_without_a_list_of_decoder_layers_are_refused(tmp_path: Path, tmp_path_factory: Any) -> None:

@@ -12,13 +12,14 @@ import families
 import numpy as np
 import pytest
 from folding_models import columns_of, folded_values, kept, rewritten, uneven
-from helpers import Array, as_float32, f32, read_all
+from helpers import Array, as_float32, f32, folder_bytes, read_all
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
 
+import pqweights
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.source import open_local
 from pqweights.exports.compensation import Compensation
@@ -26,6 +27,7 @@ from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.collecting import RowSample
+from pqweights.quality.layer_passes import LayerPasses
 from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import ModelMatrix
 from pqweights.quality.sample import SampleOf
@@ -132,6 +134,33 @@ def test_experts_have_the_moments_of_their_own_tokens(models, tmp_path):
             gate, up = (x @ as_float32(stored[name]).T for name in names[:2])
             assert np.allclose(gate / (1 + np.exp(-gate)) * up, read, rtol=1e-3, atol=1e-4)
         assert sum(tokens) == 2 * IDS.size and len(set(tokens)) > 1
+
+
+def test_an_export_that_was_interrupted_goes_on_and_a_finished_one_runs_no_model(models, tmp_path, monkeypatch):
+    master, whole, broken = (tmp_path / name for name in ("master", "whole", "broken"))
+    pqweights.quantize(models["llama"], master, "q8")
+    asked: dict[str, Any] = {"target": "vllm", "calibrate": "self", "threads": 1, "max_shard_size": "100kB"}
+    pqweights.export(master, whole, **asked)
+    forward, computed = LayerPasses.forward, []
+
+    def interrupted(self: LayerPasses, layer: int, *arguments: Any) -> None:
+        if computed:  # the moments of the layer, after its mean squares
+            raise KeyboardInterrupt
+        counted(self, layer, *arguments)
+
+    def counted(self: LayerPasses, layer: int, *arguments: Any) -> None:
+        computed.append(layer)
+        forward(self, layer, *arguments)
+
+    monkeypatch.setattr(LayerPasses, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.export(master, broken, **asked)
+    assert computed == [0] and (tmp_path / ".broken.calibration").exists()
+    monkeypatch.setattr(LayerPasses, "forward", counted)
+    pqweights.export(master, broken, **asked)
+    assert computed == [0, 0] and folder_bytes(broken) == folder_bytes(whole)
+    assert pqweights.export(master, broken, **asked).already_done and computed == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "master", "whole"]
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
