@@ -12,13 +12,12 @@ from calls import evaluate, quantize
 from commands import done, refused
 from external_runtimes import need
 from language_models import BEGIN, babbler
-from safetensors import safe_open
 from tiny_gguf import llama_gguf
 
+from pqweights.checkpoint.source import open_local
 from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.calibrate import calibration_windows
-from pqweights.quality.options import CalibrationOptions
+from pqweights.quality import sample
 from pqweights.rewrite.results.evaluation_record import read_records
 
 torch = pytest.importorskip("torch")
@@ -118,37 +117,16 @@ def test_records_say_bos_and_do_not_replace_those_without(work, tmp_path):
     assert "stride 8, each begins with BOS, " in " ".join(done(*command, "--no-record").stdout.split())
 
 
-def test_calibration_reads_bos_and_its_files_say_so(work, tmp_path):
-    options = CalibrationOptions(window=32, max_tokens=512)
-    found, without = (
-        calibration_windows(work / "bos", TEXT, each)
-        for each in (options, CalibrationOptions(window=32, max_tokens=512, no_bos=True))
-    )
-    assert [ids[0] for ids in found.ids] == [BEGIN] * 16 and (found.bos, without.bos) == (True, False)
-    assert all(np.array_equal(one[1:], other[1:]) for one, other in zip(found.ids, without.ids, strict=True))
-    text = ("--text", work / "text.txt", "--window", 32, "--max-tokens", 1536)
-    for kind in ((), ("--moments",)):
-        folder = tmp_path / f"files{len(kind)}"
-        folder.mkdir()
-        for name, extra, expected in (("with", (), True), ("without", ("--no-bos",), None)):
-            report = json.loads(done("calibrate", work / "bos", folder / name, *text, *kind, *extra, "--json").stdout)
-            assert report["bos"] == bool(expected)
-            with safe_open(folder / name, "np") as file:
-                about = [json.loads(value) for value in file.metadata().values() if value.startswith("{")]
-            assert [entry.get("bos") for entry in about] == [expected]
-
-
-@pytest.mark.parametrize("text", [True, False])
-def test_sensitivity_reads_bos_and_its_file_says_so(text, work, tmp_path):
-    options = ("--tokens", 64, "--window", 32, *(("--text", work / "text.txt") if text else ()))
-    methods = []
-    for model, extra in (("bos", ()), ("bos", ("--no-bos",)), ("plain", ())):
-        out = tmp_path / f"{len(methods)}.json"
-        done("sensitivity", work / model, out, *options, *extra)
-        methods.append(json.loads(out.read_bytes()))
-    assert [each["method"].get("bos") for each in methods] == [True, None, None]
-    groups = [each["groups"] for each in methods]
-    assert groups[1] == groups[2] != groups[0]
+def test_windows_of_a_calibration_begin_with_bos_where_the_tokenizer_puts_it(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample, "WINDOW", 32)
+    monkeypatch.setattr(sample, "FEWEST_TOKENS", 512)
+    found = {}
+    for name in ("bos", "plain"):
+        (folder := tmp_path / name).mkdir()
+        wanted = {"source": work / name, "checkpoint": open_local(work / name), "text": str(work / "text.txt")}
+        found[name] = sample.SampleOf(**wanted, tokens=512).ids(folder, 1).numpy()
+    assert found["bos"].shape == found["plain"].shape == (16, 32)
+    assert (found["bos"][:, 0] == BEGIN).all() and np.array_equal(found["bos"][:, 1:], found["plain"][:, 1:])
 
 
 def test_only_the_token_that_the_tokenizer_adds_is_bos(work):
