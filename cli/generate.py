@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pqweights.common.units import counted, size_text
-from pqweights.planning.options import GenerateArguments, ModelArguments
+from pqweights.inference.options import GenerateArguments, ModelArguments
 
 from . import interrupts, options, output
 

@@ -18,13 +18,13 @@ from pqweights.errors import OptionError
 from pqweights.exports import get_target
 from pqweights.exports.exporting import MasterFolder
 from pqweights.exports.exporting import export as export_master
+from pqweights.inference.options import GenerateArguments
 from pqweights.planning.calibration import check_calibration
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import (
     CalibrateOptions,
     ExportArguments,
-    GenerateArguments,
     InspectArguments,
     MemoryOptions,
     PlanArguments,

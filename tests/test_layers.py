@@ -50,6 +50,7 @@ LAYERS = (
     ("pqweights.inference.loading", "pqweights.rewrite.results", "pqweights.inference.kv"),
     ("pqweights.rewrite.distributed",),
     ("pqweights.inference.runtimes",),
+    ("pqweights.inference.options",),
     ("pqweights.quality.options",),
     ("pqweights.quality", "pqweights.inference"),
     ("pqweights.publish.options",),
@@ -85,6 +86,7 @@ HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
 LIGHT = {
     "pqweights.common.units",
+    "pqweights.inference.options",
     "pqweights.planning.options",
     "pqweights.common.parameters",
     "pqweights.publish.options",

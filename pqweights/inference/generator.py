@@ -16,6 +16,7 @@ from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.common.strict_json import is_number, parse_json
 from pqweights.errors import GenerationError, SourceError
+from pqweights.inference.options import GenerationOptions
 from pqweights.inference.packing import check_fits, choose_packed, peak_bytes, read_needs
 from pqweights.inference.prompts import (
     ASSISTANT,
@@ -37,7 +38,6 @@ from pqweights.inference.runtimes.llama_library import GgufTokenizer
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
 from pqweights.inference.runtimes.steps import Continuation, TokenChoice, TorchStepper
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer
-from pqweights.planning.options import GenerationOptions
 
 # Called with each piece of the text as it comes.
 OnText = Callable[[str], None]

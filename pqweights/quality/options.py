@@ -8,18 +8,16 @@ from pathlib import Path
 from pqweights.common import parameters as checks
 from pqweights.common.parameters import StrPath, option, options
 from pqweights.errors import OptionError
+from pqweights.inference.options import MODEL_DTYPES, DeviceOption, TokenizerOption
 from pqweights.planning.options import (
     DEFAULT_SAMPLE_TOKENS,
     FEWEST_SAMPLE_TOKENS,
-    MODEL_DTYPES,
     RECIPE,
     SELF,
     CodecOptions,
-    DeviceOption,
     HubOptions,
     RuleOptions,
     ThreadsOption,
-    TokenizerOption,
     take_recipe,
 )
 

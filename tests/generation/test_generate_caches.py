@@ -16,10 +16,10 @@ from language_models import TEMPLATE, babbler, continued
 import pqweights
 from pqweights.errors import OptionError
 from pqweights.inference.generator import Generator
+from pqweights.inference.options import GenerationOptions
 from pqweights.inference.report import Generation
 from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
-from pqweights.planning.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 
 pytest.importorskip("transformers")

@@ -17,10 +17,10 @@ from language_models import SPEECH, TEMPLATE, babbler, continued, speaker
 import pqweights
 from pqweights.errors import GenerationError, OptionError, PqweightsError
 from pqweights.inference.generator import Generator
+from pqweights.inference.options import GenerationOptions
 from pqweights.inference.report import CONTEXT, END, INTERRUPTED, LENGTH, Generation
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.steps import Continuation
-from pqweights.planning.options import GenerationOptions
 from pqweights.planning.recipe import load_recipe
 
 torch = pytest.importorskip("torch")
