@@ -179,6 +179,7 @@ class Sensitivity:
                 {
                     "name": group.name,
                     "alpha": rounded(group.alpha),
+                    **({"points": [list(map(rounded, point)) for point in group.points]} if group.points else {}),
                     "weights": group.weights,
                 }
                 for group in self.groups

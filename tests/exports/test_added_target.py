@@ -111,7 +111,7 @@ def test_result_is_what_the_target_says_in_every_command(labelled: Path, base: P
     for key in ("label", "basis"):
         changed = Path(shutil.copytree(labelled, labelled.with_name(key)))
         (changed / path.name).write_text(path.read_text().replace('"mode":', f'"{key}":'))
-        said = f"pqweights.json: expected master_errors, mode, original_fingerprint, target, found '{key}'"
+        said = f"pqweights.json: expected calibration, master_errors, mode, original_fingerprint, target, found '{key}'"
         assert verify(changed, threads=1).problems == (said,)
 
 

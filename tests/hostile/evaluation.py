@@ -119,13 +119,19 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
     no_tokenizer = ("model/tokenizer.json", "model/tokenizer_config.json")
     encoder = "not a causal language model"
     lacks = ("lacks 1 weight",) if prefix == "eval" else ("no tensor for",)
+    remedy = "--tokenizer" if prefix == "eval" else "put its files there"
     not_finite = "logits are NaN" if prefix == "eval" else "finite"
     small, nan = stored(language_model(8)), stored(language_model(value=float("nan")))
     return [
         broken("config-damaged", "config.json", "JSON", config=b"{"),
         broken("model-unknown", "transformers cannot", "no_such_model", config=UNKNOWN),
         broken("model-an-encoder", "BertModel", encoder, config=BERT),
-        broken("tokenizer-missing", "model", "--tokenizer", without=no_tokenizer),
+        broken(
+            "tokenizer-missing",
+            "model",
+            "--tokenizer" if prefix == "eval" else "put its files there",
+            without=no_tokenizer,
+        ),
         broken("tokens-unknown-to-the-model", "token 15", "has only 8", config=language_model_config(8), weights=small),
         broken("weight-missing", *lacks, "lm_head.weight", weights=without_tensor("lm_head.weight")),
         broken("logits-nan", not_finite, weights=nan),

@@ -397,8 +397,9 @@ def test_error_is_below_that_of_llama_cpp(name: str) -> None:
 
     All weights in one process: llama.cpp's tables of a grid take it up to 11 seconds, once.
     """
+    # MXFP4 is chosen for weights enlarged by its error, which costs a share of the squared error (docs/exports.md).
     # The best factor of signs alone is the mean magnitude, which llama.cpp takes as well.
-    of_others = {"Q5_K": 0.93, "Q4_K": 0.96, "Q2_K": 0.96, "Q5_1": 0.98, "Q4_1": 0.98, "MXFP4": 0.96, "Q1_0": 1.0001}
+    of_others = {"Q5_K": 0.93, "Q4_K": 0.96, "Q2_K": 0.96, "Q5_1": 0.98, "Q4_1": 0.98, "MXFP4": 0.97, "Q1_0": 1.0001}
     kinds = ("gaussian", "heavy tails", "outlier columns", "sparse", "uniform", "minilm")
     for kind, weighted in itertools.product(kinds, (False, True)):
         values, factors = sample(kind), importance(1024) if weighted else None

@@ -91,7 +91,7 @@ for _key, _value in (
 ):
     _expected = "is not a number of JSON" if _value in (math.inf, math.nan) else f"groups[0].{_key}"
     DAMAGED.append((f"{_key} {str(_value)[:12]}", {"groups": [{**GROUP, _key: _value}]}, _expected))
-for _key in ("name", "alpha", "weights", "points"):
+for _key in ("name", "alpha", "weights"):
     _without = {key: value for key, value in GROUP.items() if key != _key}
     DAMAGED.append((f"without {_key}", {"groups": [_without]}, f"groups[0]: missing key {_key}"))
 

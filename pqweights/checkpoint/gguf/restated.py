@@ -44,8 +44,8 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     if "laurel_rank" in values or values.get("model_type") in ("gemma3n", "gemma3n_text"):
         _restate_gemma3n(values)
     _restate_full_layers(values)
-    named = (config.get("architectures") or [""])[0]
-    values["ranks"] = isinstance(named, str) and named.endswith("ForSequenceClassification")
+    named = config.get("architectures")
+    values["ranks"] = isinstance(named, list) and str(*named[:1]).endswith("ForSequenceClassification")
     if isinstance(every := values.get("global_attn_every_n_layers"), int) and every > 0:  # of ModernBERT
         layers = values.get("num_hidden_layers")
         number = min(layers, 512) if isinstance(layers, int) else 0

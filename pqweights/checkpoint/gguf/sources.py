@@ -23,7 +23,7 @@ from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
 from pqweights.checkpoint.gguf.file import SUFFIX, open_gguf
 from pqweights.checkpoint.gguf.rope import add_rope
 from pqweights.checkpoint.gguf.settings import Settings, read_settings
-from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors
+from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.views import ConstantTensor, InterleavedTensor, OffsetTensor, RenamedTensor
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE
@@ -111,7 +111,7 @@ def _model_tensors(
     try:
         if config.get("model_type") not in MODEL_TYPES:
             raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
-        views = _views(contents, read_settings(config))
+        views = _views(contents, with_draft_layers(read_settings(config), ()))
     except ExportError as error:
         reason = str(error).removeprefix("config.json: ").partition("; use --target")[0]
         raise SourceError(f"{contents.path}: not read as the model of {CONFIG_FILE}: {reason}") from None
