@@ -126,12 +126,7 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
         broken("config-damaged", "config.json", "JSON", config=b"{"),
         broken("model-unknown", "transformers cannot", "no_such_model", config=UNKNOWN),
         broken("model-an-encoder", "BertModel", encoder, config=BERT),
-        broken(
-            "tokenizer-missing",
-            "model",
-            "--tokenizer" if prefix == "eval" else "put its files there",
-            without=no_tokenizer,
-        ),
+        broken("tokenizer-missing", "model", remedy, without=no_tokenizer),
         broken("tokens-unknown-to-the-model", "token 15", "has only 8", config=language_model_config(8), weights=small),
         broken("weight-missing", *lacks, "lm_head.weight", weights=without_tensor("lm_head.weight")),
         broken("logits-nan", not_finite, weights=nan),
