@@ -44,17 +44,23 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     if "laurel_rank" in values or values.get("model_type") in ("gemma3n", "gemma3n_text"):
         _restate_gemma3n(values)
     _restate_full_layers(values)
-    named = config.get("architectures")
-    values["ranks"] = isinstance(named, list) and str(*named[:1]).endswith("ForSequenceClassification")
+    named = first_class(config)
+    values["ranks"] = named.endswith("ForSequenceClassification")
     if isinstance(every := values.get("global_attn_every_n_layers"), int) and every > 0:  # of ModernBERT
         layers = values.get("num_hidden_layers")
         number = min(layers, 512) if isinstance(layers, int) else 0
         values.setdefault("layer_types", [SLIDING if layer % every else FULL for layer in range(number)])
     if isinstance(width := values.get("d_model"), int) and width > 0:
         _restate_t5(values, width)
-    values["encodes"] = isinstance(named, str) and named.endswith("EncoderModel")
+    values["encodes"] = named.endswith("EncoderModel")
     values["mlp_widening"] = 2 if values.get("use_double_wide_mlp") else 1
     return values
+
+
+def first_class(config: Mapping[str, Any]) -> str:
+    """Return the first of the classes that config.json names; "" if it names none."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
 def _restate_t5(values: dict[str, Any], width: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.restated import restated
+from pqweights.checkpoint.gguf.restated import first_class, restated
 from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
 from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture, Setting
@@ -287,10 +287,10 @@ def sparse_layers(settings: Settings) -> list[bool]:
 
 def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise ExportError for a value with which llama.cpp would compute something else."""
-    named = config.get("architectures") or []
+    named = first_class(config)
     architecture = settings.architecture
-    if named and not named[0].endswith((*architecture.classes, "Model") if settings.embeds else architecture.classes):
-        raise settings.refusal(f"llama.cpp does not compute what {named[0]} does")
+    if named and not named.endswith((*architecture.classes, "Model") if settings.embeds else architecture.classes):
+        raise settings.refusal(f"llama.cpp does not compute what {named} does")
     for key, taken in architecture.values.items():
         value = settings.get(key)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
