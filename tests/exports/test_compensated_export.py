@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,25 @@ def test_few_tokens_are_rounded_plainly_and_named(driven: Path, tmp_path: Path) 
     run_command(command(driven, "vllm", None), tmp_path / "plain")
     plain, ours = read_all(tmp_path / "plain"), read_all(tmp_path / "out")
     assert np.array_equal(plain[f"{NAMES[0]}_packed"][1], ours[f"{NAMES[0]}_packed"][1])
+
+
+def test_inputs_that_cannot_be_used_are_named(driven: Path, tmp_path: Path) -> None:
+    """Channels along the columns, a vector of another size, and moments without any input."""
+    known = random_inputs(driven / "src")
+    query, output, down = NAMES
+    other = next(n for n, vector in enumerate(known.vectors) if vector.size != known.parts_of(output).shape[1])
+    known.weights[query] = replace(known.weights[query], transposed=True)
+    known.weights[output] = replace(known.weights[output], vectors=(other,))
+    known.parts_of(down)[:] = 0
+    report = run_command(command(driven, "vllm", known), tmp_path / "out")
+    found = {record.name: record.rounding for record in report.records if record.rounding}
+    for name, expected in (
+        (query, "its groups run along the outputs"),
+        (output, "input channels, found"),
+        (down, "its moments could not be factorized"),
+    ):
+        (reason,) = found[name]["rounded_plainly"]
+        assert expected in reason and found[name]["compensated"] == 0
 
 
 def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path) -> None:

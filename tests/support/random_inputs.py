@@ -44,6 +44,12 @@ class RandomInputs:
     def prepare(self, progress: Progress) -> None:
         pass
 
+    def parts_of(self, name: str) -> Array:
+        """The moments of what a matrix reads."""
+        (vector,) = self.weights[name].vectors
+        assert vector is not None
+        return self.parts[vector][0]
+
     def mean_squares(self, vector: int) -> Array:
         return np.diagonal(self.parts[vector][0])
 
