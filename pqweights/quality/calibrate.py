@@ -96,7 +96,7 @@ def calibrate(
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
         ids = sample.ids(work, threads)
-        check_windows(ids)
+        check_windows(*ids.shape)
         windows, window = ids.shape
         passes = LayerPasses(model=model, ids=ids, work=work, batch_tokens=window)
         layers = _searched(passes, checkpoint, planned, threads, progress)

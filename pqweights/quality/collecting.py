@@ -17,14 +17,13 @@ Doubles = npt.NDArray[np.float64]
 HELD_BACK_OF = 4
 
 
-def check_windows(ids: torch.Tensor) -> None:
-    """Raise EvaluationError if windows [windows, tokens] are too few to check on those that are held back."""
-    windows, window = ids.shape
+def check_windows(windows: int, window: int) -> None:
+    """Raise EvaluationError if so many windows are too few to check on those that are held back. window: its tokens"""
     fewest = HELD_BACK_OF * FEWEST_WINDOWS
     if windows < fewest:
         raise EvaluationError(
             f"the sample: expected at least {fewest * window} tokens, {fewest} windows of {window}, found "
-            f"{ids.numel()}; take more tokens, or give a longer text"
+            f"{windows * window}; take more tokens, or give a longer text"
         )
 
 

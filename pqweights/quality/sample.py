@@ -75,12 +75,17 @@ class SampleOf:
         weights = [(name, files[name].byte_count, files[name].modified) for name in self.checkpoint.weight_files]
         return [__version__, self.checkpoint.fingerprint(), small, weights, self.digest, self.tokens, WINDOW, SEED]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The windows, and the tokens of each; a short text has fewer windows."""
+        size = min(WINDOW, read_folder(self.source).context or WINDOW)
+        return max(1, self.tokens // size), size
+
     def ids(self, work: Path, threads: int) -> Tensor:
         """Return the token ids, [windows, tokens]; they are kept in a folder, so that no other is drawn."""
         file = work / "sample.safetensors"
         if not file.exists():
-            size = min(WINDOW, read_folder(self.source).context or WINDOW)
-            windows = max(1, self.tokens // size)
+            windows, size = self.shape
             ids = (
                 self._drawn(work, (windows, size), threads).numpy()
                 if self.text == SELF

@@ -56,6 +56,7 @@ def inputs_of(
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
     text = str(asked.calibrate)
     sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=asked.calibration_tokens)
+    check_windows(*sample.shape)
     key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
     with worked_on_in(folder_beside(out, key), out, key, threads) as work:
         yield SampledInputs(sample=sample, work=work, identity=key, threads=threads)
@@ -85,7 +86,7 @@ class SampledInputs:
     def _passes(self) -> LayerPasses:
         model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
         ids = self.sample.ids(self.work, self.threads)
-        check_windows(ids)
+        check_windows(*ids.shape)
         check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
         return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1])
 
