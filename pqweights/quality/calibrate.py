@@ -92,6 +92,7 @@ def calibrate(
         check_free(out, options.overwrite, kind="scales", read=open_scales)
         sample = SampleOf(source=source, checkpoint=checkpoint, text=str(options.text), tokens=options.tokens)
         model = LayeredModel(checkpoint, source, remedy="quantize it without `awq`")
+    check_windows(*sample.shape)
     stated, threads = sample.stated, options.threads or usable_cores()
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:

@@ -101,5 +101,5 @@ class VectorInputs:
         return (self._squares / max(self.tokens, 1)).astype(np.float32)
 
     def moments(self) -> Floats:
-        """Return the mean of x x', [K, K], after which nothing may be added."""
-        return self._sum.div_(max(self.tokens, 1)).numpy()
+        """Return the mean of x x', [K, K]."""
+        return (self._sum / max(self.tokens, 1)).numpy()

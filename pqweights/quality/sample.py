@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from pqweights import __version__
+from pqweights.checkpoint.names import EVALUATION_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LocalStorage
@@ -29,6 +30,8 @@ from pqweights.quality.layer_passes import save_whole
 from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.task import RunOptions
 
+# Ends of the names of small files on which a model and its tokenizer depend.
+READ_WITH_WEIGHTS = (".json", ".model", "merges.txt", "vocab.txt")
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
 FEWEST_TOKENS = 2048
@@ -70,7 +73,7 @@ class SampleOf:
         small = {
             name: hashlib.sha256((storage.root / name).read_bytes()).hexdigest()
             for name in sorted(files)
-            if name.endswith(".json") and "/" not in name
+            if name.endswith(READ_WITH_WEIGHTS) and "/" not in name and name != EVALUATION_FILE
         }
         weights = [(name, files[name].byte_count, files[name].modified) for name in self.checkpoint.weight_files]
         return [__version__, self.checkpoint.fingerprint(), small, weights, self.digest, self.tokens, WINDOW, SEED]

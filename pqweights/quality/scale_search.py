@@ -272,7 +272,7 @@ def _why_not(weight: Matrix, inputs: Inputs | None, transposed: bool) -> str:
     if not weight.begins_with_a_block:
         return "it shares blocks with the next matrix of the stack"
     if not all(np.isfinite(values).all() for values in (inputs.rms, inputs.rows, inputs.held_back)):
-        return "its inputs are not finite; try `dtype` float32"
+        return "its inputs are not finite"
     return ""
 
 

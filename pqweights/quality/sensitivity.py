@@ -54,7 +54,7 @@ class _SquaredGradients:
             for name, parameter in self._parameters.items()
         }
         self._block_sizes = block_sizes
-        self.sums = dict.fromkeys(self._parameters, 0.0)
+        self.sums: dict[str, float] = {}  # of those that a gradient reached
 
     def __enter__(self) -> _SquaredGradients:
         for parameter in self._parameters.values():
@@ -71,7 +71,7 @@ class _SquaredGradients:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 squares = _squares(self._model.part_of(name, parameter.grad), self._block_sizes[name])
-                self.sums[name] += float(squares @ self._mean_squares[name])
+                self.sums[name] = self.sums.get(name, 0.0) + float(squares @ self._mean_squares[name])
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -154,6 +154,7 @@ def _alphas(passes: LayerPasses, block_sizes: Mapping[str, int], progress: Progr
     for layer in reversed(range(last)):
         if not passes.file(ALPHAS, layer).exists():
             passes.backward(layer, partial(watch, layer), partial(keep, ALPHAS, layer))
+        passes.file("gradients", layer + 1).unlink(missing_ok=True)
         tell(f"layer {layer} backward")
     if not passes.file("embedding", last).exists():
         passes.embedding_backward(partial(watch, OUTSIDE), partial(keep, "embedding", last))

@@ -450,7 +450,7 @@ def test_non_finite_activations_and_weights_are_named(value: float, tmp_path: Pa
     for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
         found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
         assert best is None
-        assert "`dtype` float32" in found.reason
+        assert "not finite" in found.reason
     weight = gaussian(64, 128, seed=3)
     weight[40, 3] = value
     with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
