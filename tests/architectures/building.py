@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import Array
 from known_architectures import Architecture
+from safetensors.torch import load_file, save_file
 
 import pqweights
 from pqweights.checkpoint.readers import EncodedTensor
@@ -36,10 +38,20 @@ def build(about: Architecture, folder: Path) -> None:
             elif not parameter.any():
                 parameter.normal_(0, 0.05)
     model.save_pretrained(folder)
+    if about.published:
+        _rename(folder / "model.safetensors", about.published)
     path = folder / "config.json"
     saved = json.loads(path.read_bytes())
     _drop_unknown(saved, about.settings, config)
     path.write_text(json.dumps(saved))
+
+
+def _rename(path: Path, published: dict[str, str]) -> None:
+    """Give tensors the names that they have in published files."""
+    tensors = load_file(path)
+    for pattern, name in published.items():
+        tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _drop_unknown(saved: dict[str, Any], settings: dict[str, Any], config: Any) -> None:

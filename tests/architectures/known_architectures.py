@@ -92,6 +92,7 @@ class Architecture:
     settings: arguments of the config
     takes: what the model is called with: "ids", "seq2seq", "image", "image and ids", "sound" or "features"
     expected: what is expected of each target: LOADS, IN_VLLM, or a pattern of its refusal
+    published: patterns in the names of tensors that transformers saves, and what published files have in their place
     """
 
     model: str
@@ -99,6 +100,7 @@ class Architecture:
     settings: dict[str, Any]
     takes: str
     expected: dict[str, str]
+    published: dict[str, str]
 
 
 def A(
@@ -110,12 +112,13 @@ def A(
     vllm: str = LOADS,
     torchao: str = LOADS,
     mlx: str = UNKNOWN_TO_MLX,
+    published: dict[str, str] | None = None,
     **settings: Any,
 ) -> Architecture:
     """Return an architecture whose classes are named by a stem, with the settings of some groups and its own."""
     merged = {key: value for group in (*groups, settings) for key, value in group.items()}
     expected = {"bf16": LOADS, "vllm": vllm, "torchao": torchao, "mlx": mlx}
-    return Architecture(f"{stem}{head}", f"{config or stem}Config", merged, takes, expected)
+    return Architecture(f"{stem}{head}", f"{config or stem}Config", merged, takes, expected, published or {})
 
 
 GENERATES = "ForConditionalGeneration"
@@ -164,9 +167,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": A("Qwen2Moe", TEXT, EXPERTS, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
     "qwen3_moe": A("Qwen3Moe", TEXT, EXPERTS, mlx=LOADS),
     "qwen3_next": A("Qwen3Next", TEXT, EXPERTS, DELTA_NET, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
-    "qwen3_5": A("Qwen3_5", TEXT, DELTA_NET, config="Qwen3_5Text"),
+    "qwen3_5": A("Qwen3_5", TEXT, DELTA_NET, config="Qwen3_5Text", mlx=LOADS),
     "qwen3_5_moe": A(
-        "Qwen3_5Moe", TEXT, EXPERTS, DELTA_NET, config="Qwen3_5MoeText", shared_expert_intermediate_size=WIDTH
+        "Qwen3_5Moe", TEXT, EXPERTS, DELTA_NET, config="Qwen3_5MoeText", mlx=LOADS,
+        shared_expert_intermediate_size=WIDTH
     ),
     "gemma": A("Gemma", TEXT, mlx=LOADS),
     "gemma2": A("Gemma2", TEXT, mlx=LOADS),
@@ -193,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": A("Granite", TEXT, mlx=LOADS),
     "granitemoe": A("GraniteMoe", TEXT, EXPERTS, mlx=LOADS),
     "granitemoehybrid": A(
-        "GraniteMoeHybrid", TEXT, EXPERTS, mlx="Unknown layer type", shared_intermediate_size=WIDTH,
+        "GraniteMoeHybrid", TEXT, EXPERTS, mlx=LOADS, shared_intermediate_size=WIDTH,
         layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16
     ),
     "deepseek_v2": A(
@@ -203,9 +207,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v3": A("DeepseekV3", TEXT, EXPERTS, MLA, mlx=LOADS),
     "kimi_linear": A(
         "KimiLinear", TEXT, EXPERTS, vllm=RESHAPED, torchao=RESHAPED,
-        mlx="settings that config.json does not have: 'rope_theta' and 'linear_attn_config'", num_key_value_heads=4,
-        kv_lora_rank=WIDTH, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, linear_head_dim=32,
-        linear_num_heads=4, layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "dense"]
+        mlx=LOADS, num_key_value_heads=4, kv_lora_rank=WIDTH, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+        linear_head_dim=32, linear_num_heads=4, num_experts_per_tok=3, layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse"], published={r"(layers\.0)\.block_sparse_moe": r"\1.mlp"}
     ),
     "glm": A("Glm", TEXT, mlx=LOADS),
     "glm4": A("Glm4", TEXT, mlx=LOADS),
@@ -223,12 +227,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         topk_group=1
     ),
     "glm4_moe_lite": A("Glm4MoeLite", TEXT, MLA, mlx=LOADS),
-    # Published files of these two have settings that transformers does not write.
     "glm_moe_dsa": A(
-        "GlmMoeDsa", TEXT, MLA, mlx="'topk_method', 'scoring_func', and 'moe_layer_freq'", num_experts_per_tok=2,
-        index_n_heads=4, index_head_dim=64
+        "GlmMoeDsa", TEXT, MLA, mlx=LOADS, num_experts_per_tok=2, moe_intermediate_size=WIDTH, index_n_heads=4,
+        index_head_dim=64
     ),
-    "minimax_m2": A("MiniMaxM2", TEXT, EXPERTS, mlx="'shared_intermediate_size' and 'rotary_dim'"),
+    "minimax_m2": A("MiniMaxM2", TEXT, EXPERTS, mlx=LOADS),
     "mistral4": A("Mistral4", TEXT, MLA, mlx=LOADS, num_experts_per_tok=2, head_dim=48, rope_parameters={
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32,
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3}),
@@ -252,7 +255,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "laguna": A("Laguna", TEXT, EXPERTS, torchao=RENAMED, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
     "hy_v3": A("HYV3", TEXT, EXPERTS, torchao=RENAMED),
-    "exaone_moe": A("ExaoneMoe", TEXT, EXPERTS, mlx="settings that config.json does not have: 'is_moe_layer'"),
+    "exaone_moe": A("ExaoneMoe", TEXT, EXPERTS, mlx=LOADS),
     "hrm_text": A("HrmText", TEXT, vllm=RESHAPED, torchao=RESHAPED),
     "gpt_oss": A("GptOss", TEXT, EXPERTS, mlx=LOADS, intermediate_size=WIDTH, sliding_window=32),
     "jamba": A(
@@ -332,14 +335,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_5_vl": A("Qwen2_5_VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED}),
     "qwen3_vl": A("Qwen3VL", QWEN_VL, head=GENERATES, mlx=LOADS),
     "qwen3_vl_moe": A(
-        "Qwen3VLMoe", QWEN_VL, head=GENERATES, vllm=IN_VLLM, mlx="norm_topk_prob",
+        "Qwen3VLMoe", QWEN_VL, head=GENERATES, vllm=IN_VLLM, mlx=LOADS,
         text_config={**TEXT, **EXPERTS, **UNTIED},
     ),
     "qwen3_5 with images": A(
         "Qwen3_5", head=GENERATES, mlx=LOADS, text_config={**TEXT, **DELTA_NET}, vision_config=QWEN_VISION
     ),
     "kimi_k25": A(
-        "Kimi_K25", head=GENERATES, torchao=RENAMED, mlx="its model has no place for 40 tensors",
+        "Kimi_K25", head=GENERATES, torchao=RENAMED, mlx=LOADS,
+        published={r"^(language_model\.model)\.blocks": r"\1.layers", r"^model\.mm_projector": "mm_projector"},
         text_config={**TEXT, **EXPERTS, **MLA, "model_type": "deepseek_v3", "tie_word_embeddings": False},
         tie_word_embeddings=False,
         vision_config={"hidden_size": WIDTH, "intermediate_size": WIDE, "num_hidden_layers": 2,

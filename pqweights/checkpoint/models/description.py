@@ -9,31 +9,8 @@ from typing import Any
 from pqweights.checkpoint.models.conventions import FUSED, FusedLayer
 from pqweights.checkpoint.models.layers import LayerFlow
 from pqweights.checkpoint.models.llama_cpp import Architecture
+from pqweights.checkpoint.models.mlx_lm import MlxDifferences
 from pqweights.checkpoint.models.traits import Trait
-
-# What is done to the tensors of transformers before mlx-lm's own sanitize.
-UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlxDifferences:
-    """Where mlx-lm differs from transformers.
-
-    layout: UNPREFIXED, TURNED or STACKED: what its sanitize expects, and transformers does not write
-    other_head_dim: whether its default for head_dim is not that of transformers
-    head_in_text: whether the text_config of a model of images and text must say whether the head is tied
-    tied: what it takes if that does not say it, where it is known
-    vocabulary: its default for the size, which it looks for in the outer configuration only
-    rope_names: keys, and the keys in rope_parameters under which transformers 5 writes them
-    """
-
-    layout: str | None = None
-    other_head_dim: bool = False
-    head_in_text: bool = False
-    tied: bool | None = None
-    vocabulary: int | None = None
-    rope_names: Mapping[str, str] = field(default_factory=dict)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:

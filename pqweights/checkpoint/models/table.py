@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_encoders, llama_cpp_experts, llama_cpp_hybrids
-from pqweights.checkpoint.models.description import STACKED, TURNED, UNKNOWN, UNPREFIXED, MlxDifferences
+from pqweights.checkpoint.models.description import UNKNOWN
 from pqweights.checkpoint.models.description import ModelDescription as Row
+from pqweights.checkpoint.models.mlx_lm import MLX_DIFFERENCES
 from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
 
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -148,7 +149,6 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "falcon_h1": Row(
-        mlx=MlxDifferences(other_head_dim=True),
         llama_cpp=llama_cpp_hybrids.FALCON_H1, defaults=_sizes(4096, 14336, 32, 32, 8192) | _LLAMA | {
             "key_multiplier": 1.0, "attention_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
             "lm_head_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0,
@@ -169,7 +169,7 @@ _ROWS: dict[str, Row] = {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
     ),
-    "gemma3": replace(_GEMMA3, mlx=MlxDifferences(vocabulary=262208)),
+    "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "gemma3n_text": Row(
         llama_cpp=llama_cpp.GEMMA3N, defaults=_sizes(2048, 16384, 35, 8, 32768) | _TIED | {
@@ -219,12 +219,8 @@ _ROWS: dict[str, Row] = {
             "index_head_dim": 128, "index_topk": 2048, "attention_bias": False,
         },
     ),
-    "gpt2": Row(mlx=MlxDifferences(layout=UNPREFIXED)),
-    "gpt_neox": Row(mlx=MlxDifferences(
-        rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
-    )),
     "gpt_oss": Row(
-        flow=layers.GPT_OSS, mlx=MlxDifferences(layout=TURNED), traits=_TURNED,
+        flow=layers.GPT_OSS, traits=_TURNED,
         llama_cpp=llama_cpp_experts.GPT_OSS, defaults=_sizes(2880, 2880, 36, 64, 131072) | _LLAMA | {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 150000.0,
             "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
@@ -392,13 +388,13 @@ _ROWS: dict[str, Row] = {
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
         defaults=_sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32},
     ),
-    "qwen2_5_vl": replace(_QWEN2_VL, mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_moe": Row(llama_cpp=llama_cpp.QWEN2_MOE, defaults=_sizes(2048, 5632, 24, 16, 32768) | _QWEN | _SPARSE | {
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     }),
-    "qwen2_vl": replace(_QWEN2_VL, mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
@@ -407,7 +403,6 @@ _ROWS: dict[str, Row] = {
     "qwen3_5": Row(flow=layers.QWEN3_5, defaults=_sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
     "qwen3_5_moe": Row(
         flow=layers.QWEN3_5, defaults=_sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED,
-        mlx=MlxDifferences(layout=STACKED),
     ),
     "qwen3_5_moe_text": Row(
         flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
@@ -444,7 +439,7 @@ _ROWS: dict[str, Row] = {
             "norm_topk_prob": True, "attention_bias": False,
         },
     ),
-    "qwen3_vl": replace(_QWEN3_VL, mlx=MlxDifferences(head_in_text=True)),
+    "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "qwen3_vl_moe_text": _QWEN3_VL_MOE,
     "qwen3_vl_text": _QWEN3_VL,
@@ -474,8 +469,10 @@ _ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
-def _with_traits() -> dict[str, Row]:
+def _completed() -> dict[str, Row]:
     models = dict(_ROWS)
+    for model_type, differences in MLX_DIFFERENCES.items():
+        models[model_type] = replace(models.get(model_type, UNKNOWN), mlx=differences)
     for trait, types in TYPES_WITH.items():
         for model_type in types.split():
             model = models.get(model_type, UNKNOWN)
@@ -483,4 +480,4 @@ def _with_traits() -> dict[str, Row]:
     return models
 
 
-MODELS = _with_traits()
+MODELS = _completed()

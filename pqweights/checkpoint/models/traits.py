@@ -75,7 +75,7 @@ vjepa2 xclip xlstm
     Trait.WRAPS_TEXT: """
 gemma3n gemma4 kimi_k25 lfm2_vl llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
 """,
-    Trait.RUN_BY_MLX: "gpt2 laguna llama4",
+    Trait.RUN_BY_MLX: "gpt2 kimi_k25 kimi_linear laguna llama4 minimax_m3_vl",
     Trait.EXAMINED: """
 afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba bart beam bert
 bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blip-2 bloom blt camembert

@@ -1,0 +1,91 @@
+"""Where mlx-lm's models differ from those of transformers, by type of model: a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+# What is done to the tensors of transformers before mlx-lm's own sanitize.
+UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
+AS_PUBLISHED = "stacks of experts [experts, in, out]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlxDifferences:
+    """Where mlx-lm differs from transformers.
+
+    module: the type under which it has the model
+    layout: UNPREFIXED, TURNED, STACKED or AS_PUBLISHED: what its sanitize expects, and transformers does not write
+    other_head_dim: whether its default for head_dim is not that of transformers
+    head_in_text: whether the text_config of a model of images and text must say whether the head is tied
+    tied: what it takes if that does not say it, where it is known
+    vocabulary: its default for the size, which it looks for in the outer configuration only
+    rope_names: keys, and the keys in rope_parameters under which transformers 5 writes them
+    constants: settings that it requires, and that are a matter of course for transformers
+    computed: returns settings that transformers 5 writes under other names; a KeyError means that it did not
+    """
+
+    module: str | None = None
+    layout: str | None = None
+    other_head_dim: bool = False
+    head_in_text: bool = False
+    tied: bool | None = None
+    vocabulary: int | None = None
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+
+
+def _exaone_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"is_moe_layer": [kind == "sparse" for kind in config["mlp_layer_types"]]}
+
+
+def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    return {"layer_types": [names.get(kind, kind) for kind in config["layer_types"]]}
+
+
+def _kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers are counted from 1."""
+    kinds, dense = config["layer_types"], takewhile("dense".__eq__, config["mlp_layer_types"])
+    return {"first_k_dense_replace": len(list(dense)), "linear_attn_config": {
+        "kda_layers": [number for number, kind in enumerate(kinds, 1) if kind == "linear_attention"],
+        "full_attn_layers": [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"],
+        "head_dim": config["linear_head_dim"], "num_heads": config["linear_num_heads"],
+        "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+    }}  # fmt: skip
+
+
+def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"block_dim": config.get("block_dim", config["hidden_size"])}
+
+
+def _minimax(config: Mapping[str, Any]) -> dict[str, Any]:
+    turned = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+    return {"rotary_dim": int(config["head_dim"] * turned)}
+
+
+_BIASED_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+MLX_DIFFERENCES: dict[str, MlxDifferences] = {
+    "exaone_moe": MlxDifferences(computed=_exaone_moe),
+    "falcon_h1": MlxDifferences(other_head_dim=True),
+    "gemma3": MlxDifferences(vocabulary=262208),
+    "glm_moe_dsa": MlxDifferences(constants=_BIASED_SIGMOID | {"moe_layer_freq": 1}),
+    "gpt2": MlxDifferences(layout=UNPREFIXED),
+    "gpt_neox": MlxDifferences(rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}),
+    "gpt_oss": MlxDifferences(layout=TURNED),
+    "granitemoehybrid": MlxDifferences(computed=_granite_hybrid),
+    "kimi_linear": MlxDifferences(constants={"rope_theta": 10000.0}, computed=_kimi_linear),  # it has no RoPE
+    "lfm2": MlxDifferences(computed=_lfm2),
+    "minimax_m2": MlxDifferences(constants={"shared_intermediate_size": 0}, computed=_minimax),
+    "qwen2_5_vl": MlxDifferences(head_in_text=True, tied=True),
+    "qwen2_vl": MlxDifferences(head_in_text=True, tied=True),
+    "qwen3_5_moe": MlxDifferences(layout=STACKED),
+    "qwen3_5_moe_text": MlxDifferences(module="qwen3_5_moe", layout=STACKED),
+    "qwen3_5_text": MlxDifferences(module="qwen3_5"),
+    "qwen3_vl": MlxDifferences(head_in_text=True),
+    "qwen3_vl_moe": MlxDifferences(layout=AS_PUBLISHED, head_in_text=True),
+    "qwen3_vl_moe_text": MlxDifferences(constants={"norm_topk_prob": True}),
+}
