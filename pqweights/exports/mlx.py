@@ -32,7 +32,7 @@ from pqweights.common.markdown import fenced
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
 from pqweights.exports.architectures import MLX as MLX_TARGET
-from pqweights.exports.architectures import other_targets
+from pqweights.exports.architectures import check_attention, other_targets
 from pqweights.exports.assignment import (
     NOTHING,
     PLAIN,
@@ -443,12 +443,12 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     if importlib.util.find_spec("mlx") is None or package is None or not package.submodule_search_locations:
         raise MissingDependencyError(f"it needs mlx and mlx-lm: {pip_install('mlx')}")
     folder = Path(package.submodule_search_locations[0])
-    if (folder / "models" / f"{model_type}.py").is_file():
-        return
     # Some types are those of another module, by tables of literals that only an import would give.
-    if f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
+    is_file = (folder / "models" / f"{model_type}.py").is_file()
+    if not is_file and f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
         advice = other_targets(MLX_TARGET, config)
         raise ExportError(f"mlx-lm does not support this model ({config['model_type']!r}); {advice}")
+    check_attention(config)
 
 
 def _outlines(checkpoint: Checkpoint, settings: Sequence[MlxFormat]) -> list[Outline]:

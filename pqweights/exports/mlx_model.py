@@ -29,11 +29,11 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from pqweights.checkpoint.models import described, text_model
-from pqweights.checkpoint.models.mlx_lm import AS_PUBLISHED, STACKED, TURNED, UNPREFIXED, MlxDifferences
+from pqweights.checkpoint.models.mlx_lm import AS_PUBLISHED, NESTED, STACKED, TURNED, UNPREFIXED, MlxDifferences
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.exports.architectures import MLX, other_targets
+from pqweights.exports.architectures import MLX, check_attention, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
@@ -122,6 +122,8 @@ def read_model(
     _add_old_names(config)
     known = text_model(config)
     mlx = described(config["model_type"]).mlx
+    if mlx.layout == NESTED:
+        config["text_config"] = {**config}
     config["model_type"] = mlx.module or config["model_type"]
     with checked():
         building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
@@ -302,6 +304,7 @@ def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
 def _builder(config: dict[str, Any], mlx: MlxDifferences) -> Callable[[], Any]:
     """Return a function that makes the model, without memory for its parameters."""
     model_class, arguments_class = mlx_lm_utils._get_classes(config)
+    check_attention(config)
     _add_computed(config, arguments_class, mlx)
     arguments = arguments_class.from_dict(config)
     return lambda: model_class(arguments)
@@ -419,6 +422,11 @@ def _experts_as_published(weights: Weights) -> Weights:
     return result
 
 
+def _nested(weights: Weights) -> Weights:
+    """Name a text model alone as within its model of images and text."""
+    return {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+
+
 def _unprefixed_gpt2(weights: Weights) -> Weights:
     """Convert GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
     return {name.removeprefix("transformer."): w for name, w in weights.items()}
@@ -430,4 +438,5 @@ CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
     TURNED: _unfused_gpt_oss,
     STACKED: _stacked_experts,
     AS_PUBLISHED: _experts_as_published,
+    NESTED: _nested,
 }

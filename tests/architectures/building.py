@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 # Settings that a model reads although the class of its configuration does not name them.
 READ_BY_MODEL = ("position_buckets", "rope_theta")
 # transformers cuts or joins some of their weights as it loads them; these are decoded where others stay packed.
-REARRANGED = ("GteConfig", "HrmTextConfig")
+REARRANGED = ("GteConfig", "HrmTextConfig", "JinaEmbeddingsV3Config", "NomicBertConfig")
 IDS = [5, 77, 3, 9, 100, 42, 7, 7]
 
 
@@ -39,14 +39,14 @@ def build(about: Architecture, folder: Path) -> None:
                 parameter.normal_(0, 0.05)
     model.save_pretrained(folder)
     if about.published:
-        _rename(folder / "model.safetensors", about.published)
+        rename(folder / "model.safetensors", about.published)
     path = folder / "config.json"
     saved = json.loads(path.read_bytes())
     _drop_unknown(saved, about.settings, config)
     path.write_text(json.dumps(saved))
 
 
-def _rename(path: Path, published: dict[str, str]) -> None:
+def rename(path: Path, published: dict[str, str]) -> None:
     """Give tensors the names that they have in published files."""
     tensors = load_file(path)
     for pattern, name in published.items():

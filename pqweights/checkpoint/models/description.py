@@ -12,6 +12,7 @@ from pqweights.checkpoint.models.llama_cpp import Architecture
 from pqweights.checkpoint.models.mlx_lm import MlxDifferences
 from pqweights.checkpoint.models.traits import Trait
 
+
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
     """A type of model. What a row leaves out is not known, or as the conventions have it.
@@ -24,6 +25,7 @@ class ModelDescription:
     fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
+    in_memory: expressions for parts of the names of weights, and what transformers has in their place in memory
     traits: what else is true of it
     layers: how many the text model of one configuration has, if it says; no row of the table has it
     """
@@ -34,6 +36,7 @@ class ModelDescription:
     roles: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedLayer, ...] = FUSED
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
     traits: frozenset[Trait] = frozenset()
     layers: int | None = None
 

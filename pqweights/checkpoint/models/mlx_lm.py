@@ -9,7 +9,7 @@ from typing import Any
 
 # What is done to the tensors of transformers before mlx-lm's own sanitize.
 UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
-AS_PUBLISHED = "stacks of experts [experts, in, out]"
+AS_PUBLISHED, NESTED = "stacks of experts [experts, in, out]", "below language_model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,8 @@ class MlxDifferences:
     """Where mlx-lm differs from transformers.
 
     module: the type under which it has the model
-    layout: UNPREFIXED, TURNED, STACKED or AS_PUBLISHED: what its sanitize expects, and transformers does not write
+    layout: UNPREFIXED, TURNED, STACKED, AS_PUBLISHED or NESTED: what its sanitize expects, and transformers does not
+        write
     other_head_dim: whether its default for head_dim is not that of transformers
     head_in_text: whether the text_config of a model of images and text must say whether the head is tied
     tied: what it takes if that does not say it, where it is known
@@ -36,6 +37,10 @@ class MlxDifferences:
     rope_names: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+
+
+# How experts are chosen by DeepSeek V3, and by many since.
+_BIASED_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def _exaone_moe(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,16 +67,34 @@ def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"block_dim": config.get("block_dim", config["hidden_size"])}
 
 
+def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a sliding window have twice the heads for keys and values, and sinks."""
+    kinds, rope = config["layer_types"], config["rope_parameters"]
+    full, sliding = rope["full_attention"], rope["sliding_attention"]
+    return _BIASED_SIGMOID | {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
+        "sliding_window_size": config["sliding_window"], "layernorm_epsilon": config["rms_norm_eps"],
+        "rope_theta": full["rope_theta"], "swa_rope_theta": sliding["rope_theta"],
+        "partial_rotary_factor": full["partial_rotary_factor"], "n_shared_experts": None,
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"], "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }  # fmt: skip
+
+
 def _minimax(config: Mapping[str, Any]) -> dict[str, Any]:
     turned = config["rope_parameters"].get("partial_rotary_factor", 1.0)
     return {"rotary_dim": int(config["head_dim"] * turned)}
 
 
-_BIASED_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 MLX_DIFFERENCES: dict[str, MlxDifferences] = {
+    "apertus": MlxDifferences(constants={"mlp_bias": False, "post_norm": False, "qk_norm": True}),
     "exaone_moe": MlxDifferences(computed=_exaone_moe),
     "falcon_h1": MlxDifferences(other_head_dim=True),
     "gemma3": MlxDifferences(vocabulary=262208),
+    "gemma3n_text": MlxDifferences(module="gemma3n", layout=NESTED),
     "glm_moe_dsa": MlxDifferences(constants=_BIASED_SIGMOID | {"moe_layer_freq": 1}),
     "gpt2": MlxDifferences(layout=UNPREFIXED),
     "gpt_neox": MlxDifferences(rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}),
@@ -79,6 +102,7 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "granitemoehybrid": MlxDifferences(computed=_granite_hybrid),
     "kimi_linear": MlxDifferences(constants={"rope_theta": 10000.0}, computed=_kimi_linear),  # it has no RoPE
     "lfm2": MlxDifferences(computed=_lfm2),
+    "mimo_v2_flash": MlxDifferences(computed=_mimo),
     "minimax_m2": MlxDifferences(constants={"shared_intermediate_size": 0}, computed=_minimax),
     "qwen2_5_vl": MlxDifferences(head_in_text=True, tied=True),
     "qwen2_vl": MlxDifferences(head_in_text=True, tied=True),
@@ -88,4 +112,8 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "qwen3_vl": MlxDifferences(head_in_text=True),
     "qwen3_vl_moe": MlxDifferences(layout=AS_PUBLISHED, head_in_text=True),
     "qwen3_vl_moe_text": MlxDifferences(constants={"norm_topk_prob": True}),
-}
+    "solar_open": MlxDifferences(
+        constants={"first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
+        computed=lambda config: {"intermediate_size": config.get("intermediate_size", config["moe_intermediate_size"])},
+    ),
+}  # fmt: skip

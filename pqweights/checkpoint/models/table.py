@@ -14,7 +14,7 @@ from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_encoders, l
 from pqweights.checkpoint.models.description import UNKNOWN
 from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.mlx_lm import MLX_DIFFERENCES
-from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
+from pqweights.checkpoint.models.traits import IN_MEMORY, TYPES_WITH, Trait
 
 HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -473,6 +473,8 @@ def _completed() -> dict[str, Row]:
     models = dict(_ROWS)
     for model_type, differences in MLX_DIFFERENCES.items():
         models[model_type] = replace(models.get(model_type, UNKNOWN), mlx=differences)
+    for model_type, names in IN_MEMORY.items():
+        models[model_type] = replace(models.get(model_type, UNKNOWN), in_memory=names)
     for trait, types in TYPES_WITH.items():
         for model_type in types.split():
             model = models.get(model_type, UNKNOWN)
