@@ -13,7 +13,7 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import BY_TENSOR, SELF, QuantizeArguments
+from pqweights.planning.options import BY_TENSOR, QuantizeArguments
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration
@@ -85,7 +85,7 @@ def calibrated_codes(
         )
         encoded = calibration.encode()
         about = {
-            "sample": asked.calibrate if asked.calibrate == SELF else "text",
+            "sample": sample.kind,
             "tokens": ids.numel(),
             "window": ids.shape[1],
             "seed": SEED,

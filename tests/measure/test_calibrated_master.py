@@ -104,6 +104,11 @@ def test_the_manifest_states_the_sample_and_what_was_measured(source: Path, mast
         assert 0 < entry["weighed_mse"] < 4 * entry["relative_mse"]
 
 
+def test_the_mixture_serves_where_there_is_neither_text_nor_a_sample(source: Path, tmp_path: Path) -> None:
+    pqweights.quantize(source, tmp_path / "mixed", "t3", calibrate="mixture", **SHORT)
+    assert manifest(tmp_path / "mixed")["calibrated"]["sample"] == "mixture"
+
+
 def test_the_embedding_that_is_only_looked_up_is_named(made: tuple[Path, Any]) -> None:
     assert any("'model.embed_tokens.weight': not calibrated" in line for line in made[1].warnings)
 
@@ -319,7 +324,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_computed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "free_bytes", lambda folder: 1_000_000)
-    with pytest.raises(OutputError, match=r"a calibration needs 2.* take fewer `calibration_tokens`"):
+    with pytest.raises(OutputError, match=r"a calibration needs 2.* take fewer tokens"):
         pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
 
 
@@ -374,7 +379,7 @@ def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
         ({"recipe": "t4", "calibrate": "self", "ray": "local"}, PqweightsError, "`ray`: a calibration runs on one"),
         ({"recipe": "t4", "calibrate": "self", "low_disk": True}, PqweightsError, "`low_disk`: a calibration reads"),
         ({"recipe": "t4", "calibrate": "self", "awq": "FILE"}, PqweightsError, "leave out `awq` or `calibrate`"),
-        ({"recipe": "t4", "calibrate": "missing.txt"}, EvaluationError, "missing.txt: expected a UTF-8 text"),
+        ({"recipe": "t4", "calibrate": "missing.txt"}, EvaluationError, "missing.txt: expected a text, or a folder"),
         ({"recipe": "t4", "calibrate": "self", "fold": "equalize"}, PqweightsError, "leave out `calibrate` or `fold`"),
         ({"recipe": "t4", "calibration_tokens": 4096}, PqweightsError, "expected `calibrate` as well"),
         ({"recipe": "t4", "calibrate": "self", "calibration_tokens": 100}, PqweightsError, "expected at least 2048"),
