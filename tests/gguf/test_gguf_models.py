@@ -142,6 +142,7 @@ OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_m
 FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": None},
     "distilbert": {"layer_norm_eps": 1e-12},
+    "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "t5": {"max_position_embeddings": 512},
 }

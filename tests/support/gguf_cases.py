@@ -173,6 +173,7 @@ CASES = {
         name="Ernie4_5_Moe", settings={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}
     ),
     "hunyuan moe": Case(name="HunYuanMoEV1", settings=WIDE_HEADS | {"num_experts": 4, "moe_topk": 2}),
+    "hy v3": Case(name="HYV3", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 3, "num_experts": 8}),
     "olmoe": Case(name="Olmoe", settings=EXPERTS | {"num_key_value_heads": 4}),
     "exaone moe": Case(
         name="ExaoneMoe", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 32}

@@ -153,7 +153,7 @@ def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, .
 
 def _architecture(settings: Settings) -> str:
     package = gguf_package()
-    return str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
+    return settings.architecture.label or str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
 
 
 def _notes(

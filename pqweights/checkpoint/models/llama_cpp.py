@@ -95,6 +95,7 @@ class Architecture:
     """How llama.cpp runs a type of model.
 
     name: its name in gguf.MODEL_ARCH
+    label: its name in files, if the package does not have it; name is then that of one with the same tensors
     prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
     unused: an expression for tensors that it does without, by their names without the prefix
     modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
@@ -147,6 +148,7 @@ class Architecture:
     """
 
     name: str
+    label: str = ""
     prefix: str = ""
     unused: str = ""
     modules: Mapping[str, str] = field(default_factory=dict)

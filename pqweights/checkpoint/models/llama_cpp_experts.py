@@ -116,6 +116,24 @@ GLM4_MOE = Architecture(
     values=SILU,
 )
 DOTS1 = replace(GLM4_MOE, name="DOTS1", partial_rope=False, drafts=False)
+HY_V3 = Architecture(
+    name="DOTS1",
+    label="hy_v3",
+    modules={
+        r"mlp\.router\.gate": "mlp.gate",
+        r"mlp\.expert_bias": "mlp.gate.e_score_correction",
+        r"mlp\.shared_mlp\.(\w+)": r"mlp.shared_experts.\1",
+        "final_layernorm": "shared_head.norm",  # of a draft layer
+    },
+    settings=(
+        *EXPERTS, EXPERT_WIDTH, DENSE_FIRST, SIGMOID, NORMED._replace(key="route_norm"),
+        Setting("expert_shared_feed_forward_length", "moe_intermediate_size * num_shared_experts"),
+        SCALED._replace(key="router_scaling_factor"),
+    ),
+    rope=frozenset({"default"}),
+    drafts=True,
+    values=SILU | {"attention_bias": (False, None), "mlp_bias": (False, None)},
+)  # fmt: skip
 MINIMAX_M2 = Architecture(
     name="MINIMAXM2",
     modules=ROUTER_BIAS,
