@@ -90,21 +90,38 @@ def test_published_names_of_qwen3_5_moe_give_the_same_file(tmp_path: Path) -> No
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_published_configuration_of_kimi_linear_means_what_transformers_writes(tmp_path: Path) -> None:
-    """Its layers are listed from 1, in a part of their own, as llama.cpp's conversion/kimi_linear.py expects it."""
+# What published configurations state instead of keys of transformers: as llama.cpp's conversion/*.py reads them.
+# Kimi Linear lists its layers from 1, in a part of their own; MiMo V2 lists them as 0 and 1, and counts the tokens of
+# its window without the one that attends.
+INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "kimi linear": (
+        ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "mlp_layer_types"),
+        {"first_k_dense_replace": 1, "linear_attn_config": {
+            "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4,
+        }},
+    ),
+    "mimo v2": (
+        ("layer_types", "mlp_layer_types", "sliding_window", "rope_parameters", "rms_norm_eps", "n_shared_experts"),
+        {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "sliding_window": 32,
+         "sliding_window_size": 32, "rope_theta": 500000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.5,
+         "layernorm_epsilon": 1e-5, "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_head_dim": 32,
+         "swa_v_head_dim": 24, "routed_scaling_factor": None, "topk_method": "noaux_tc"},
+    ),
+    "hy v3": (("mlp_layer_types",), {"first_k_dense_replace": 1, "route_norm": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_published_configurations_mean_what_transformers_writes(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import gguf_cases
 
-    gguf_cases.saved(gguf_cases.CASES["kimi linear"], tmp_path)
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
     expected = converted(tmp_path).metadata
     stated = json.loads((tmp_path / "config.json").read_text())
-    keys = ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "mlp_layer_types")
-    own = {key: stated.pop(key) for key in keys}
-    stated["linear_attn_config"] = {
-        "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": own["linear_head_dim"],
-        "num_heads": own["linear_num_heads"], "short_conv_kernel_size": own["linear_conv_kernel_dim"],
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(stated | {"first_k_dense_replace": 1}))
+    dropped, published = INSTEAD[name]
+    kept = {key: value for key, value in stated.items() if key not in dropped}
+    (tmp_path / "config.json").write_text(json.dumps(kept | published))
     assert converted(tmp_path).metadata == expected
 
 

@@ -174,6 +174,12 @@ CASES = {
     ),
     "hunyuan moe": Case(name="HunYuanMoEV1", settings=WIDE_HEADS | {"num_experts": 4, "moe_topk": 2}),
     "hy v3": Case(name="HYV3", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 3, "num_experts": 8}),
+    "mimo v2": Case(
+        name="MiMoV2Flash", settings=WIDE_HEADS | ROUTED | {"num_hidden_layers": 4, "v_head_dim": 24,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 33},
+        rope={kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+              for kind, base in (("full_attention", 5e5), ("sliding_attention", 1e4))},
+    ),
     "olmoe": Case(name="Olmoe", settings=EXPERTS | {"num_key_value_heads": 4}),
     "exaone moe": Case(
         name="ExaoneMoe", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 32}

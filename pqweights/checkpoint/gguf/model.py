@@ -229,9 +229,9 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
     stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
     for setting in stated.values():
         if setting.zero and not settings.get(setting.key):
-            getattr(writer, f"add_{setting.parameter}")(0)
+            _add(writer, setting.parameter, 0)
         elif not setting.optional or settings.get(setting.key):
-            getattr(writer, f"add_{setting.parameter}")(value_of(setting, settings))
+            _add(writer, setting.parameter, value_of(setting, settings))
     if architecture.encoder:
         writer.add_causal_attention(False)
     add_pooling(settings, writer, tensors)
@@ -248,6 +248,15 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.stated_window:
         writer.add_sliding_window(0)
+
+
+def _add(writer: Any, parameter: str, value: Any) -> None:
+    """Write a hyper-parameter. parameter: see Setting"""
+    if "." not in parameter:
+        getattr(writer, f"add_{parameter}")(value)
+        return
+    add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}.get(type(value), writer.add_array)
+    add(f"{writer.arch}.{parameter}", value)
 
 
 class GgufTensor(NamedTuple):

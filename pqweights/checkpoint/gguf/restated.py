@@ -25,6 +25,8 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     _restate_layers(values)
     if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
         values["sliding_window_pattern"] = 1 + pattern.index("G")
+    if (of_type := _BY_TYPE.get(str(values.get("model_type")))) is not None:
+        of_type(values)
     if isinstance(mlps := values.get("mlp_layer_types"), list):
         values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
     if values.get("num_global_key_value_heads") is not None:
@@ -124,3 +126,25 @@ def _restate_gemma3n(values: dict[str, Any]) -> None:
         values["sparse_layers"] = 10
     if isinstance(widths := values.get("intermediate_size"), list) and len(set(widths)) == 1:
         values["intermediate_size"] = widths[0]
+
+
+def _restate_mimo(values: dict[str, Any]) -> None:
+    """State the layers of MiMo V2, of which published configurations list the kinds as 0 and 1."""
+    layers = values.get("num_hidden_layers", 48)
+    numbers = range(min(layers, 512) if isinstance(layers, int) else 0)
+    windowed = values.get("hybrid_layer_pattern") or [n > 0 and (n + 1) % 6 != 0 for n in numbers]
+    sparse = values.get("moe_layer_freq") or [n > 0 for n in numbers]
+    if isinstance(windowed, list) and isinstance(sparse, list):
+        values.setdefault("layer_types", [SLIDING if of else FULL for of in windowed])
+        values.setdefault("mlp_layer_types", ["sparse" if of else "dense" for of in sparse])
+    for key, default in {"head_dim": 192, "v_head_dim": 128, "num_attention_heads": 64}.items():
+        values.setdefault(f"swa_{key}", values.get(key, default))
+    if isinstance(heads := values.get("num_key_value_heads", 4), int):
+        values.setdefault("swa_num_key_value_heads", 2 * heads)
+    if isinstance(window := values.get("sliding_window_size"), int):  # without the token itself
+        values["sliding_window"] = 1 + window
+    if "swa_rope_theta" in values:
+        values["rope_local_base_freq"] = values["swa_rope_theta"]
+
+
+_BY_TYPE = {"mimo_v2_flash": _restate_mimo}

@@ -22,7 +22,7 @@ OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"),
     "max_position_embeddings": ("max_trained_positions", "n_positions", "model_max_length"),
-    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
+    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layernorm_epsilon"),
     "layer_norm_eps": ("layer_norm_epsilon", "norm_eps"),
     "hidden_size": ("n_embd", "d_model", "dim"),
     "intermediate_size": ("n_inner", "d_ff", "hidden_dim"),

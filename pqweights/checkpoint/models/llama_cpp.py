@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 class Setting(NamedTuple):
     """A hyper-parameter of a GGUF file.
 
-    parameter: its name in the gguf package, whose writer has a method add_{parameter}
+    parameter: its name in the gguf package, whose writer has a method add_{parameter}; or, with a dot, what its key has
+        behind the name of the architecture, of those that the package lacks
     key: the key of the configuration that holds it, or a sum of products of keys and numbers: "a * b / 2 + c"
     real: whether it need not be a whole number
     optional: whether the model may do without it

@@ -12,6 +12,7 @@ from pqweights.checkpoint.models.llama_cpp import (
     LAYERS,
     QKV,
     SILU,
+    SLIDING,
     Architecture,
     Cut,
     Setting,
@@ -133,6 +134,26 @@ HY_V3 = Architecture(
     rope=frozenset({"default"}),
     drafts=True,
     values=SILU | {"attention_bias": (False, None), "mlp_bias": (False, None)},
+)  # fmt: skip
+MIMO2 = Architecture(
+    name="MIMO2",
+    modules={**ROUTER_BIAS, r"self_attn\.(attention_sink_bias)": r"self_attn.\1.weight"},
+    settings=(
+        *EXPERTS, *GROUPS, EXPERT_WIDTH, DENSE_FIRST,
+        Setting("head_count_kv", "swa_num_key_value_heads", only=f"{SLIDING}.*", other="num_key_value_heads"),
+        Setting("value_length", "v_head_dim"),
+        Setting("attention.value_scale", "attention_value_scale", real=True, optional=True),
+    ),
+    shapes={
+        "ATTN_K": (None, "hidden_size"), "ATTN_V": (None, "hidden_size"),
+        "ATTN_OUT": ("hidden_size", "num_attention_heads * v_head_dim"),
+    },
+    rope=frozenset({"default"}),
+    partial_rope=True,
+    windows=LAYERS,
+    window_listed=True,
+    equal=tuple((f"swa_{key}", key) for key in ("head_dim", "v_head_dim", "num_attention_heads")),
+    values=SILU | {"routed_scaling_factor": (1.0, None), "norm_topk_prob": (True,), "attention_bias": (False, None)},
 )  # fmt: skip
 MINIMAX_M2 = Architecture(
     name="MINIMAXM2",

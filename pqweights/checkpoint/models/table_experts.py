@@ -120,6 +120,14 @@ ROWS: dict[str, Row] = {
             "use_qk_norm": True, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
         },
     ),
+    "mimo_v2_flash": Row(
+        llama_cpp=llama_cpp_experts.MIMO2, defaults=sizes(4096, 16384, 48, 64, 131072) | LLAMA | {
+            "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "num_experts": 256,
+            "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 2048,
+            "rms_norm_eps": 1e-5, "attention_value_scale": 0.707, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+            "attention_bias": False,
+        },
+    ),
     "minimax_m2": Row(
         llama_cpp=llama_cpp_experts.MINIMAX_M2, defaults=sizes(3072, 1536, 62, 48, 196608) | LLAMA | {
             "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0, "num_experts": 256,
