@@ -59,8 +59,10 @@ def outcomes() -> dict[str, dict[str, str]]:
         if model.llama_cpp is not None:
             rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
     configs = [f"{case.name}{'Text' if case.text else ''}Config" for case in built.CASES.values()]
+    seeing = [f"{case.name}TextConfig" for case in built.CASES.values() if case.vision is not None]
     for config in (
         *configs,
+        *seeing,
         *(f"{case.name}Config" for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())),
     ):
         rows[type_of(config)]["gguf"] = RUN

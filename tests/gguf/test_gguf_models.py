@@ -137,12 +137,13 @@ def keys_in(expression: str) -> set[str]:
 
 
 # What wraps a text model with a configuration of its own, and a type that transformers does not have.
-OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "step3p7"}
 # What a class computes anyway, or a model has without a key of its own.
 FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": None},
     "distilbert": {"layer_norm_eps": 1e-12},
     "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
+    "step3p5": {"norm_expert_weight": True, "num_experts": 288},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "t5": {"max_position_embeddings": 512},
 }

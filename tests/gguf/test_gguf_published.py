@@ -107,6 +107,23 @@ INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
          "layernorm_epsilon": 1e-5, "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_head_dim": 32,
          "swa_v_head_dim": 24, "routed_scaling_factor": None, "topk_method": "noaux_tc"},
     ),
+    "step3p5": (
+        ("text_config",),
+        {"text_config": {
+            "model_type": "step3p5", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "num_attention_groups": 2, "moe_num_experts": 8,
+            "moe_top_k": 2, "moe_intermediate_size": 48, "share_expert_dim": 40, "moe_layers_enum": "1,2,3",
+            "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 1.0, "norm_expert_weight": True,
+            "use_head_wise_attn_gate": True, "num_nextn_predict_layers": 1, "max_position_embeddings": 512,
+            "layer_types": ["full_attention", *["sliding_attention"] * 4], "sliding_window": 32, "bos_token_id": 1,
+            "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32},
+            "rope_theta": [5e5, 1e4, 1e4, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 1.0],
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64,
+                             "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "swiglu_limits": [None, 0.05, 0.0, 0.1, 0.0], "swiglu_limits_shared": [0.2, None, 0.1, 0.3, 0.0],
+            "eos_token_id": 2, "pad_token_id": 0,
+        }},
+    ),
     "hy v3": (("mlp_layer_types",), {"first_k_dense_replace": 1, "route_norm": True}),
 }  # fmt: skip
 

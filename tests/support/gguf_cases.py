@@ -180,6 +180,15 @@ CASES = {
         rope={kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
               for kind, base in (("full_attention", 5e5), ("sliding_attention", 1e4))},
     ),
+    "step3p5": Case(
+        name="Step3p7", vision=VISION | {"num_hidden_layers": 1, "num_attention_heads": 2},
+        settings=WIDE_HEADS | ROUTED | {"num_hidden_layers": 4, "share_expert_dim": 40, "sliding_window": 32,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3, "num_sliding_attention_heads": 6,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "swiglu_limits": [None, 0.05, 0.0, 0.1],
+        "swiglu_limits_shared": [0.2, None, 0.1, 0.3]},
+        rope={"full_attention": LLAMA3 | {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
     "olmoe": Case(name="Olmoe", settings=EXPERTS | {"num_key_value_heads": 4}),
     "exaone moe": Case(
         name="ExaoneMoe", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 32}

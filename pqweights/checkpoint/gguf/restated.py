@@ -25,7 +25,8 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     _restate_layers(values)
     if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
         values["sliding_window_pattern"] = 1 + pattern.index("G")
-    if (of_type := _BY_TYPE.get(str(values.get("model_type")))) is not None:
+    types = (_BY_TYPE.get(str(part.get("model_type"))) for part in (values, config))
+    if (of_type := next(filter(None, types), None)) is not None:
         of_type(values)
     if isinstance(mlps := values.get("mlp_layer_types"), list):
         values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
@@ -147,4 +148,32 @@ def _restate_mimo(values: dict[str, Any]) -> None:
         values["rope_local_base_freq"] = values["swa_rope_theta"]
 
 
-_BY_TYPE = {"mimo_v2_flash": _restate_mimo}
+def _restate_step(values: dict[str, Any]) -> None:
+    """State the kinds of layers of Step 3.5, of which published configurations list bases of rotary embeddings."""
+    layers, experts = values.get("num_hidden_layers", 45), values.get("moe_layers_enum")
+    layers = min(layers, 512) if isinstance(layers, int) else 0
+    lists = ("layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", "partial_rotary_factors")
+    for key in lists:  # layers that predict further tokens are listed, too
+        if isinstance(listed := values.get(key), list):
+            values[key] = listed[:layers]
+    sparse = experts.split(",") if isinstance(experts, str) else experts or range(3, layers)
+    if isinstance(sparse, list | range):
+        numbers = {str(number).strip() for number in sparse}
+        values.setdefault("mlp_layer_types", ["sparse" if str(n) in numbers else "dense" for n in range(layers)])
+    other = values.get("attention_other_setting")
+    heads = other.get("num_attention_heads") if isinstance(other, dict) else None
+    if values.get("num_sliding_attention_heads") is None:
+        values["num_sliding_attention_heads"] = heads or values.get("num_attention_heads", 64)
+    types, bases = values.get("layer_types"), values.pop("rope_theta", 10000.0)
+    bases = bases if isinstance(bases, list) else [bases] * layers
+    shares = values.get("partial_rotary_factors") or [1.0] * layers
+    if isinstance(types, list) and isinstance(shares, list) and len(types) == len(bases) == len(shares):
+        of_kind = dict(zip(types, zip(bases, shares, strict=True), strict=True))
+        scaled = {FULL: values.pop("rope_scaling", None) or {}}
+        values.setdefault("rope_parameters", {
+            kind: {"rope_theta": base, "partial_rotary_factor": share, **scaled.get(kind, {})}
+            for kind, (base, share) in of_kind.items()
+        })  # fmt: skip
+
+
+_BY_TYPE = {"mimo_v2_flash": _restate_mimo, "step3p5": _restate_step, "step3p7": _restate_step}

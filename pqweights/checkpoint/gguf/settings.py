@@ -20,7 +20,8 @@ from pqweights.errors import ExportError
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token"),
+    "num_key_value_heads": ("num_attention_groups",),
     "max_position_embeddings": ("max_trained_positions", "n_positions", "model_max_length"),
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layernorm_epsilon"),
     "layer_norm_eps": ("layer_norm_epsilon", "norm_eps"),
@@ -107,6 +108,14 @@ class Settings:
     def real(self, key: str) -> float:
         """Return a positive number. Raises ExportError if there is none."""
         return self.positive(self.get(key), key)
+
+    def numbers(self, key: str) -> list[float]:
+        """Return a number for each layer, 0 for those without one. Raises ExportError for anything else."""
+        values, layers = self.get(key), self.number("num_hidden_layers")
+        fitting = isinstance(values, list) and len(values) == layers
+        if not fitting or not all(value in (None, 0) or is_positive(value) for value in values):
+            raise self.refusal(f"expected a number for each of {layers} layers as {key}, found {values!r:.80}")
+        return [float(value or 0) for value in values] + [0.0] * self.draft_layers
 
     def product(self, expression: str) -> float:
         """Return the product of keys as in Scaled.by. Raises ExportError if one is no positive number."""
@@ -377,6 +386,8 @@ def value_of(setting: Setting, settings: Settings) -> Any:
     """Return the value of a hyper-parameter: one, or one for each layer."""
     if setting.truth:
         return settings.truth(setting.key)
+    if setting.listed:
+        return settings.numbers(setting.key)
     value = settings.real(setting.key) if setting.real else settings.number(setting.key)
     if setting.of:
         return getattr(gguf_package(), setting.of)(value)

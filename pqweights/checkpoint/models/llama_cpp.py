@@ -23,6 +23,7 @@ class Setting(NamedTuple):
     other: what the other layers have, as in key
     zero: whether it is written as 0 if the configuration has none
     of: the enumeration in the gguf package that it is one of
+    listed: whether the configuration lists it layer by layer, and the file, too; None is 0
     """
 
     parameter: str
@@ -34,6 +35,7 @@ class Setting(NamedTuple):
     other: str = ""
     zero: bool = False
     of: str = ""
+    listed: bool = False
 
 
 class Cut(NamedTuple):
@@ -122,6 +124,7 @@ class Architecture:
     interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
     rope: the kinds of scaled rotary embeddings that it computes
     rotated: how many channels of a head may be rotated
+    half_rotated: whether it rotates half of them in layers with full attention, and all in those with a window
     rope_sections: how many frequencies stand for time, height and width, if the configuration does not say
     partial_rope: whether it can rotate a part of them
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
@@ -174,6 +177,7 @@ class Architecture:
     interleaved: bool = False
     rope: frozenset[str] = frozenset({"default", "linear", "yarn"})
     rotated: str = "head_dim"
+    half_rotated: bool = False
     rope_sections: tuple[int, ...] = ()
     partial_rope: bool = False
     free_head_dim: bool = True

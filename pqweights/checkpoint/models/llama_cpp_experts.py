@@ -155,6 +155,26 @@ MIMO2 = Architecture(
     equal=tuple((f"swa_{key}", key) for key in ("head_dim", "v_head_dim", "num_attention_heads")),
     values=SILU | {"routed_scaling_factor": (1.0, None), "norm_topk_prob": (True,), "attention_bias": (False, None)},
 )  # fmt: skip
+STEP35 = Architecture(
+    name="STEP35",
+    modules={r"moe\.router_bias": "moe.router_bias.bias"},
+    settings=(
+        *EXPERTS, EXPERT_WIDTH, DENSE_FIRST, SIGMOID, SCALED._replace(key="moe_router_scaling_factor"),
+        NORMED._replace(key="norm_expert_weight"),
+        Setting("head_count", "num_sliding_attention_heads", only=f"{SLIDING}.*", other="num_attention_heads"),
+        Setting("expert_shared_feed_forward_length", "share_expert_dim"),
+        Setting("swiglu_clamp_exp", "swiglu_limits", listed=True, optional=True),
+        Setting("swiglu_clamp_shexp", "swiglu_limits_shared", listed=True, optional=True),
+    ),
+    shapes={"ATTN_Q": (None, "hidden_size"), "ATTN_OUT": ("hidden_size", None)},
+    rope=frozenset({"default", "llama3"}),
+    half_rotated=True,
+    windows=LAYERS,
+    window_listed=True,
+    own_head=True,
+    values=SILU | {"attention_bias": (False, None), "use_bidirectional_attention": (False, None)}
+    | {"use_head_wise_attn_gate": (True, None), "moe_router_activation": ("sigmoid", None)},
+)  # fmt: skip
 MINIMAX_M2 = Architecture(
     name="MINIMAXM2",
     modules=ROUTER_BIAS,

@@ -10,6 +10,15 @@ from pqweights.checkpoint.models.traits import Trait
 
 TURNED_EXPERTS = frozenset({Trait.TURNED_EXPERTS})
 
+_STEP = Row(
+    traits=frozenset({Trait.ZERO_CENTRED_NORMS}),
+    llama_cpp=llama_cpp_experts.STEP35, defaults=sizes(4096, 11264, 45, 64, 128000) | LLAMA | {
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "num_experts": 288, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280, "share_expert_dim": 1280, "moe_router_scaling_factor": 1.0,
+        "norm_expert_weight": True, "attention_bias": False,
+    },
+)  # fmt: skip
+
 ROWS: dict[str, Row] = {
     "deepseek_v2": Row(
         llama_cpp=llama_cpp_experts.DEEPSEEK2_SOFTMAX, defaults=sizes(4096, 11008, 32, 32, 2048) | LLAMA | {
@@ -149,4 +158,6 @@ ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-05, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
         },
     ),
+    "step3p5": _STEP,
+    "step3p7": _STEP,
 }  # fmt: skip
