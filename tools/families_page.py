@@ -56,6 +56,8 @@ def outcomes() -> dict[str, dict[str, str]]:
     encoders = importlib.import_module("encoder_cases")
     rows: dict[str, dict[str, str]] = {}
     for name, model in MODELS.items():
+        if model.llama_cpp_differs:
+            rows.setdefault(name, {})["gguf"] = REFUSED
         if model.llama_cpp is not None:
             rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
     configs = [f"{case.name}{'Text' if case.text else ''}Config" for case in built.CASES.values()]

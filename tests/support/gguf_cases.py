@@ -159,6 +159,10 @@ CASES = {
     "glm dsa": Case(
         name="GlmMoeDsa", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "rms_norm_eps": 1e-6}
     ),
+    "deepseek v3.2": Case(
+        name="DeepseekV32", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "n_group": 2},
+        rope=SCALED_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, tokens=200,
+    ),
     "mistral4": Case(
         name="Mistral4", settings=MLA | ROUTED | {"head_dim": 24},
         rope=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},

@@ -179,8 +179,8 @@ def _notes(
         )
     if (chosen := settings.get("index_topk")) and any(s.key == "index_topk" for s in settings.architecture.settings):
         yield (
-            f"llama.cpp compares the scores by which {chosen} tokens are chosen in half precision: in longer texts it "
-            "may attend to others than transformers"
+            f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
+            "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"
         )
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:

@@ -165,6 +165,11 @@ def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = Non
     # text model, and compute otherwise.
     model_type = config.get("model_type")
     model = text_model(config) if has_trait(model_type, Trait.WRAPS_TEXT) else described(model_type)
+    if model.llama_cpp_differs:
+        raise ExportError(
+            f"config.json: GGUF cannot hold a model of type {model_type}: llama.cpp {model.llama_cpp_differs}; "
+            "use another target"
+        )
     if model.llama_cpp is None:
         covered = ", ".join(sorted(name for name, model in MODELS.items() if model.llama_cpp is not None))
         raise ExportError(

@@ -136,6 +136,7 @@ class Architecture:
     window_base: whether layers with a window may have a base of rotary embeddings of their own
     window_scaled: whether they have the same scaled rotary embeddings as others
     yarn_scales_attention: whether mscale_all_dim of YaRN scales the attention
+    yarn_mscale: the only mscale with which it does, if there is one
     temperature: whether it computes llama_4_scaling_beta, by which attention depends on the position
     layers_without: for keys, of how many layers the models are that do without them
     rounds_yarn: whether the model does not round the bounds of YaRN, and users take it that llama.cpp does
@@ -189,6 +190,7 @@ class Architecture:
     window_base: bool = True
     window_scaled: bool = False
     yarn_scales_attention: bool = False
+    yarn_mscale: float | None = None
     temperature: bool = False
     layers_without: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rounds_yarn: bool = False

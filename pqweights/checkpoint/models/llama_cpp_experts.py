@@ -88,6 +88,7 @@ MISTRAL4 = replace(
     settings=(*(setting for setting in DEEPSEEK2.settings if setting != SIGMOID), SOFTMAX),
     rotated="qk_nope_head_dim + qk_rope_head_dim",
     partial_rope=True,
+    yarn_mscale=1.0,
     temperature=True,
     layers_without={},
     drafts=False,
@@ -102,11 +103,13 @@ GLM_DSA = replace(
         Setting("indexer_key_length", "index_head_dim"),
         Setting("indexer_top_k", "index_topk"),
     ),
+    rope=frozenset({"default", "linear"}),
     layers_without={},
     layer_types=frozenset({"indexed_attention"}),
     biases=frozenset({"INDEXER_K_NORM"}),
     values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
 )
+DEEPSEEK32 = replace(GLM_DSA, label="deepseek32", rope=DEEPSEEK2.rope, yarn_mscale=1.0)
 GLM4_MOE = Architecture(
     name="GLM4_MOE",
     modules=ROUTER_BIAS,

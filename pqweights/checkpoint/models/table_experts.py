@@ -37,6 +37,15 @@ ROWS: dict[str, Row] = {
             "rope_interleave": True, "attention_bias": False,
         },
     ),
+    "deepseek_v32": Row(
+        llama_cpp=llama_cpp_experts.DEEPSEEK32, defaults=sizes(7168, 18432, 61, 128, 163840) | LLAMA | {
+            "num_key_value_heads": 128, "head_dim": 64, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts": 256,
+            "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+            "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "attention_bias": False,
+        },
+    ),
     "dots1": Row(
         llama_cpp=llama_cpp_experts.DOTS1, defaults=sizes(4608, 10944, 62, 32, 2048) | LLAMA | {
             "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408,
@@ -153,6 +162,7 @@ ROWS: dict[str, Row] = {
             "attention_bias": False,
         },
     ),
+    "phimoe": Row(llama_cpp_differs="normalizes without the mean, and weighs two experts by one softmax"),
     "olmoe": Row(
         llama_cpp=llama_cpp_experts.OLMOE, defaults=sizes(2048, 2048, 16, 16, 4096) | LLAMA | {
             "rms_norm_eps": 1e-05, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
