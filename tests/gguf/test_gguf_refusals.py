@@ -29,7 +29,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 
 
 def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="type phimoe: llama.cpp normalizes without .* one softmax; use another tar"):
+    with pytest.raises(ExportError, match=r"type phimoe: llama.cpp normalizes without .* one softmax; use another tar"):
         converted(write_llama(tmp_path, config={"model_type": "phimoe"}))
 
 
