@@ -138,7 +138,7 @@ def keys_in(expression: str) -> set[str]:
 
 
 # What wraps a text model with a configuration of its own, and a type that transformers does not have.
-OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "step3p7"}
+OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "step3p7", "phi4mm"}
 # What a class computes anyway, or a model has without a key of its own.
 FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": None},

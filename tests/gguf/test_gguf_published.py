@@ -142,6 +142,28 @@ def test_published_configurations_mean_what_transformers_writes(name: str, tmp_p
     assert converted(tmp_path).metadata == expected
 
 
+def test_adapters_of_phi_4_multimodal_are_left_out(tmp_path: Path) -> None:
+    """Its own code (modeling_phi4mm.py) has them beside each matrix, which is then a base_layer; so is its file."""
+    sizes = {"head_dim": 8, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 128}
+    config = CONFIG | sizes | {"model_type": "phi4mm", "architectures": ["Phi4MMForCausalLM"]}
+    tensors = llama_tensors()
+    for layer in range(2):
+        path = f"model.layers.{layer}"
+        for whole, parts in (
+            ("self_attn.qkv_proj", "self_attn.[qkv]_proj"),
+            ("mlp.gate_up_proj", "mlp.(gate|up)_proj"),
+        ):
+            rows = [tensors.pop(name)[1] for name in list(tensors) if re.fullmatch(f"{path}.{parts}.weight", name)]
+            tensors[f"{path}.{whole}.weight"] = bf16(np.concatenate(rows))
+    plain = converted(write_checkpoint(tmp_path / "plain", tensors, config=config))
+    published = {re.sub(r"(_proj)\.weight", r"\1.base_layer.weight", name): value for name, value in tensors.items()}
+    adapters = [f"model.layers.1.mlp.down_proj.lora_{part}.speech.weight" for part in "AB"]
+    published |= {name: bf16(gaussian(4, 4)) for name in adapters}
+    model = converted(write_checkpoint(tmp_path / "hub", published, config=config))
+    assert model.metadata == plain.metadata and named(model).keys() == named(plain).keys()
+    assert model.left_out.keys() == {*adapters} and "adapter for images or sound" in model.left_out[adapters[0]]
+
+
 def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:
     """Mistral 3 of images and text, with the prefixes of its published files."""
     text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "ministral3"}

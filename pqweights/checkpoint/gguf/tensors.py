@@ -108,14 +108,14 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         behind = name_behind(name, layers) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
+        elif re.fullmatch(settings.architecture.unused, name):
+            left_out[tensor.name] = settings.architecture.unused_why
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
         elif drafts and behind is None:
             left_out[tensor.name] = "predicts further tokens, which the model does without"
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
-        elif re.fullmatch(settings.architecture.unused, name):
-            left_out[tensor.name] = "not needed for the vectors of tokens"
         else:
             kept.append(NamedTensor(_known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out

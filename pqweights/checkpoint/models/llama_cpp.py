@@ -101,6 +101,7 @@ class Architecture:
     label: its name in files, if the package does not have it; name is then that of one with the same tensors
     prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
     unused: an expression for tensors that it does without, by their names without the prefix
+    unused_why: the reason
     modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
         outside of layers, and the names of those that it does
     cuts: expressions for modules that it holds as several
@@ -156,6 +157,7 @@ class Architecture:
     label: str = ""
     prefix: str = ""
     unused: str = ""
+    unused_why: str = "not needed for the vectors of tokens"
     modules: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
@@ -371,6 +373,14 @@ PHI3 = Architecture(
     shapes={"FFN_UP": ("intermediate_size * 2", "hidden_size")},
     stated_window=True,
     values=SILU,
+)
+
+# With adapters for images and sound, which texts alone do without; published files have them in the layers.
+PHI4_MULTIMODAL = replace(
+    PHI3,
+    unused=r".*\.lora_[AB]\..*",
+    unused_why="part of an adapter for images or sound, which the text model does without",
+    modules={r"(.+)\.base_layer": r"\1"},
 )
 
 GRANITE = replace(

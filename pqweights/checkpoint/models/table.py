@@ -50,6 +50,11 @@ _QWEN3_VL_MOE = Row(
     },
 )  # fmt: skip
 
+_PHI4_MULTIMODAL = Row(
+    llama_cpp=llama_cpp.PHI4_MULTIMODAL, defaults=sizes(3072, 8192, 32, 32, 131072) | LLAMA | {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
+    },
+)  # fmt: skip
 _ROBERTA = Row(
     llama_cpp=llama_cpp_encoders.ROBERTA, defaults=sizes(768, 3072, 12, 12, 512) | TIED | {
         "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": False, "pad_token_id": 1,
@@ -253,6 +258,8 @@ _ROWS: dict[str, Row] = {
             "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
         },
     ),
+    "phi4_multimodal": _PHI4_MULTIMODAL,
+    "phi4mm": _PHI4_MULTIMODAL,
     "qwen2": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
         defaults=sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32},
