@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from gguf_files import edit_config
 from helpers import read_all, write_checkpoint
 
 VOCABULARY = 128
@@ -76,6 +77,7 @@ class Case:
     tokens: how many are compared
     text: whether its config is that of the text model of a family that also sees
     vision: the vision_config of a model that sees; its settings are those of its text_config
+    published: keys of config.json that published files have otherwise
     """
 
     name: str
@@ -84,6 +86,7 @@ class Case:
     tokens: int = 80
     text: bool = False
     vision: dict[str, Any] | None = None
+    published: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -158,6 +161,10 @@ CASES = {
     "deepseek v2 lite": Case(
         name="DeepseekV2", rope=SCALED_YARN,
         settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27},
+    ),
+    "kimi k2": Case(name="DeepseekV3", settings=MLA | ROUTED, published={"model_type": "kimi_k2"}),
+    "kimi k2.5": Case(
+        name="Kimi_K25", settings=MLA | ROUTED | {"model_type": "deepseek_v3"}, vision=SMALL | {"num_hidden_layers": 1}
     ),
     "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
     "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
@@ -266,6 +273,10 @@ CASES = {
     "qwen3 vl moe": Case(
         name="Qwen3VLMoe", settings=WIDE_HEADS | EXPERTS, rope={"mrope_section": [6, 5, 5]}, vision=VISION
     ),
+    "mistral3": Case(
+        name="Mistral3", settings=WIDE_HEADS | {"model_type": "ministral3"},
+        rope=YARN | {"llama_4_scaling_beta": 0.1}, vision=SMALL | {"num_hidden_layers": 1, "model_type": "pixtral"},
+    ),
     "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
     "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),
     "qwen3_5 moe": Case(name="Qwen3_5Moe", settings=DELTA_NET | SHARED_EXPERT, text=True),
@@ -299,6 +310,7 @@ def saved(case: Case, folder: Path) -> Any:
     """The model of a case, which is also written to a folder."""
     model = build(case)
     model.save_pretrained(folder)
+    edit_config(folder, case.published)
     if case.name == "Gemma3n":  # published files have keys and values, which it does without, of the last layers, too
         tensors = read_all(folder)
         parts = ("k_proj", "v_proj", "k_norm")
@@ -308,6 +320,9 @@ def saved(case: Case, folder: Path) -> Any:
             for part in parts
         }
         write_checkpoint(folder, tensors | copied)
+    if case.name == "Kimi_K25":  # transformers calls layers of the text model as those of the tower are called
+        tensors = read_all(folder)
+        write_checkpoint(folder, {name.replace("model.blocks.", "model.layers."): tensors[name] for name in tensors})
     return model
 
 
