@@ -142,6 +142,22 @@ def test_published_configurations_mean_what_transformers_writes(name: str, tmp_p
     assert converted(tmp_path).metadata == expected
 
 
+def test_experts_of_qwen3_vl_moe_are_read_either_way(tmp_path: Path) -> None:
+    """The Hub has [experts, in, out], as conversion/qwen3vl.py turns them; transformers 5 saves [experts, out, in]."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["qwen3 vl moe"], tmp_path)
+    expected, tensors = all_values(converted(tmp_path)), read_all(tmp_path)
+    stacks = [name for name in tensors if ".experts." in name]
+    assert len(stacks) == 4
+    turned = {name: f32(np.ascontiguousarray(tensors[name][1].swapaxes(1, 2))) for name in stacks}
+    write_checkpoint(tmp_path, tensors | turned)
+    published = all_values(converted(tmp_path))
+    assert published.keys() == expected.keys()
+    assert all(np.array_equal(published[name], expected[name]) for name in expected)
+
+
 def test_adapters_of_phi_4_multimodal_are_left_out(tmp_path: Path) -> None:
     """Its own code (modeling_phi4mm.py) has them beside each matrix, which is then a base_layer; so is its file."""
     sizes = {"head_dim": 8, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 128}
