@@ -138,13 +138,15 @@ def keys_in(expression: str) -> set[str]:
 
 
 # What wraps a text model with a configuration of its own, and a type that transformers does not have.
-OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "step3p7", "phi4mm"}
+OTHERS = {"gemma3", "kimi_k2", "minimax_m3_vl", "phi4mm", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"}
+OTHERS |= {"step3p7"}
 # What a class computes anyway, or a model has without a key of its own.
 FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": None},
     "distilbert": {"layer_norm_eps": 1e-12},
     "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
     "step3p5": {"norm_expert_weight": True, "num_experts": 288},
+    "minimax_m3_vl_text": {"norm_topk_prob": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "t5": {"max_position_embeddings": 512},
 }
@@ -157,6 +159,7 @@ KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "num_hidden_layers",
     "original_max_position_embeddings",
     "query_pre_attn_scalar",
+    "rotary_dim",
     "tie_word_embeddings",
 }
 
@@ -170,6 +173,7 @@ def keys_of(architecture: Architecture) -> set[str]:
     ]
     expressions += [size for scaled in architecture.scaled.values() for size in scaled.blocks]
     expressions += [architecture.rotated, architecture.period_key, architecture.first_position]
+    expressions += [side for sides in architecture.equal for side in sides]
     keys = {key for expression in expressions for key in keys_in(expression)} | architecture.values.keys()
     factors = [by for scaled in architecture.scaled.values() for by in scaled.by]
     keys |= {key.partition(".")[0] for by in factors for key in keys_in(by)}

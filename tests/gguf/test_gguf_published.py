@@ -91,8 +91,8 @@ def test_published_names_of_qwen3_5_moe_give_the_same_file(tmp_path: Path) -> No
 
 
 # What published configurations state instead of keys of transformers: as llama.cpp's conversion/*.py reads them.
-# Kimi Linear lists its layers from 1, in a part of their own; MiMo V2 lists them as 0 and 1, and counts the tokens of
-# its window without the one that attends.
+# Kimi Linear lists its layers from 1, in a part of their own; MiMo V2 and MiniMax M3 list them as 0 and 1; MiMo counts
+# the tokens of its window without the one that attends; Step 3.5 lists those that predict further tokens, too.
 INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "kimi linear": (
         ("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "mlp_layer_types"),
@@ -108,20 +108,23 @@ INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
          "swa_v_head_dim": 24, "routed_scaling_factor": None, "topk_method": "noaux_tc"},
     ),
     "step3p5": (
-        ("text_config",),
-        {"text_config": {
-            "model_type": "step3p5", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32,
-            "num_hidden_layers": 4, "num_attention_heads": 4, "num_attention_groups": 2, "moe_num_experts": 8,
-            "moe_top_k": 2, "moe_intermediate_size": 48, "share_expert_dim": 40, "moe_layers_enum": "1,2,3",
-            "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 1.0, "norm_expert_weight": True,
-            "use_head_wise_attn_gate": True, "num_nextn_predict_layers": 1, "max_position_embeddings": 512,
-            "layer_types": ["full_attention", *["sliding_attention"] * 4], "sliding_window": 32, "bos_token_id": 1,
-            "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32},
-            "rope_theta": [5e5, 1e4, 1e4, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 1.0],
-            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64,
-                             "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            "swiglu_limits": [None, 0.05, 0.0, 0.1, 0.0], "swiglu_limits_shared": [0.2, None, 0.1, 0.3, 0.0],
-            "eos_token_id": 2, "pad_token_id": 0,
+        ("mlp_layer_types", "layer_types", "rope_parameters", "num_sliding_attention_heads", "query_pre_attn_scalar",
+         "per_layer_config", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok"),
+        {"num_attention_groups": 2, "moe_num_experts": 8, "moe_top_k": 2, "moe_layers_enum": "1,2,3",
+         "moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_head_wise_attn_gate": True,
+         "num_nextn_predict_layers": 1, "layer_types": ["full_attention", *["sliding_attention"] * 4],
+         "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 32},
+         "rope_theta": [5e5, 1e4, 1e4, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 1.0],
+         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64,
+                          "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+         "swiglu_limits": [None, 0.05, 0.0, 0.1, 0.0], "swiglu_limits_shared": [0.2, None, 0.1, 0.3, 0.0]},
+    ),
+    "minimax m3": (
+        ("mlp_layer_types", "layer_types", "index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks",
+         "index_local_blocks"),
+        {"moe_layer_freq": [0, 1, 1], "hidden_act": "swigluoai", "n_shared_experts": 1, "sparse_attention_config": {
+            "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 128, "sparse_topk_blocks": 16,
+            "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1],
         }},
     ),
     "hy v3": (("mlp_layer_types",), {"first_k_dense_replace": 1, "route_norm": True}),
@@ -137,8 +140,9 @@ def test_published_configurations_mean_what_transformers_writes(name: str, tmp_p
     expected = converted(tmp_path).metadata
     stated = json.loads((tmp_path / "config.json").read_text())
     dropped, published = INSTEAD[name]
-    kept = {key: value for key, value in stated.items() if key not in dropped}
-    (tmp_path / "config.json").write_text(json.dumps(kept | published))
+    text = stated.get("text_config", stated)
+    kept = {key: value for key, value in text.items() if key not in dropped} | published
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"text_config": kept} if text is not stated else kept))
     assert converted(tmp_path).metadata == expected
 
 

@@ -72,6 +72,7 @@ class Case:
     """A model.
 
     name: of its family, in the names of classes
+    head: the class, if it is not {name}ForCausalLM or {name}ForConditionalGeneration
     settings: beside SETTINGS
     rope: its rope_parameters, but for a theta of 10000
     tokens: how many are compared
@@ -81,6 +82,7 @@ class Case:
     """
 
     name: str
+    head: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] | None = None
     tokens: int = 80
@@ -185,6 +187,13 @@ CASES = {
         name="MiniMaxM2",
         settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
         rope={"partial_rotary_factor": 0.5},
+    ),
+    "minimax m3": Case(
+        name="MiniMaxM3VL", head="MiniMaxM3SparseForConditionalGeneration",
+        vision=SMALL | {"num_hidden_layers": 1}, rope={"partial_rotary_factor": 0.5},
+        settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16, "index_n_heads": 2,
+        "dense_intermediate_size": 80, "shared_intermediate_size": 96, "index_head_dim": 32, "num_hidden_layers": 3,
+        "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] + ["sparse"] * 2},
     ),
     "ernie4_5 moe": Case(
         name="Ernie4_5_Moe", settings={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}
@@ -292,8 +301,8 @@ def build(case: Case) -> Any:
     if case.vision is not None:
         settings = {"text_config": settings, "vision_config": case.vision, "tie_word_embeddings": False}
     config = getattr(transformers, f"{case.name}{'Text' if case.text else ''}Config")(**settings)
-    head = "CausalLM" if case.vision is None else "ConditionalGeneration"
-    model = getattr(transformers, f"{case.name}For{head}")(config).eval()
+    head = case.head or f"{case.name}For{'CausalLM' if case.vision is None else 'ConditionalGeneration'}"
+    model = getattr(transformers, head)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

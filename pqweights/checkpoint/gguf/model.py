@@ -177,7 +177,8 @@ def _notes(
             "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
             "are a little different, as in every GGUF file of this model"
         )
-    if (chosen := settings.get("index_topk")) and any(s.key == "index_topk" for s in settings.architecture.settings):
+    if settings.architecture.chosen:
+        chosen = settings.number(settings.architecture.chosen)
         yield (
             f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
             "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"

@@ -176,4 +176,18 @@ def _restate_step(values: dict[str, Any]) -> None:
         })  # fmt: skip
 
 
+def _restate_minimax_m3(values: dict[str, Any]) -> None:
+    """State the kinds of layers of MiniMax M3, which published configurations list as 0 and 1, and its indexer."""
+    sparse = values.get("sparse_attention_config")
+    sparse = sparse if isinstance(sparse, dict) else {}
+    names = {"num_index_heads": "n_heads", "index_dim": "head_dim", "block_size": "block_size"}
+    names |= {"topk_blocks": "topk_blocks", "local_block": "local_blocks"}
+    values |= {f"index_{name}": sparse[f"sparse_{old}"] for old, name in names.items() if f"sparse_{old}" in sparse}
+    if isinstance(chosen := sparse.get("sparse_attention_freq"), list):
+        values.setdefault("layer_types", ["minimax_m3_sparse" if of else FULL for of in chosen])
+    if isinstance(experts := values.get("moe_layer_freq"), list):
+        values.setdefault("mlp_layer_types", ["sparse" if of else "dense" for of in experts])
+
+
 _BY_TYPE = {"mimo_v2_flash": _restate_mimo, "step3p5": _restate_step, "step3p7": _restate_step}
+_BY_TYPE |= dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), _restate_minimax_m3)

@@ -257,6 +257,9 @@ def _check_layer_types(settings: Settings) -> None:
     key = settings.architecture.period_key
     if key and layer_types(settings) != layer_types(replace(settings, values={**settings.values, "layer_types": None})):
         raise settings.refusal(f"llama.cpp has full attention in every {settings.number(key)}th layer only")
+    kind, first = settings.architecture.with_experts, settings.number_of("leading_dense_block_count", 0)
+    if kind and [of == kind for of in layer_types(settings)] != sparse_layers(settings):
+        raise settings.refusal(f"llama.cpp has {kind} in all layers behind the first {first}, and no others")
     mlps = settings.get("mlp_layer_types")
     if mlps is not None and mlps != ["sparse" if sparse else "dense" for sparse in sparse_layers(settings)]:
         raise settings.refusal(

@@ -104,6 +104,8 @@ class Architecture:
     unused_why: the reason
     modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
         outside of layers, and the names of those that it does
+    tensors: expressions for tensors of a layer, or whole names outside of layers, that the gguf package does not know
+        under any name, and their names in the file
     cuts: expressions for modules that it holds as several
     tiled: expressions for modules or parameters with value heads in another order
     scaled: expressions for modules, whole names outside of layers among them, whose weights are multiplied
@@ -113,6 +115,8 @@ class Architecture:
     reshaped: the shapes of parameters that it holds with other dimensions
     final_norm: the name of the last norm
     layer_types: the kinds of layers that it has, and beside them
+    with_experts: the kind that layers with experts have, and no others
+    chosen: to how many tokens a layer attends, which are chosen by scores, as in Setting.key
     equal: what must be equal, as in Setting.key
     uneven: an expression for tensors that not all layers of a kind have
     classes: the ends of the names of transformers' classes with what it computes
@@ -159,6 +163,7 @@ class Architecture:
     unused: str = ""
     unused_why: str = "not needed for the vectors of tokens"
     modules: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
     scaled: Mapping[str, Scaled] = field(default_factory=dict)
@@ -168,6 +173,8 @@ class Architecture:
     reshaped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     final_norm: str = "output_norm.weight"
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
+    with_experts: str = ""
+    chosen: str = ""
     equal: tuple[tuple[str, str], ...] = ()
     uneven: str = ""
     classes: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

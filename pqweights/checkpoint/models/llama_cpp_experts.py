@@ -104,6 +104,7 @@ GLM_DSA = replace(
         Setting("indexer_top_k", "index_topk"),
     ),
     rope=frozenset({"default", "linear"}),
+    chosen="index_topk",
     layers_without={},
     layer_types=frozenset({"indexed_attention"}),
     biases=frozenset({"INDEXER_K_NORM"}),
@@ -185,6 +186,36 @@ MINIMAX_M2 = Architecture(
     partial_rope=True,
     values=SILU,
 )
+# Attention to blocks of tokens that an indexer chooses.
+MINIMAX_M3 = Architecture(
+    name="DOTS1",
+    label="minimax-m3",
+    modules={**ROUTER_BIAS, r"block_sparse_moe\.shared_experts\.(\w+)": r"mlp.shared_experts.\1"},
+    tensors={r"self_attn\.index_([qk])_(proj|norm)\.weight": r"indexer.\1_\2.weight"},
+    settings=(
+        *EXPERTS, DENSE_FIRST, SIGMOID, SCALED, NORMED,
+        Setting("feed_forward_length", "dense_intermediate_size"),
+        Setting("expert_feed_forward_length", "intermediate_size"),
+        Setting("expert_shared_count", "1"),
+        Setting("attention.indexer.head_count", "index_n_heads"),
+        Setting("attention.indexer.key_length", "index_head_dim"),
+        Setting("attention.indexer.top_k", "index_topk_blocks"),
+        Setting("attention.indexer.block_size", "index_block_size"),
+        Setting("attention.indexer.local_blocks", "index_local_blocks"),
+    ),
+    shapes={
+        "FFN_GATE": ("dense_intermediate_size", "hidden_size"), "FFN_UP": ("dense_intermediate_size", "hidden_size"),
+        "FFN_DOWN": ("hidden_size", "dense_intermediate_size"),
+    },
+    layer_types=frozenset({"full_attention", "minimax_m3_sparse"}),
+    with_experts="minimax_m3_sparse",
+    chosen="index_topk_blocks * index_block_size",
+    equal=(("shared_intermediate_size", "intermediate_size"), ("index_n_heads", "num_key_value_heads")),
+    rope=frozenset({"default"}),
+    partial_rope=True,
+    own_head=True,
+    values={"hidden_act": ("silu", "swigluoai"), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+)  # fmt: skip
 ERNIE4_5_MOE = Architecture(
     name="ERNIE4_5_MOE",
     modules={r"mlp\.moe_statics\.e_score_correction_bias": "mlp.moe_statics.e_score_correction.bias"},

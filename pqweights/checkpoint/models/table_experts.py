@@ -19,6 +19,16 @@ _STEP = Row(
     },
 )  # fmt: skip
 
+_MINIMAX_M3 = Row(
+    traits=frozenset({Trait.ZERO_CENTRED_NORMS}),
+    llama_cpp=llama_cpp_experts.MINIMAX_M3, defaults=sizes(6144, 3072, 60, 64, 524288) | LLAMA | {
+        "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 5000000.0, "num_experts": 128,
+        "num_experts_per_tok": 4, "dense_intermediate_size": 12288, "shared_intermediate_size": 3072,
+        "rotary_dim": 64, "routed_scaling_factor": 2.0, "norm_topk_prob": True, "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0, "index_n_heads": 4, "index_head_dim": 128, "index_block_size": 128,
+        "index_topk_blocks": 16, "index_local_blocks": 1,
+    },
+)  # fmt: skip
 ROWS: dict[str, Row] = {
     "deepseek_v2": Row(
         llama_cpp=llama_cpp_experts.DEEPSEEK2_SOFTMAX, defaults=sizes(4096, 11008, 32, 32, 2048) | LLAMA | {
@@ -152,6 +162,8 @@ ROWS: dict[str, Row] = {
             "num_experts_per_tok": 8,
         },
     ),
+    "minimax_m3_vl": _MINIMAX_M3,
+    "minimax_m3_vl_text": _MINIMAX_M3,
     "mistral4": Row(
         llama_cpp=llama_cpp_experts.MISTRAL4, defaults=sizes(4096, 12288, 36, 32, 1048576) | LLAMA | {
             "partial_rotary_factor": 0.5, "num_key_value_heads": 32, "q_lora_rank": 1024,
