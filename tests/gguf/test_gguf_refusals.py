@@ -38,7 +38,7 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
     [
         ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
         ({"model_type": "minimax_m3_vl_text", "dense_intermediate_size": 24, "mlp_layer_types": ["sparse"] * 2,
-          "layer_types": ["minimax_m3_sparse", "full_attention"]}, "minimax_m3_sparse in all layers behind the first 0"),
+          "layer_types": ["minimax_m3_sparse", "full_attention"]}, "in all layers behind the first 0, and no others"),
         ({"model_type": None}, "GGUF cannot hold a model of type None"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
