@@ -31,10 +31,6 @@ _REFUSALS: dict[str, tuple[tuple[Trait, str], ...]] = {
     VLLM: (
         (Trait.TRANSPOSED, _TRANSPOSED),
         (Trait.RESHAPED, _RESHAPED),
-        (
-            Trait.RENAMED_PLAIN,
-            "transformers renames layers that stay plain as it loads them, and would look for packed ones",
-        ),
     ),
 }
 

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models import described, text_model
+from pqweights.checkpoint.models import described, text_config, text_model
 from pqweights.checkpoint.models.description import ModelDescription
+from pqweights.checkpoint.models.mlx_lm import UNWRAPPED
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
@@ -438,7 +439,9 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     """See ExportTarget; mlx-lm is asked for its models by its files, as to import it takes a second."""
     source = master.source
     config = _config(source, model_dtype(source.config, source.tensors))
-    model_type = described(config["model_type"]).mlx.module or config["model_type"]
+    mlx = described(config["model_type"]).mlx
+    model_type = text_config(config).get("model_type") if mlx.layout == UNWRAPPED else mlx.module
+    model_type = model_type or config["model_type"]
     package = importlib.util.find_spec("mlx_lm")
     if importlib.util.find_spec("mlx") is None or package is None or not package.submodule_search_locations:
         raise MissingDependencyError(f"it needs mlx and mlx-lm: {pip_install('mlx')}")

@@ -29,7 +29,16 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from pqweights.checkpoint.models import described, text_model
-from pqweights.checkpoint.models.mlx_lm import AS_PUBLISHED, NESTED, STACKED, TURNED, UNPREFIXED, MlxDifferences
+from pqweights.checkpoint.models.mlx_lm import (
+    AS_PUBLISHED,
+    NESTED,
+    STACKED,
+    TURNED,
+    UNPREFIXED,
+    UNWRAPPED,
+    MlxDifferences,
+)
+from pqweights.checkpoint.models.names import tower_of
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
@@ -124,6 +133,9 @@ def read_model(
     mlx = described(config["model_type"]).mlx
     if mlx.layout == NESTED:
         config["text_config"] = {**config}
+    elif mlx.layout == UNWRAPPED:
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config |= config.pop("text_config") | outer
     config["model_type"] = mlx.module or config["model_type"]
     with checked():
         building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
@@ -427,6 +439,12 @@ def _nested(weights: Weights) -> Weights:
     return {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
 
 
+def _unwrapped(weights: Weights) -> Weights:
+    """Name the text model of one of images and text as it is named alone, and leave the rest out."""
+    text = {name: weight for name, weight in weights.items() if tower_of(name) is None}
+    return {name.replace("language_model.", "", 1): weight for name, weight in text.items()}
+
+
 def _unprefixed_gpt2(weights: Weights) -> Weights:
     """Convert GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
     return {name.removeprefix("transformer."): w for name, w in weights.items()}
@@ -439,4 +457,5 @@ CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
     STACKED: _stacked_experts,
     AS_PUBLISHED: _experts_as_published,
     NESTED: _nested,
+    UNWRAPPED: _unwrapped,
 }

@@ -233,6 +233,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         published={r"^model\.": "", r"^embed_tokens": "embed", r"^hc_head\.hc_": "hc_head_"}
     ),
     "mimo_v2_flash": A("MiMoV2Flash", TEXT, EXPERTS, SLIDING, mlx=LOADS, n_routed_experts=4, v_head_dim=32),
+    "axk2": A("AXK2", TEXT, EXPERTS, MLA),
     "kimi_linear": A(
         "KimiLinear", TEXT, EXPERTS, vllm=IN_VLLM, mlx=LOADS, num_key_value_heads=4, kv_lora_rank=WIDTH,
         qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, linear_head_dim=32, linear_num_heads=4,
@@ -351,6 +352,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llava", SEEING, head=GENERATES, vllm=RESHAPED, mlx=LOADS,
         vision_config={**IMAGE, "model_type": "dinov2", "mlp_ratio": 2}
     ),
+    "llava_onevision": A(
+        "LlavaOnevision", SEEING, head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**IMAGE, "model_type": "siglip_vision_model"}
+    ),
+    "internvl": A(
+        "InternVL", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**IMAGE, "image_size": [32, 32], "patch_size": [16, 16]}, image_token_id=99
+    ),
     "mistral3": A(
         "Mistral3", SEEING, UNTIED, head=GENERATES, mlx=LOADS, text_config={**TEXT, **UNTIED, "model_type": "mistral"},
         vision_config={**IMAGE, "model_type": "pixtral"}
@@ -387,7 +396,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "depthwise_separable_out_channel": WIDTH}
     ),
     "step3p7": A(
-        "Step3p7", head=GENERATES, vllm=IN_VLLM, vision_config={**IMAGE, "mlp_ratio": 2.0},
+        "Step3p7", head=GENERATES, vllm=IN_VLLM, mlx=LOADS, vision_config={**IMAGE, "mlp_ratio": 2.0},
         text_config={**TEXT, **EXPERTS, **SLIDING, "n_routed_experts": 4, "share_expert_dim": WIDTH,
             "mlp_layer_types": ["dense", "sparse"]}
     ),
@@ -408,7 +417,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         image_token_id=99, projection_hidden_size=WIDTH
     ),
     "lfm2_vl": A(
-        "Lfm2Vl", head=GENERATES,
+        "Lfm2Vl", head=GENERATES, mlx=LOADS,
         text_config={**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_ff_dim": WIDE},
         vision_config={**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16}, image_token_id=99
     ),

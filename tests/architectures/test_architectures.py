@@ -188,6 +188,16 @@ def test_type_of_the_hub_alone_is_written_for_vllm_and_computes_in_mlx_lm(model_
     assert {*integer_names(tmp_path / "vllm")} < master_weights(tmp_path / "master").keys()
 
 
+@pytest.mark.parametrize("name", ["laguna", "kimi_k25"])
+def test_torchao_export_is_whole_where_weights_have_other_names_in_memory(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    build(ARCHITECTURES[name], tmp_path / "src")
+    run_command({"quantize": str(tmp_path / "src"), "recipe": "q8"}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "torchao", "format": "int8"}, tmp_path / "torchao")
+    expected = computed(ARCHITECTURES[name], load(ARCHITECTURES[name], tmp_path / "src"))
+    assert distance(open_model(tmp_path / "torchao").logits(np.array(IDS), len(IDS)), expected[0]) < 0.1
+
+
 def test_page_holds_the_table() -> None:
     """`python tests/architectures/known_architectures.py` writes it, with a row for every outcome."""
     page = (Path(__file__).parents[2] / "docs" / "exports.md").read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ from typing import Any
 
 # What is done to the tensors of transformers before mlx-lm's own sanitize.
 UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
-AS_PUBLISHED, NESTED = "stacks of experts [experts, in, out]", "below language_model"
+AS_PUBLISHED = "stacks of experts [experts, in, out]"
+NESTED, UNWRAPPED = "below language_model", "the text model alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +18,7 @@ class MlxDifferences:
     """Where mlx-lm differs from transformers.
 
     module: the type under which it has the model
-    layout: UNPREFIXED, TURNED, STACKED, AS_PUBLISHED or NESTED: what its sanitize expects, and transformers does not
-        write
+    layout: one of the constants above: what its sanitize expects, and transformers does not write
     other_head_dim: whether its default for head_dim is not that of transformers
     head_in_text: whether the text_config of a model of images and text must say whether the head is tied
     tied: what it takes if that does not say it, where it is known
@@ -84,6 +84,21 @@ def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _step3p5(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds, heads = config["layer_types"], config["num_key_value_heads"]
+    rope = [config["rope_parameters"][kind] for kind in kinds]
+    sparse = [number for number, kind in enumerate(config["mlp_layer_types"]) if kind == "sparse"]
+    return {
+        "num_attention_groups": heads, "moe_num_experts": config["n_routed_experts"],
+        "moe_top_k": config["num_experts_per_tok"], "moe_layers_enum": ",".join(map(str, sparse)),
+        "rope_theta": [of_layer["rope_theta"] for of_layer in rope], "yarn_only_types": ["full_attention"],
+        "partial_rotary_factors": [of_layer.get("partial_rotary_factor", 1.0) for of_layer in rope],
+        "attention_other_setting": {
+            "num_attention_heads": config["num_sliding_attention_heads"], "num_attention_groups": heads,
+        },
+    }  # fmt: skip
+
+
 def _minimax(config: Mapping[str, Any]) -> dict[str, Any]:
     turned = config["rope_parameters"].get("partial_rotary_factor", 1.0)
     return {"rotary_dim": int(config["head_dim"] * turned)}
@@ -101,6 +116,7 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "gpt_oss": MlxDifferences(layout=TURNED),
     "granitemoehybrid": MlxDifferences(computed=_granite_hybrid),
     "kimi_linear": MlxDifferences(constants={"rope_theta": 10000.0}, computed=_kimi_linear),  # it has no RoPE
+    **dict.fromkeys(("internvl", "lfm2_vl", "llava_onevision", "step3p7"), MlxDifferences(layout=UNWRAPPED)),
     "lfm2": MlxDifferences(computed=_lfm2),
     "mimo_v2_flash": MlxDifferences(computed=_mimo),
     "minimax_m2": MlxDifferences(constants={"shared_intermediate_size": 0}, computed=_minimax),
@@ -112,6 +128,7 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "qwen3_vl": MlxDifferences(head_in_text=True),
     "qwen3_vl_moe": MlxDifferences(layout=AS_PUBLISHED, head_in_text=True),
     "qwen3_vl_moe_text": MlxDifferences(constants={"norm_topk_prob": True}),
+    "step3p5": MlxDifferences(computed=_step3p5),
     "solar_open": MlxDifferences(
         constants={"first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
         computed=lambda config: {"intermediate_size": config.get("intermediate_size", config["moe_intermediate_size"])},

@@ -29,8 +29,7 @@ class Trait(Enum):
     RESHAPED = auto()
     JOINED_PLAIN = auto()  # the same of weights that stay plain alone, which a checkpoint for torchao keeps
     RENAMED = auto()  # layers have other names in memory than in the file, and torchao's metadata has those in memory
-    RENAMED_PLAIN = auto()  # the same of layers of the text model that stay plain: `ignore` misses them
-    RENAMED_TOWERS = auto()  # the same of layers of a tower, which stay plain: `ignore` must name the whole tower
+    RENAMED_TOWERS = auto()  # the same of layers of a tower that stay plain: `ignore` must name the whole tower
     # It computes with a weight otherwise than by F.linear, the only product of torchao's tensors.
     USED_DIRECTLY = auto()
     USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
@@ -40,6 +39,7 @@ class Trait(Enum):
 
 # Of some types, expressions for parts of the names of weights, and what transformers has in their place in memory.
 IN_MEMORY: dict[str, dict[str, str]] = {
+    "axk2": {r"W_down": "mlp.fc1", r"W_up": "mlp.fc2", r"\.q_b_proj\.": ".q_gate_proj."},
     "deepseek_v4": {
         r"^layers\.": "model.layers.", r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.",
         r"\.w(q_a|kv|o_a|o_b)\.": r".\1_proj.", r"\.wgate\.": ".gate_proj.",
@@ -70,14 +70,13 @@ tipsv2_vision_model unlimited_ocr
 """,
     Trait.JOINED_PLAIN: "glm5_next glm5_next_text kimi_linear olmo_hybrid step3p7",
     Trait.RENAMED: """
-altclip audio-spectrogram-transformer axk2 beit cohere_asr cosmos3_edge cosmos3_omni csm d_fine deit dinov3_vit
+altclip audio-spectrogram-transformer beit cohere_asr cosmos3_edge cosmos3_omni csm d_fine deit dinov3_vit
 ernie4_5_vl_moe glm5_next glm5_next_text granite_speech granite_speech_plus grounding-dino hy_v4 ijepa inkling2
 inkling2_text kyutai_speech_to_text lfm3 lfm3_vl lfm3_vl_vision lw_detr mask2former maskformer mimi mistral_large4
 mistral_large4_text mm-grounding-dino nemotron_h_omni oneformer paddleocr_vl pi0 pixio pp_doclayout_v3 pp_doclayout_v4
 rf_detr rt_detr rt_detr_v2 sam3_tracker sam3_tracker_video sam3_video segformer swin t5gemma2 timesfm2_5
 tipsv2_text_model ultrabert ultravbert vibevoice_asr video_llava vision-encoder-decoder vit vit_mae vit_msn vivit
 """,
-    Trait.RENAMED_PLAIN: "axk2",
     Trait.RENAMED_TOWERS: "altclip cosmos3_edge kimi_k25 step3p7",
     Trait.USED_DIRECTLY: "deepseek_v4 falcon rwkv wavlm",
     Trait.USED_EARLY: """
