@@ -40,7 +40,8 @@ runtime would compute otherwise, before a weight is quantized.
 FOOT = """
 Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
 as that type is. Layers that predict further tokens (`mtp.*`, layers behind the last one) are in the GGUF files of
-{drafting}; of other types they are left out.
+{drafting}; of other types they are left out. EmbeddingGemma, a gemma3 that attends both ways, is refused
+by mlx.
 """
 
 

@@ -377,6 +377,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         vision_config={**QWEN_VISION, "hidden_size": WIDTH}
     ),
     "qwen2_5_vl": A("Qwen2_5_VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED}),
+    "qwen2_5_omni_thinker": A(
+        "Qwen2_5OmniThinker", head=GENERATES, text_config={**TEXT, **MROPE}, vision_config=QWEN_VISION,
+        audio_config={"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 128,
+            "output_dim": WIDTH, "num_mel_bins": 16}
+    ),
+    "glm4v": A(
+        "Glm4v", QWEN_VL, head=GENERATES, text_config={**TEXT, **MROPE, **UNTIED},
+        vision_config={**QWEN_VISION, "image_size": 32, "patch_size": 8}
+    ),
     "qwen3_vl": A("Qwen3VL", QWEN_VL, head=GENERATES, mlx=LOADS),
     "qwen3_vl_moe": A(
         "Qwen3VLMoe", QWEN_VL, head=GENERATES, vllm=IN_VLLM, mlx=LOADS,

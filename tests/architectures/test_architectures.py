@@ -28,6 +28,7 @@ from known_architectures import (
     markdown,
     with_table,
 )
+from safetensors.torch import load_file, save_file
 
 from pqweights.checkpoint.models import has_trait
 from pqweights.checkpoint.models.traits import Trait
@@ -188,6 +189,22 @@ def test_type_of_the_hub_alone_is_written_for_vllm_and_computes_in_mlx_lm(model_
     assert {*integer_names(tmp_path / "vllm")} < master_weights(tmp_path / "master").keys()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_experts_of_qwen3_vl_moe_as_published_compute_in_mlx_lm(tmp_path: Path) -> None:
+    """Stacks [experts, in, out], which transformers 5 saves as [experts, out, in]."""
+    pytest.importorskip("mlx_lm")
+    about = ARCHITECTURES["qwen3_vl_moe"]
+    build(about, tmp_path / "src")
+    expected = computed(about, load(about, tmp_path / "src"))
+    tensors = load_file(tmp_path / "src" / "model.safetensors")
+    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(turned, tmp_path / "src" / "model.safetensors", metadata={"format": "pt"})
+    run_command({"quantize": str(tmp_path / "src"), "recipe": "q8"}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "mlx", **OPTIONS["mlx"]}, tmp_path / "mlx")
+    check_mlx(about, tmp_path, tmp_path / "mlx", expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["laguna", "kimi_k25"])
 def test_torchao_export_is_whole_where_weights_have_other_names_in_memory(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
