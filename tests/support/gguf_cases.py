@@ -55,8 +55,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
 LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
-SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+PHI4 = ORIGINAL | {
+    "audio_config": SMALL | {"num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+    "vision_config": SMALL | {"num_hidden_layers": 1},
+}  # fmt: skip
+SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
@@ -133,11 +137,8 @@ CASES = {
         rope=LONG | {"original_max_position_embeddings": 256},
     ),
     "phi3 long": Case(name="Phi3", settings=ORIGINAL, rope=LONG, tokens=200),
-    "phi4 multimodal": Case(
-        name="Phi4Multimodal", rope=LONG, tokens=200, settings=ORIGINAL | {
-        "audio_config": SMALL | {"num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
-        "vision_config": SMALL | {"num_hidden_layers": 1}},
-    ),
+    "phi4 multimodal": Case(name="Phi4Multimodal", rope=LONG, tokens=200, settings=PHI4),
+    "phi4mm": Case(name="Phi4Multimodal", rope=LONG, tokens=200, settings=PHI4, published={"model_type": "phi4mm"}),
     "granite": Case(
         name="Granite", settings={"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
         "logits_scaling": 2.0},

@@ -168,7 +168,7 @@ def _restate_step(values: dict[str, Any]) -> None:
     bases = bases if isinstance(bases, list) else [bases] * layers
     shares = values.get("partial_rotary_factors") or [1.0] * layers
     if isinstance(types, list) and isinstance(shares, list) and len(types) == len(bases) == len(shares):
-        of_kind = dict(zip(types, zip(bases, shares, strict=True), strict=True))
+        of_kind = dict(zip(map(str, types), zip(bases, shares, strict=True), strict=True))
         scaled = {FULL: values.pop("rope_scaling", None) or {}}
         values.setdefault("rope_parameters", {
             kind: {"rope_theta": base, "partial_rotary_factor": share, **scaled.get(kind, {})}
