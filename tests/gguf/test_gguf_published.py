@@ -184,6 +184,31 @@ def test_adapters_of_phi_4_multimodal_are_left_out(tmp_path: Path) -> None:
     assert model.left_out.keys() == {*adapters} and "adapter for images or sound" in model.left_out[adapters[0]]
 
 
+def test_published_names_of_deepseek_v4_give_the_same_file(tmp_path: Path) -> None:
+    """Without a prefix, as llama.cpp's conversion/deepseek.py expects them; transformers saves a mixture of both."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["deepseek v4 yarn"], tmp_path)
+    saved, tensors = converted(tmp_path), read_all(tmp_path)
+    values = all_values(saved)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "rope_parameters", "partial_rotary_factor", "compress_rates"):
+        del stated[key]
+    stated |= {"compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 1, "qk_rope_head_dim": 16}
+    stated["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
+    published = {
+        name.removeprefix("model.").replace("hc_head.hc", "hc_head").replace("embed_tokens", "embed"): value
+        for name, value in tensors.items()
+    }
+    published = {name.replace("attn.norm", "attn.kv_norm"): value for name, value in published.items()}
+    published |= {name: bf16(gaussian(4, 4)) for name in ("mtp.0.e_proj.weight", "mtp.0.attn.wkv.weight")}
+    model = converted(write_checkpoint(tmp_path / "hub", published, config=stated))
+    assert model.metadata == saved.metadata and all(name.startswith("mtp.") for name in model.left_out)
+    found = all_values(model)
+    assert found.keys() == values.keys() and all(np.array_equal(found[name], values[name]) for name in values)
+
+
 def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:
     """Mistral 3 of images and text, with the prefixes of its published files."""
     text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "ministral3"}

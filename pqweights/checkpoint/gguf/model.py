@@ -253,11 +253,11 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
 
 def _add(writer: Any, parameter: str, value: Any) -> None:
     """Write a hyper-parameter. parameter: see Setting"""
-    if "." not in parameter:
+    if not parameter.startswith("."):
         getattr(writer, f"add_{parameter}")(value)
         return
     add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}.get(type(value), writer.add_array)
-    add(f"{writer.arch}.{parameter}", value)
+    add(f"{writer.arch}{parameter}", value)
 
 
 class GgufTensor(NamedTuple):

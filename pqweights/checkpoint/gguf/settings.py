@@ -321,6 +321,9 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
                 f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
                 f"{settings.number(other)}"
             )
+    for key, factor in architecture.multiples.items():
+        if settings.number(key) % factor:
+            raise settings.refusal(f"llama.cpp needs a multiple of {factor} as {key}, found {settings.number(key)}")
     scalar = settings.get("query_pre_attn_scalar")
     if scalar is not None and scalar != (divisor := _scalar(settings)):
         raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
@@ -395,7 +398,7 @@ def value_of(setting: Setting, settings: Settings) -> Any:
     if setting.truth:
         return settings.truth(setting.key)
     if setting.listed:
-        return settings.numbers(setting.key)
+        return [value if setting.real else int(value) for value in settings.numbers(setting.key)]
     value = settings.real(setting.key) if setting.real else settings.number(setting.key)
     if setting.of:
         return getattr(gguf_package(), setting.of)(value)

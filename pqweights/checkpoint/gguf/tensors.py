@@ -29,6 +29,7 @@ from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
     InterleavedTensor,
+    NumbersTensor,
     OffsetTensor,
     PaddedTensor,
     RenamedTensor,
@@ -80,7 +81,7 @@ def gguf_tensors(
         own = nextn_tensor(tensor.name) or _own_tensor(tensor.name, settings.architecture.tensors)
         tensor_type, name = own or next(known, (None, ""))
         biases = settings.architecture.biases | NAMED_BIASES
-        if tensor_type is None or (name.endswith(".bias") and tensor_type not in biases):
+        if tensor_type is None or (own is None and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
@@ -155,7 +156,7 @@ def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None
     inner, block = (match[3], f"blk.{match[2]}.") if match else (name, "")
     matches = ((re.fullmatch(expression, inner), known) for expression, known in tensors.items())
     own = next((found.expand(known) for found, known in matches if found), None)
-    return (re.sub(r"\.weight$", "", own).upper(), block + own) if own else None
+    return (re.sub(r"\.(weight|bias)$", "", own).upper(), block + own) if own else None
 
 
 def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
@@ -163,6 +164,8 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
     architecture, reads = settings.architecture, tensor.reads
     if architecture.first_position and tensor_type == "POS_EMBD":
         reads = rows_from(unused_positions(settings), reads)
+    if reads.dtype == "I64":
+        return NumbersTensor.of(name, reads)
     _check_shape(reads, tensor_type, settings)
     if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
         reads = RenamedTensor.of(name, reads, shape=shape)

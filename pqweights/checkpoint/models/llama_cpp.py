@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 class Setting(NamedTuple):
     """A hyper-parameter of a GGUF file.
 
-    parameter: its name in the gguf package, whose writer has a method add_{parameter}; or, with a dot, what its key has
-        behind the name of the architecture, of those that the package lacks
+    parameter: its name in the gguf package, whose writer has a method add_{parameter}; of those that the package lacks,
+        what its key has behind the name of the architecture, with the dot
     key: the key of the configuration that holds it, or a sum of products of keys and numbers: "a * b / 2 + c"
     real: whether it need not be a whole number
     optional: whether the model may do without it
@@ -118,6 +118,7 @@ class Architecture:
     with_experts: the kind that layers with experts have, and no others
     chosen: to how many tokens a layer attends, which are chosen by scores, as in Setting.key
     equal: what must be equal, as in Setting.key
+    multiples: keys, and the number of which llama.cpp needs a multiple
     uneven: an expression for tensors that not all layers of a kind have
     classes: the ends of the names of transformers' classes with what it computes
     encoder: whether tokens attend to those behind them, too
@@ -176,6 +177,7 @@ class Architecture:
     with_experts: str = ""
     chosen: str = ""
     equal: tuple[tuple[str, str], ...] = ()
+    multiples: Mapping[str, int] = field(default_factory=dict)
     uneven: str = ""
     classes: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     encoder: bool = False
