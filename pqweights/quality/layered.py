@@ -228,7 +228,7 @@ class LayeredModel:
                 if pattern is not None:
                     fused.setdefault((name, pattern), []).append(tensor)
                 elif state[name].shape == tensor.shape and len(tensor.shape) == 2:
-                    self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(0, tensor.shape[0]))
+                    self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(None))
                 if len(tensor.shape) in (2, 3) and (transposed or (pattern is None and state[name].ndim == 3)):
                     count = tensor.shape[0] if len(tensor.shape) == 3 else 1
                     stack = tuple(ModelMatrix(name, number) for number in range(count))
