@@ -10,9 +10,11 @@ from typing import Any
 
 import column_decoder
 import families
+import language_models
 import numpy as np
 import pytest
 from commands import done
+from gguf_files import all_values, converted
 from helpers import as_float32, bf16, folder_bytes, read_all
 from independent_reader import to_bytes
 
@@ -98,7 +100,7 @@ class Made:
 
 
 def make(name: str, folder: Path, change: Any = sharpened) -> Made:
-    source = families.build(MODELS[name], folder / "source", change)
+    source = language_models.with_tokenizer(families.build(MODELS[name], folder / "source", change))
     report = pqweights.quantize(source, folder / "master", "t3", **CALIBRATED)
     return Made(name, source, folder / "master", report)
 
@@ -152,13 +154,19 @@ def test_stacks_are_decoded_as_the_page_says_exported_and_kept_packed(made: Made
         error = np.square(source - as_float32(bf16(values))).sum() / np.square(source).sum()
         stated = next(record for record in made.report.records if record.name == name)
         assert stated.relative_mse == pytest.approx(error, rel=0.02) and 0 < stated.weighed_mse < stated.relative_mse
+    found, expected = (all_values(converted(folder)) for folder in (made.master, tmp_path / "out"))
+    assert found.keys() == expected.keys() and sum(".ffn_down_exps" in name for name in found) >= 2
+    for name, values in expected.items():
+        assert np.array_equal(as_float32(bf16(found[name])), as_float32(bf16(values))), name
     packed = pqweights.load_model(made.master, packed=True, experts_implementation="eager")
     kept = {name for name, parameter in packed.named_parameters() if type(parameter).__name__ == "PackedTensor"}
     assert kept >= made.stacks.keys() and packed.hf_quantizer.decoded_weights == ()
     assert torch.equal(logits(made.master, packed=True), logits(made.master))
 
 
-@pytest.mark.parametrize("target", [["vllm"], ["mlx"], ["vllm", "--format", "mxfp4"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "target", [["vllm"], ["mlx"], ["vllm", "--format", "mxfp4"], ["gguf", "--type", "q8_0"]], ids=" ".join
+)
 def test_exports_round_what_stacks_decode_to(made: Made, tmp_path: Path, target: list[str]) -> None:
     if target == ["mlx"] and made.name == "llama4":  # mlx-lm has no such model of text alone
         return
