@@ -224,10 +224,10 @@ class LayerwiseCalibration:
         result: dict[str, npt.NDArray[Any]] = {}
         for weights, read in self._inputs(number, statistics, known.keys(), pooled):
             damping, moments, count = read.damping(), read.mean(), read.count
-            for weight in weights:
-                if weight.label in pooled:
-                    known[weight.label] = self._gradients_of_stack(number, weight.name, statistics, count)
-                    result[f"{weight.label}:pooled"] = np.array(count)
+            if weights[0].label in pooled:
+                of_stack = self._gradients_of_stack(number, weights[0].name, statistics, count)
+                known |= {weight.label: of_stack for weight in weights}
+                result |= {f"{weight.label}:pooled": np.array(count) for weight in weights}
             squares = [known[weight.label] for weight in weights]
             self._passes.check_finite(number, *moments, *map(torch.from_numpy, squares))
             inputs = None if keep_moments else factors_of(moments, damping)

@@ -140,7 +140,7 @@ def _warnings(
     outside = left & {weight.name for weight in weights.get(OUTSIDE, ())}
     inside = left & {weight.name for layer, own in weights.items() if layer != OUTSIDE for weight in own}
     for names, why in (
-        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more"),
+        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more, or a stack of such"),
         (left & wanted.keys() - outside - inside, "the model has it in another form than the checkpoint"),
         (outside, "no linear layer multiplies by it"),
         (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
