@@ -77,7 +77,8 @@ def gguf_tensors(
         aliases = dict.fromkeys((tensor.name, re.sub(r"^backbone\.", "model.", tensor.name)))
         found = (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases)
         known = ((tensor_type.name, name) for tensor_type, name in filter(None, found))
-        tensor_type, name = nextn_tensor(tensor.name) or next(known, (None, ""))
+        own = nextn_tensor(tensor.name) or _own_tensor(tensor.name, settings.architecture.tensors)
+        tensor_type, name = own or next(known, (None, ""))
         biases = settings.architecture.biases | NAMED_BIASES
         if tensor_type is None or (name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
@@ -108,14 +109,14 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         behind = name_behind(name, layers) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
+        elif re.fullmatch(settings.architecture.unused, name):
+            left_out[tensor.name] = settings.architecture.unused_why
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
         elif drafts and behind is None:
             left_out[tensor.name] = "predicts further tokens, which the model does without"
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
-        elif re.fullmatch(settings.architecture.unused, name):
-            left_out[tensor.name] = "not needed for the vectors of tokens"
         else:
             kept.append(NamedTensor(_known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
@@ -146,6 +147,15 @@ def _known_name(name: str, modules: Mapping[str, str]) -> str:
             if found is not None:
                 return f"{begin}{found.expand(known)}{rest}"
     return name
+
+
+def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return a type and the name in the file of a tensor that the gguf package lacks. tensors: see Architecture"""
+    match = LAYER.fullmatch(name)
+    inner, block = (match[3], f"blk.{match[2]}.") if match else (name, "")
+    matches = ((re.fullmatch(expression, inner), known) for expression, known in tensors.items())
+    own = next((found.expand(known) for found, known in matches if found), None)
+    return (re.sub(r"\.weight$", "", own).upper(), block + own) if own else None
 
 
 def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
