@@ -217,6 +217,7 @@ def draw_fit(document: Document, panels: Panels) -> None:
 
 # The benchmarks whose rows are compared by size, and what is shown of them.
 BY_SIZE = ("quality", "formats", "gguf_types", "calibrated")
+SHORT_TYPES = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M")
 MEASURES = {"kl": ".5f", "perplexity": ".3f", "top1": ".1%"}
 
 
@@ -285,8 +286,19 @@ def table_by_size(of_quality: Document, of_formats: Document, of_types: Document
             for bits, who, name, row in listed
         ]
         header = ["bits per parameter", "", "", "KL", "perplexity", "top-1"]
+        if "calibration-short" not in sections:
+            sections["calibration-short"] = short_by_size(listed)
         sections[f"calibration-by-size-{model}"] = table(header, lines)
     return sections
+
+
+def short_by_size(listed: list[tuple[float, str, str, Document]]) -> str:
+    """Calibrated masters between the types of llama.cpp, in a line. listed: as in table_by_size"""
+    shown = {"pqweights, calibrated": ("2.125", "3.125", "4.125"), gguf_types.THEIRS_WITH_DATA: SHORT_TYPES}
+    chosen = [(bits, who, name, row["kl"]) for bits, who, name, row in listed if name in shown.get(who, ())]
+    names = [f"{who.partition(',')[0]} {name}" for _, who, name, _ in chosen]
+    sizes, divergences = [f"{bits:.2f}" for bits, *_ in chosen], [f"{kl:.4f}" for *_, kl in chosen]
+    return table(["", *names], [["bits per parameter", *sizes], ["KL divergence", *divergences]])
 
 
 def rows_with(rows: list[Document], model: str, **fields: Any) -> list[Document]:
