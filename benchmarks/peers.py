@@ -59,6 +59,8 @@ SHORT = (
     "pqweights trellis, 5.125 bits",
     "pqweights trellis, 4.125 bits",
     "pqweights, 5 bits",
+    "pqweights, 4 bits",
+    "pqweights GGUF Q4_K",
     "llama.cpp Q4_K",
     "llama.cpp IQ4_XS",
     "MLX affine, 4 bits",
