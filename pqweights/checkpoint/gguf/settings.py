@@ -89,7 +89,7 @@ class Settings:
         if key.isdigit():
             return int(key)
         value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
-        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):  # one for each layer
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(f"expected a positive number as {key}, found {value!r}")
@@ -385,6 +385,8 @@ def windowed_layers(settings: Settings) -> list[bool]:
         return [False] * settings.number("num_hidden_layers")
     types = settings.get("layer_types")
     period = settings.get("sliding_window_pattern") or settings.architecture.window_period
+    if not types and not period:
+        raise settings.refusal("expected the kind of each layer as layer_types, found none")
     windowed = [layer == SLIDING for layer in types] if types else _all_but_each(settings, period)
     if any(windowed) and not settings.get("sliding_window"):
         raise settings.refusal(
