@@ -254,6 +254,8 @@ def _check_layer_types(settings: Settings) -> None:
     if types is not None and not fitting:
         expected = " or ".join(sorted(known))
         raise settings.refusal(f"expected {expected} for each of {layers} layers as layer_types, found {types!r:.80}")
+    if missing := settings.architecture.needed_types.difference(types or ()):
+        raise settings.refusal(f"llama.cpp stops without any layer of the kind {' and '.join(sorted(missing))}")
     key = settings.architecture.period_key
     if key and layer_types(settings) != layer_types(replace(settings, values={**settings.values, "layer_types": None})):
         raise settings.refusal(f"llama.cpp has full attention in every {settings.number(key)}th layer only")
