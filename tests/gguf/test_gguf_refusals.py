@@ -41,6 +41,7 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
           "layer_types": ["minimax_m3_sparse", "full_attention"]}, "in all layers behind the first 0, and no others"),
         ({"model_type": "deepseek_v4", "layer_types": ["compressed_sparse_attention"] * 2, "index_head_dim": 64},
          "stops without any layer of the kind compressed 128"),
+        ({"model_type": "mimo_v2_flash", "layer_types": ["full_attention"] * 2}, "without any layer of the kind slid"),
         (MLA | {"model_type": "deepseek_v32", "index_head_dim": 32}, "a multiple of 64 as index_head_dim, found 32"),
         ({"model_type": None}, "GGUF cannot hold a model of type None"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),

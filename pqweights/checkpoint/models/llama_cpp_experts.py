@@ -205,6 +205,7 @@ MIMO2 = Architecture(
     },
     rope=frozenset({"default"}),
     partial_rope=True,
+    needed_types=frozenset({SLIDING}),
     windows=LAYERS,
     window_listed=True,
     equal=tuple((f"swa_{key}", key) for key in ("head_dim", "v_head_dim", "num_attention_heads")),
