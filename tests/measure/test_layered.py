@@ -157,6 +157,58 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
             assert g is not None and g.shape == (256,)
 
 
+def test_statistics_of_experts_that_get_rows_of_zeros_are_those_of_their_tokens(tmp_path_factory: Any) -> None:
+    """Llama 4 multiplies all tokens with all experts, and those that an expert does not get are zeros."""
+    model, layer = opened(families.model(tmp_path_factory.getbasetemp(), "llama4")), 1
+    with model.loaded(OUTSIDE), torch.no_grad():
+        hidden, calls = model.begin(IDS)
+    hidden, seen = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).requires_grad_(), list[Any]()
+
+    def look(module: Any, given: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append((given[0].detach(), gradient)))
+
+    with model.loaded(layer):
+        experts = next(
+            module for path, module in model.model.named_modules() if path.endswith(f"{layer}.feed_forward.experts")
+        )
+        hook = experts.register_forward_hook(look)
+        with LayerStatistics(model.parameters_of(layer), moments_of_inputs) as statistics:
+            model.run(layer, hidden, calls[layer]).square().sum().backward()
+        hook.remove()
+        ((inputs, gradients),) = seen
+        name, found = f"model.layers.{layer}.feed_forward.experts", dict[ModelMatrix, InputMoments]()
+        for matrices, read in statistics.inputs():
+            found |= dict.fromkeys(matrices, read)
+        assert not statistics.along_rows(f"{name}.gate_up_proj")
+        counts = []
+        for expert, (rows, of_rows) in enumerate(
+            zip(inputs.chunk(4), gradients.reshape(inputs.shape).chunk(4), strict=True)
+        ):
+            used = rows.any(1)
+            counts.append(int(used.sum()))
+            read = found[ModelMatrix(f"{name}.gate_up_proj", expert)]
+            assert read.count == counts[-1] == found[ModelMatrix(f"{name}.down_proj", expert)].count
+            expected = shrunk(rows.T.double() @ rows.double() / max(1, read.count), read.count)
+            assert torch.allclose(read.mean()[0].double(), expected, rtol=1e-4, atol=1e-5)
+            g = statistics.mean_squares(ModelMatrix(f"{name}.down_proj", expert), IDS.numel())
+            assert g is not None
+            np.testing.assert_allclose(g, of_rows[used].square().sum(0).double().numpy() / IDS.numel(), rtol=1e-4)
+        assert sum(counts) == IDS.numel() and min(counts) > 0
+
+
+def test_inputs_of_a_stack_are_those_of_all_its_experts() -> None:
+    rows, parts = torch.randn(60, 9, generator=torch.Generator().manual_seed(5)), [slice(0, 6), slice(6, 9)]
+    whole, pooled = InputMoments(parts), InputMoments(parts)
+    whole.add(rows)
+    for some in rows.split([20, 3, 37]):
+        moments = InputMoments(parts)
+        moments.add(some)
+        pooled.include(moments)
+    assert pooled.count == whole.count == 60
+    for found, expected in zip(pooled.mean(), whole.mean(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5)
+
+
 def _cut(call: LayerCall, batch: slice) -> LayerCall:
     """The call of a layer for fewer windows."""
     windows = len(IDS)
