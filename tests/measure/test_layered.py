@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,29 @@ def test_matrices_of_experts_are_where_the_model_says(name: str, tmp_path_factor
                 assert place is not None
                 found = place.of(parameters[place.matrix.parameter])
                 np.testing.assert_array_equal(found.numpy(), as_float32(tensors[expert]))
+
+
+def test_stacks_that_transformers_transposes_if_they_need_it_are_those_of_the_model(tmp_path: Path) -> None:
+    """Published Qwen3-VL-MoE has [E, in, out], and what transformers writes has [E, out, in]."""
+    settings = families.EXPERTS | {"moe_intermediate_size": 384, "hidden_size": 128, "num_hidden_layers": 1}
+    own = families.build(families.seeing("Qwen3VLMoe", (), sees=True, **settings), tmp_path / "own")
+    tensors = read_all(own)
+    stacks = [name for name, (_, values) in tensors.items() if ".experts." in name and values.ndim == 3]
+    published = {
+        name: (dtype, values.swapaxes(1, 2)) if name in stacks else (dtype, values)
+        for name, (dtype, values) in tensors.items()
+    }
+    shutil.copytree(own, tmp_path / "published", ignore=shutil.ignore_patterns("*.safetensors"))
+    write_checkpoint(tmp_path / "published", published)
+    assert len(stacks) == 2
+    for folder, stored in ((own, tensors), (tmp_path / "published", published)):
+        model = opened(folder)
+        with model.loaded(0):
+            for name in stacks:
+                assert model.matrices_of(name).transposed is (folder != own)
+                parameter = model.parameter_of(name)
+                assert parameter is not None
+                np.testing.assert_array_equal(model.part_of(name, parameter).detach().numpy(), as_float32(stored[name]))
 
 
 def test_a_configuration_without_sizes_is_refused_before_anything_is_computed(
