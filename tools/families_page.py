@@ -32,7 +32,8 @@ runtime would compute otherwise, before a weight is quantized.
   with transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
 - **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
 - **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`). The vectors that
-  llama.cpp makes of an image with those of gemma3, qwen2_vl, qwen2_5_vl, qwen3_vl and mistral3 were compared.
+  llama.cpp makes of an image were compared, but for types with the tower of another: qwen3_vl_moe, qwen3_5, qwen3_5_moe
+  (that of qwen3_vl) and smolvlm (that of idefics3).
 - **no**: refused, with the reason.
 - blank: not examined; the export warns, or refuses the type.
 
@@ -64,7 +65,7 @@ def outcomes() -> dict[str, dict[str, str]]:
         *(f"{case.name}Config" for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())),
     ):
         rows[type_of(config)]["gguf"] = RUN
-    for name in TOWERS:
+    for name in (key for key in TOWERS if " " not in key):
         text = rows.setdefault(name, {})
         text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"
     for about in known.ARCHITECTURES.values():
