@@ -20,11 +20,10 @@ from pqweights.planning.recipe import Recipe
 FEWEST_ROWS = 128
 
 
-def check_calibration(options: QuantizeOptions, *, ray: bool = False) -> None:
+def check_calibration(options: QuantizeOptions) -> None:
     """Raise OptionError for what a calibration cannot be combined with."""
     for name, given, why in (
         ("awq", options.awq, "the calibration scales channels itself"),
-        ("ray", ray, "a calibration runs on one machine"),
         ("low_disk", options.low_disk, "a calibration reads the whole checkpoint several times"),
     ):
         if given:

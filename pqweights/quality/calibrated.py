@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,15 @@ from pqweights.quality.layer_passes import LayerPasses, Progress
 from pqweights.quality.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.quality.layered import OUTSIDE, LayeredModel, MatrixPlace, ModelMatrix
 from pqweights.rewrite.ready import CodeMeasures, write_ready
+from pqweights.rewrite.shard import LocalEngine
+from pqweights.rewrite.task import ClusterWork, Engine
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 # How far the size may be from what is wanted before everything is encoded again, and how often that is done.
 _TOLERANCE, _ATTEMPTS = 0.005, 3
+# Of Python, torch and transformers before they do anything.
+PROCESS_BYTES = 1_000_000_000
 # A stored scale of a row or a column.
 SCALE_BITS = 8
 Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
@@ -86,6 +91,24 @@ class Encoded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerWork(ClusterWork):
+    """The encoding of the layers, of which a task does one.
+
+    step: of the model
+    codes: the file for each layer
+    """
+
+    calibration: LayerwiseCalibration
+    step: float
+    codes: Mapping[int, Path]
+
+    def make(self, number: int) -> None:
+        """Encode a layer."""
+        torch.set_num_threads(self.calibration.threads)
+        self.calibration.encode_layer(number, self.step, self.codes[number])
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerwiseCalibration:
     """A calibration of some weights of a model.
 
@@ -99,6 +122,8 @@ class LayerwiseCalibration:
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
+    engine: what has layers encoded
+    files: those of the checkpoint, which a node must see, each with its size
     """
 
     model: LayeredModel
@@ -112,6 +137,8 @@ class LayerwiseCalibration:
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
+    engine: Engine = field(default_factory=LocalEngine)
+    files: tuple[tuple[Path, int], ...] = ()
 
     def encode(self) -> Encoded:
         """Run all passes, and return where the codes are.
@@ -287,15 +314,35 @@ class LayerwiseCalibration:
             shutil.rmtree(self.work / f"codes-{old}", ignore_errors=True)
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
-        taken = 0.0
-        for layer in range(last + 1):
-            path = folder / f"codes-{layer:04}.safetensors"
-            if not path.exists():
-                codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, step)
-                write_ready(path, codes)
-            taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
-            self._done(2, layer + 1, f"encoding layer {layer}")
-        return folder, taken
+        files = {layer: folder / f"codes-{layer:04}.safetensors" for layer in range(last + 1)}
+        left = [layer for layer, path in files.items() if not path.exists()]
+        work = self._layer_work(step, files)
+        for count, (layer, _) in enumerate(self.engine.each(work, left, self._task_bytes), last + 2 - len(left)):
+            self._done(2, count, f"encoding layer {layer}")
+        return folder, sum(8.0 * part.nbytes for path in files.values() for part in load_file(path).values())
+
+    def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
+        """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
+        own = replace(self, engine=LocalEngine(), progress=_unseen)
+        shared = files[0].parent
+        return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
+
+    @property
+    def _task_bytes(self) -> int:
+        """The memory that encoding a layer takes at most: the layer, all moments, and factors of the largest."""
+        most = 0
+        for layer in (*range(self.model.layers), OUTSIDE):
+            weights = self.model.parameters_of(layer).values()
+            shapes = [(*weight.shape[:-2], weight.shape[-1]) for weight in weights if weight.ndim > 1]
+            moments = [4 * sum((part.stop - part.start) ** 2 for part in moment_blocks(of[-1])) for of in shapes]
+            kept = sum(prod(of[:-1]) * size for of, size in zip(shapes, moments, strict=True))
+            most = max(most, 4 * sum(weight.numel() for weight in weights) + kept + 2 * max(moments, default=0))
+        return PROCESS_BYTES + most
+
+    def encode_layer(self, layer: int, step: float, path: Path) -> None:
+        """Write the codes of a layer, or of what is outside, whose number is that after the last."""
+        codes = self._outside_codes(step) if layer == self.model.layers else self._layer_codes(layer, step)
+        write_ready(path, codes)
 
     def _settled(self, attempt: int, goal: float) -> float:
         """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
@@ -363,6 +410,10 @@ class LayerwiseCalibration:
                 ),
             )
         return result
+
+
+def _unseen(done: int, total: int, what: str) -> None:
+    """Show no progress: the driver counts layers."""
 
 
 def _bits_at(energies: Floats, spread: Floats, shape: list[int], step: float) -> float:

@@ -11,19 +11,22 @@ from pathlib import Path
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import BY_TENSOR, SELF, QuantizeArguments
+from pqweights.planning.options import BY_TENSOR, QuantizeArguments
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.sample import SEED, SampleOf
 from pqweights.quality.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.rewrite.distributed.engine import local_files
 from pqweights.rewrite.identity import is_under_way
 from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
+from pqweights.rewrite.shard import LocalEngine
+from pqweights.rewrite.task import RunOptions
 from pqweights.storage import Store
 
 # Of the trellis, unless the effort says otherwise: beside the rest of a calibration 64 cost nothing.
@@ -34,7 +37,7 @@ LOST = 0.3
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, threads: int
+    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, run: RunOptions
 ) -> Iterator[ReadyWeights | FinishedWeights]:
     """Calibrate a checkpoint, continuing an interrupted calibration, and yield the codes.
 
@@ -42,12 +45,15 @@ def calibrated_codes(
     out: where the result is made; if it holds a result of the same calibration, that of its codes is yielded
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
     asked: `calibrate` and the options beside it
+    run: the threads that compute, and what has layers encoded
 
     What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
     EvaluationError, OutputError or MissingDependencyError.
     """
     if not source.is_dir():
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
+    if run.engine is not None and out.is_elsewhere:
+        raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
     out.check_apart(source)
     checkpoint, _, plan = plan_quantize(source, recipe, asked)
     wanted = wanted_bits(recipe, plan.tensors)
@@ -65,8 +71,8 @@ def calibrated_codes(
         yield _finished(out, key)
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
-    with worked_on_in(folder_beside(out, key), out, key, threads) as work:
-        ids = sample.ids(work, threads)
+    with worked_on_in(folder_beside(out, key), out, key, run.threads) as work:
+        ids = sample.ids(work, run.threads)
         needed = work_bytes(checkpoint.config, ids.numel(), wanted)
         check_space(work, needed, {} if out.is_elsewhere else {out.work: plan.output_bytes})
         weights = _weights(model, wanted)
@@ -79,13 +85,15 @@ def calibrated_codes(
             states=states,
             at_most=recipe.target is not None,
             by_tensor=asked.rate == BY_TENSOR,
-            threads=threads,
+            threads=run.threads,
             seed=SEED,
+            engine=run.engine or LocalEngine(),
+            files=tuple(local_files(checkpoint.storage, checkpoint.weight_files)),
             progress=asked.calibration_progress or _ignore,
         )
         encoded = calibration.encode()
         about = {
-            "sample": asked.calibrate if asked.calibrate == SELF else "text",
+            "sample": sample.kind,
             "tokens": ids.numel(),
             "window": ids.shape[1],
             "seed": SEED,
