@@ -219,6 +219,17 @@ def test_what_the_image_processor_says_is_in_the_file(tmp_path: Path) -> None:
     assert tower_of(tmp_path / "kimi")[0]["clip.vision.image_mean"] == NORMALIZED["image_mean"]
 
 
+@pytest.mark.parametrize("name", ["gemma3", "lfm2_vl", "llava"])
+def test_towers_have_the_names_of_published_files_too(name: str, tmp_path: Path) -> None:
+    """Which earlier versions of transformers wrote."""
+    write_tower(name, tmp_path)
+    about, tensors = tower_of(tmp_path, name)
+    rename_tensors(tmp_path, {"model.vision_tower.": "vision_tower.vision_model.", "model.multi_modal": "multi_modal"})
+    published, found = tower_of(tmp_path, name)
+    assert published == about and found.keys() == tensors.keys()
+    assert all(np.array_equal(found[tensor], tensors[tensor]) for tensor in tensors)
+
+
 def halves_in_turns(matrix: Array, heads: int) -> Array:
     return matrix.reshape(heads, 2, -1, matrix.shape[-1]).swapaxes(1, 2).reshape(matrix.shape)
 
