@@ -143,12 +143,16 @@ def weights_of(model: Any) -> dict[str, Array]:
     return {key: value.float().numpy() for key, value in model.state_dict().items()}
 
 
-def tower_of(folder: Path, name: str = "") -> tuple[dict[str, Any], dict[str, Array]]:
-    """The metadata and the tensors of a tower. The tokenizer of one of the models is only a stub."""
+def outline(folder: Path) -> GgufModel:
     from pqweights.checkpoint.gguf.model import outline_model
     from pqweights.checkpoint.source import open_local
 
-    model: GgufModel = outline_model(open_local(folder))
+    return outline_model(open_local(folder))
+
+
+def tower_of(folder: Path, name: str = "") -> tuple[dict[str, Any], dict[str, Array]]:
+    """The metadata and the tensors of a tower. The tokenizer of one of the models is only a stub."""
+    model = outline(folder)
     assert len(model.notes) == (name in REMARKS) and all(REMARKS[name] in note for note in model.notes)
     return {entry.key: entry.value for entry in model.tower_metadata}, {t.name: values_of(t) for t in model.tower}
 
@@ -338,6 +342,28 @@ def as_llama_cpp_orders(name: str, vectors: Array) -> Array:
     return vectors[1:] if name == "llava" else vectors
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("gemma3", {"image_size": "32"}), ("qwen2_5_vl", {"fullatt_block_indexes": []}),
+        ("qwen2_5_vl", {"fullatt_block_indexes": ["1"]}), ("qwen2_5_vl", {"window_size": 16}),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0]}), ("qwen3_vl", {"num_position_embeddings": "64"}),
+        ("gemma4", {"patch_size": 5}), ("gemma4", {"rope_parameters": {"rope_theta": 1e4}}),
+        ("gemma4", {"head_dim": 8}),
+        ("kimi_k25", {"num_attention_heads": 3}), ("kimi_k25", {"pos_emb_width": 4}), ("lfm2_vl", {"num_patches": -1}),
+        ("internvl", {"norm_type": "rms_norm"}), ("llama4", {"pixel_shuffle_ratio": 4}),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_does_not_fit_leaves_the_tower_out(
+    name: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    write_tower(name, tmp_path)
+    vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
+    edit_config(tmp_path, {"vision_config": vision | changed})
+    (note,) = [note for note in outline(tmp_path).notes if "the tower for images is left out" in note]
+    assert "\n" not in note and not outline(tmp_path).tower
+
+
 @pytest.mark.parametrize("name", TOWERS)
 def test_llama_cpp_makes_of_an_image_what_transformers_does(name: str, tmp_path: Path) -> None:
     """The largest difference of all vectors, in units of their standard deviation; matrices are in F16."""
@@ -364,10 +390,7 @@ def test_llama_cpp_makes_of_an_image_what_transformers_does(name: str, tmp_path:
 
 def write_tower_file(folder: Path) -> Path:
     """Write the file of the tower of a model in a folder beside it."""
-    from pqweights.checkpoint.gguf.model import outline_model
-    from pqweights.checkpoint.source import open_local
-
-    model = outline_model(open_local(folder / "model"))
+    model = outline(folder / "model")
     writer = gguf.GGUFWriter(folder / "mmproj.gguf", "clip")
     for key, value, kind, item_kind in model.tower_metadata:
         if key != gguf.Keys.General.ARCHITECTURE:

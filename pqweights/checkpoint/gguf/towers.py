@@ -46,6 +46,8 @@ BESIDE = (
 # Other keys of published configurations.
 RENAMED = {"projector_ln_eps": "projection_layer_norm_eps", "hidden_activation": "hidden_act"}
 RENAMED |= {f"init_pos_emb_{side}": f"pos_emb_{side}" for side in ("height", "width")}
+# How many positions a square image has.
+POSITIONS = ("num_position_embeddings", "num_patches")
 # What divides the sides of an image in patches; the reciprocal of it.
 SCALES = ("pooling_kernel_size", "merge_kernel_size", "downsample_factor", "scale_factor")
 RATIOS = ("pixel_shuffle_ratio", "downsample_ratio")
@@ -113,23 +115,24 @@ def _settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> S
         if settings.number(one) != settings.number(other):
             raise settings.refusal(f"llama.cpp computes its tower with equal {one} and {other} only")
     values["uses_gelu"] = str(settings.get("hidden_act")).startswith("gelu")
-    if (positions := settings.get("num_position_embeddings") or settings.get("num_patches")) is not None:
-        values["image_size"] = math.isqrt(positions) * settings.number("patch_size")
+    if positions := next(filter(settings.get, POSITIONS), None):
+        values["image_size"] = math.isqrt(settings.number(positions)) * settings.number("patch_size")
     if settings.get("pos_emb_height"):
         values["image_size"] = settings.number("pos_emb_height * patch_size")
     if (scale := _scale(settings)) is not None:
         values["scale"] = scale
     if isinstance(full := values.get("fullatt_block_indexes"), list):
-        values["full_attention_interval"] = full[0] + 1
-        if full != list(range(full[0], settings.number("depth"), full[0] + 1)):
+        values["full_attention_interval"] = first = full[0] + 1 if full and isinstance(full[0], int) else 0
+        if first < 1 or full != list(range(first - 1, settings.number("depth"), first)):
             raise settings.refusal("llama.cpp has full attention in every n-th layer of its tower only")
     return settings
 
 
 def _scale(settings: Settings) -> int | None:
     """Return how many patches on a side become one vector; None for towers that state it otherwise."""
-    if (tokens := settings.get("mm_tokens_per_image")) is not None:
-        return settings.number("image_size") // settings.number("patch_size") // math.isqrt(tokens)
+    if settings.get("mm_tokens_per_image") is not None:
+        side = math.isqrt(settings.number("mm_tokens_per_image"))
+        return settings.number("image_size") // settings.number("patch_size") // side
     if ratio := next(filter(settings.get, RATIOS), None):
         return round(1 / settings.real(ratio))
     return next((settings.number(key) for key in SCALES if settings.get(key)), None)
@@ -154,7 +157,8 @@ def _add_hyper_parameters(tower: Tower, settings: Settings, writer: Any, checkpo
     if tower.resizes:
         size = processor.get("size")
         side = size.get("longest_edge") if isinstance(size, dict) else None
-        writer.add_vision_preproc_image_size(side if isinstance(side, int) else settings.number("image_size"))
+        fits = isinstance(side, int) and 0 < side < 1 << 31
+        writer.add_vision_preproc_image_size(side if fits else settings.number("image_size"))
 
 
 def _image_processor(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -179,29 +183,40 @@ def _views(name: str, tensor: LogicalTensor, names: Any, tower: Tower, settings:
         found = (names.get_name(f"{prefix}{stem}") for prefix in ("", "model."))
         known = known.replace(stem, next(filter(None, found), ""))
     if match := re.match(r"v\.deepstack\.(\d+)", known):
-        layer = settings.get("deepstack_visual_indexes")[int(match[1])]
-        known = f"v.deepstack.{layer}{known[match.end() :]}"
+        layers, number = settings.get("deepstack_visual_indexes"), int(match[1])
+        if not isinstance(layers, list) or number >= len(layers):
+            raise settings.refusal(f"expected a layer for {tensor.name!r} in deepstack_visual_indexes, found {layers}")
+        known = f"v.deepstack.{layers[number]}{known[match.end() :]}"
     if not known.startswith(("v.", "mm.")):
         raise ExportError(f"tensor {tensor.name!r}: llama.cpp's tower of {settings.model_type} has no such tensor")
     if len(tensor.shape) == 5:  # two frames
         yield from _frames(known, tensor)
     elif ".attn_qkv." in known and not tower.joined:
-        rows = np.arange(tensor.shape[0]).reshape(3, -1)
+        rows = np.arange(_multiple(tensor, 0, 3)).reshape(3, -1)
         for place, part in enumerate(("attn_q", "attn_k", "attn_v")):
             yield _rows(known.replace("attn_qkv", part), tensor, rows[place])
     elif ".attn_qkv." in known and tower.by_axis:
-        yield _rows(known, tensor, _by_axis(tensor.shape[0], settings.number("num_attention_heads")))
+        heads = settings.number("num_attention_heads")
+        yield _rows(known, tensor, _by_axis(_multiple(tensor, 0, 12 * heads), heads))
     elif tower.interleaved and re.search(r"\.attn_[qk]\.", known):
         heads = settings.number("num_attention_heads")
-        yield InterleavedTensor.of(known, tensor, head_rows=tensor.shape[0] // heads)
+        yield InterleavedTensor.of(known, tensor, head_rows=_multiple(tensor, 0, 2 * heads) // heads)
     elif tower.colors_last and known == "v.patch_embd.weight":
         yield _colors_first(known, tensor, settings.number("patch_size"))
     elif tower.class_first and known == "v.position_embd.weight":
-        yield _rows(known, tensor, np.roll(np.arange(tensor.shape[-2]), -1))
+        yield _rows(known, tensor, np.roll(np.arange(math.prod(tensor.shape[:-1])), -1))
     elif tower.offset and name.startswith(tower.offset):
         yield OffsetTensor.of(known, tensor, offset=1.0, dtype="F32", plain_dtype="F32")
     else:
         yield RenamedTensor.of(known, tensor, shape=_shape(known, tensor.shape, tower))
+
+
+def _multiple(tensor: LogicalTensor, axis: int, of: int) -> int:
+    """Return the size of an axis. Raises ExportError if it is not a multiple of what the configuration says."""
+    size = tensor.shape[axis] if tensor.shape else 1
+    if size % of:
+        raise ExportError(f"tensor {tensor.name!r} {list(tensor.shape)}: config.json asks for a multiple of {of}")
+    return size
 
 
 def _shape(name: str, shape: tuple[int, ...], tower: Tower) -> tuple[int, ...]:
@@ -223,7 +238,7 @@ def _frames(name: str, tensor: LogicalTensor) -> Iterator[LogicalTensor]:
 
 def _colors_first(name: str, tensor: LogicalTensor, side: int) -> LogicalTensor:
     """Return the kernels of a convolution whose weights are a matrix, [outputs, height * width * channels]."""
-    order = np.arange(tensor.shape[-1]).reshape(side, side, -1).transpose(2, 0, 1)
+    order = np.arange(_multiple(tensor, -1, side * side)).reshape(side, side, -1).transpose(2, 0, 1)
     shape = (tensor.shape[0], *order.shape)
     return replace(ReorderedTensor.of(name, tensor, order=order.reshape(-1)), shape=shape)
 

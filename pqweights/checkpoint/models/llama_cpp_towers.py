@@ -151,7 +151,7 @@ GEMMA4 = Tower(
         "image_size": 224,  # of no meaning: it is not used
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
         "num_key_value_heads": 12, "head_dim": 64, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
-        "pooling_kernel_size": 3, "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh", "pooling_kernel_size": 3, "patch_size": 16,
     },
     values={"hidden_activation": ("gelu_pytorch_tanh",), "rope_theta": (100, None), "attention_bias": (False, None)},
     equal=(("head_dim * num_attention_heads", "hidden_size"), ("num_key_value_heads", "num_attention_heads")),
