@@ -34,10 +34,13 @@ FOLDED = {
     "eh_proj": "mtp.layers.0.eh_proj", "enorm": "mtp.layers.0.enorm", "hnorm": "mtp.layers.0.hnorm",
     "shared_head_norm": "mtp.layers.1.final_layernorm",
 }  # fmt: skip
+# As llama.cpp's conversion/hunyuan.py expects those of HY V3.
+NORM_BEHIND = {part: BEHIND[part] for part in ("eh_proj", "enorm", "hnorm")}
+NORM_BEHIND["shared_head_norm"] = "layers.{}.final_layernorm"
 PUBLISHED = {
-    "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "qwen3 next": BELOW,
-    "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "nemotron h moe": FOLDED,
-    "nemotron h latent": FOLDED,
+    "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "deepseek v3.2": BEHIND,
+    "qwen3 next": BELOW, "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "hy v3": NORM_BEHIND,
+    "nemotron h moe": FOLDED, "nemotron h latent": FOLDED,
 }  # fmt: skip
 
 
@@ -52,7 +55,7 @@ def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[s
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     shapes = {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (rows, hidden), "shared_head_head": (rows, hidden)}
     own = {part: f32(gaussian(*shapes.get(part, (hidden,)), seed=9)) for part in parts}
-    path = "model." if parts is BEHIND else ""
+    path = "" if parts in (BELOW, FOLDED) else "model."
     added = {f"{path}{parts[part].format(layers)}.weight": value for part, value in own.items()}
     copies = {f"model.layers.{like}.": "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."}
     if parts is FOLDED:
