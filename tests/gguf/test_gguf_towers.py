@@ -77,6 +77,10 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         VIT | {"model_type": "siglip2_vision_model", "num_patches": 64}, {"projector_hidden_size": 48},
     ),
     "idefics3": ("Idefics3", LLAMA, VIT, {"scale_factor": 2, "tie_word_embeddings": False}),
+    "step3p7": (
+        "Step3p7", CASES["step3p5"].settings | {"rope_parameters": CASES["step3p5"].rope},
+        VIT | {"mlp_ratio": 1.5, "max_position_embeddings": 64}, {},
+    ),
     "internvl": ("InternVL", {"model_type": "qwen2"}, VIT | {"image_size": [32, 32], "patch_size": [4, 4]}, {}),
 }  # fmt: skip
 # The names of Kimi's published files, which transformers reads and does not write; those of Kimi-VL.
@@ -94,6 +98,7 @@ PUBLISHED["kimi_vl"] = PUBLISHED["kimi_k25"] | {
 REMARKS = {
     "llama4": "column by column",
     "kimi_vl": "linear interpolation",
+    "step3p7": "smooths",
     "llava": "leaves the first patch of an image out",
 }
 NORMALIZED = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.5, 0.5]}
@@ -168,7 +173,7 @@ OF_LAYER = {
         f"{part}.{side}" for part in {"ffn_gate", "ffn_up", "ffn_down", "attn_out"} | SEPARATE
         for side in ("input_min", "input_max", "output_min", "output_max")
     },
-    "internvl": LAYER | SEPARATE | {"ls1", "ls2"},
+    "internvl": LAYER | SEPARATE | {"ls1", "ls2"}, "step3p7": LAYER | {"attn_qkv", "ls1", "ls2"},
     **dict.fromkeys(("llava", "llama4", "lfm2_vl", "idefics3"), LAYER | SEPARATE),
 }  # fmt: skip
 # And beside the layers.
@@ -190,6 +195,7 @@ BESIDE = {
                         "mm.model.mlp.1.weight", "mm.model.mlp.2.weight"},
     **dict.fromkeys(("kimi_k25", "kimi_vl", "lfm2_vl"), PLACED | {"v.post_ln.weight", "mm.input_norm.weight",
                                                                   "mm.1.weight", "mm.2.weight"}),
+    "step3p7": PLACED | {"v.pre_ln.weight", "mm.0.weight", "mm.1.weight", "mm.model.fc.weight"},
     "idefics3": PLACED | {"v.post_ln.weight", "mm.model.fc.weight"},
     "internvl": PLACED | {"v.class_embd", *(f"mm.model.mlp.{number}.weight" for number in (0, 1, 3))},
 }  # fmt: skip

@@ -36,15 +36,17 @@ PROCESSORS = (
 )  # fmt: skip
 PARTS = (
     "visual.", "vision_tower.", "vision_model.", "embed_vision.", "multi_modal_projector.", "mm_projector.",
-    "connector.",
+    "vit_large_projector.", "connector.",
 )  # fmt: skip
 # Keys beside the vision_config that say how a tower computes.
 BESIDE = (
     "projector_hidden_act", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer", "scale_factor",
     "vision_feature_select_strategy", "downsample_factor", "downsample_ratio", "projection_layer_norm_eps",
+    "understand_projector_stride",
 )  # fmt: skip
 # Other keys of published configurations.
 RENAMED = {"projector_ln_eps": "projection_layer_norm_eps", "hidden_activation": "hidden_act"}
+RENAMED |= {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 RENAMED |= {f"init_pos_emb_{side}": f"pos_emb_{side}" for side in ("height", "width")}
 # How many positions a square image has.
 POSITIONS = ("num_position_embeddings", "num_patches")
@@ -119,6 +121,8 @@ def _settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> S
         values["image_size"] = math.isqrt(settings.number(positions)) * settings.number("patch_size")
     if settings.get("pos_emb_height"):
         values["image_size"] = settings.number("pos_emb_height * patch_size")
+    if isinstance(ratio := settings.get("mlp_ratio"), float):
+        values["intermediate_size"] = int(settings.number("hidden_size") * ratio)
     if (scale := _scale(settings)) is not None:
         values["scale"] = scale
     if isinstance(full := values.get("fullatt_block_indexes"), list):

@@ -262,10 +262,29 @@ LLAVA = Tower(
     unused=r"vision_tower\.(vision_model\.)?post_layernorm",
     remark="llama.cpp leaves the first patch of an image out, and ends with the vector of the class token",
 )  # fmt: skip
+STEP3P7 = Tower(
+    projector="STEP3VL",
+    modules={
+        r"vision_model\.positional_embedding": "v.position_embd.weight",
+        r"vision_model\.transformer\.resblocks\.(\d+)\.ls_(\d)\.gamma": r"v.blk.\1.ls\2.weight",
+        r"vision_model\.transformer\.resblocks\.(\d+)\.attn\.in_proj_(weight|bias)": r"v.blk.\1.attn_qkv.\2",
+        r"vision_model\.vit_downsampler1": "mm.0",
+        r"vision_model\.vit_downsampler2": "mm.1",
+        r"vit_large_projector": "mm.model.fc",
+    },
+    settings=(*_VIT, _EPS, _SCALE),
+    defaults={
+        "hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16, "image_size": 728, "patch_size": 14,
+        "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu", "mlp_ratio": 8960 / 1536,
+        "scale": 4,  # two convolutions
+    },
+    values=_THETA | {"hidden_act": ("quick_gelu",), "understand_projector_stride": (2, None)},
+    remark="llama.cpp smooths the positions of its tower for parts of images below image_size, the model does not",
+)  # fmt: skip
 # By the type of a model, or that and the type in its vision_config.
 TOWERS = {
     "gemma3": GEMMA3, "gemma4": GEMMA4, "qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": QWEN3_VL, "qwen3_5": QWEN3_VL, "qwen3_5_moe": QWEN3_VL, "mistral3": PIXTRAL, "llama4": LLAMA4,
     "kimi_k25": KIMI_K25, "kimi_vl": KIMI_VL, "lfm2_vl": LFM2_VL, "idefics3": IDEFICS3, "smolvlm": IDEFICS3,
-    "internvl": INTERNVL, "llava": LLAVA, "llava pixtral": PIXTRAL,
+    "internvl": INTERNVL, "step3p7": STEP3P7, "llava": LLAVA, "llava pixtral": PIXTRAL,
 }  # fmt: skip
