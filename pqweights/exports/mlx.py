@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.config import declare_drafts, edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described, text_config, text_model
 from pqweights.checkpoint.models.description import ModelDescription
@@ -122,6 +122,7 @@ class MlxFormat:
         fused = {name for names in fused_with.values() for name in names}
         decisions = self._decisions(model, outputs, text, fused=fused, stay=stay)
         used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
+        declare_drafts(model.config, sorted(used))
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
         return Outline(

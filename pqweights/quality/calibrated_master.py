@@ -10,13 +10,15 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.readers import element_count
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.options import BY_TENSOR, QuantizeArguments
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration
+from pqweights.quality.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
+from pqweights.quality.calibrated_weights import CalibratedWeight
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.sample import SEED, SampleOf
 from pqweights.quality.work_folder import check_space, folder_beside, worked_on_in
@@ -103,8 +105,9 @@ def calibrated_codes(
             "identity": key,
         }
         ready = ReadyWeights.open(encoded.folder, about=about)
+        left = _of_the_trellis(plan) - ready.weights.keys()
         yield ready.with_warnings(
-            (*_missed(encoded), *_warnings(_of_the_trellis(plan) - ready.weights.keys(), wanted, weights, ready))
+            (*_missed(encoded), *_warnings(left, wanted, weights, ready), *_pooled(calibration.hardly_reached, ready))
         )
 
 
@@ -145,7 +148,7 @@ def _warnings(
     outside = left & {weight.name for weight in weights.get(OUTSIDE, ())}
     inside = left & {weight.name for layer, own in weights.items() if layer != OUTSIDE for weight in own}
     for names, why in (
-        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more"),
+        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more, or a stack of such"),
         (left & wanted.keys() - outside - inside, "the model has it in another form than the checkpoint"),
         (outside, "no linear layer multiplies by it"),
         (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
@@ -161,6 +164,17 @@ def _warnings(
             "them to weights that matter more; give more bits"
         )
     return tuple(lines)
+
+
+def _pooled(experts: Mapping[str, int], ready: ReadyWeights) -> tuple[str, ...]:
+    """Return a line about experts that hardly any token reached. experts: how many of each stack"""
+    if not experts:
+        return ()
+    name, count = min(experts), experts[min(experts)]
+    return (
+        f"tensor {name!r}{_more(experts.keys())}: fewer than {FEWEST_INPUTS} tokens of the sample reached {count} of "
+        f"its {ready.weights[name].shape[0]} experts, which were encoded for the inputs of all its experts",
+    )
 
 
 def _missed(encoded: Encoded) -> tuple[str, ...]:
@@ -179,12 +193,19 @@ def _more(names: AbstractSet[str]) -> str:
 
 
 def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[CalibratedWeight]]:
-    """Return which weights are calibrated, by layer."""
+    """Return which matrices are calibrated, by layer, those of a tensor one after the other."""
     result: dict[int, list[CalibratedWeight]] = {}
     for layer in (OUTSIDE, *range(model.layers)):
         own = model.parameters_of(layer)
         for tensor in model.tensors_of(layer):
-            place = model.place_of(tensor.name)
-            if tensor.name in wanted and place is not None and place.matrix.parameter in own:
-                result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, place=place))
+            places, is_stack = model.places_of(tensor.name), len(tensor.shape) > 2
+            if tensor.name not in wanted or not places or places[0].matrix.parameter not in own:
+                continue
+            if is_stack and element_count(tensor) != own[places[0].matrix.parameter].numel():
+                continue  # a part of what the model has
+            turned = model.matrices_of(tensor.name).transposed
+            result.setdefault(layer, []).extend(
+                CalibratedWeight(name=tensor.name, place=place, number=number if is_stack else None, turned=turned)
+                for number, place in enumerate(places)
+            )
     return result

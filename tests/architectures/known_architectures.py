@@ -431,7 +431,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         vision_config={**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16}, image_token_id=99
     ),
     "idefics3": A(
-        "Idefics3", head=GENERATES, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE, image_token_id=99
+        "Idefics3", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE,
+        image_token_id=99
+    ),
+    "smolvlm": A(
+        "SmolVLM", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE,
+        image_token_id=99
     ),
 }  # fmt: skip
 

@@ -370,16 +370,6 @@ def test_pickled_weights_are_calibrated_if_they_may_be_read(source: Path, master
     assert manifest(tmp_path / "out")["calibrated"]["weights"] == 15
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
-def test_experts_that_a_checkpoint_has_as_stacks_are_named(name: str, tmp_path: Path, tmp_path_factory: Any) -> None:
-    folder = families.model(tmp_path_factory.getbasetemp(), name)
-    report = pqweights.quantize(folder, tmp_path / "out", "t4", calibrate="self", **SHORT)
-    codecs = {t["name"]: t["codec"] for t in manifest(tmp_path / "out")["tensors"]}
-    stacks = {codec for tensor, codec in codecs.items() if tensor.endswith("experts.down_proj")}
-    assert stacks == {"hadamard-trellis"} and "hadamard-trellis-columns" in codecs.values()
-    assert any("experts.down_proj" in line and "not a matrix of 128 rows" in line for line in report.warnings)
-
-
 def test_a_model_of_many_inputs_is_calibrated_with_moments_in_blocks(
     tmp_path: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

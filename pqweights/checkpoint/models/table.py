@@ -62,6 +62,11 @@ _ROBERTA = Row(
     },
 )  # fmt: skip
 
+_MT5 = sizes(512, 1024, 8, 6, 512) | {
+    "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32, "feed_forward_proj": "gated-gelu",
+    "relative_attention_max_distance": 128,
+}  # fmt: skip
+
 # What is known of a type beyond its traits in TYPES_WITH.
 _ROWS: dict[str, Row] = {
     "arcee": Row(
@@ -222,12 +227,7 @@ _ROWS: dict[str, Row] = {
             "sliding_window": 128, "classifier_pooling": "cls",
         },
     ),
-    "mt5": Row(
-        llama_cpp=llama_cpp_encoders.MT5, defaults=sizes(512, 1024, 8, 6, 512) | {
-            "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32,
-            "feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 128,
-        },
-    ),
+    "mt5": Row(llama_cpp=llama_cpp_encoders.MT5, defaults=_MT5),
     "nemotron_h": Row(
         llama_cpp=llama_cpp_hybrids.NEMOTRON_H, defaults=OWN_HEAD | {
             "num_attention_heads": 32, "max_position_embeddings": 4096, "hidden_size": 4096,
@@ -337,6 +337,7 @@ _ROWS: dict[str, Row] = {
             "relative_attention_max_distance": 128,
         },
     ),
+    "umt5": Row(llama_cpp=llama_cpp_encoders.T5, defaults=_MT5),  # every layer has its own biases of positions
     "xlm-roberta": _ROBERTA,
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ class Trait(Enum):
     USED_DIRECTLY = auto()
     USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
     WRAPS_TEXT = auto()  # beside its towers it has a text model that computes as the type in its text_config does
+    STACKED_BY_MLX = auto()  # mlx-lm stacks its experts, and changes nothing else
     RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
 
 
@@ -90,8 +91,11 @@ swin2sr switch_transformers t5 timesformer tipsv2_vision_model udop umt5 videopr
 vjepa2 xclip xlstm
 """,
     Trait.WRAPS_TEXT: """
-gemma3n gemma4 kimi_k25 lfm2_vl llama4 minimax_m3_vl mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
-qwen3_vl_moe step3p7
+gemma3n gemma4 idefics3 internvl kimi_k25 kimi_vl lfm2_vl llama4 llava minimax_m3_vl mistral3 qwen2_5_vl qwen2_vl
+qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm step3p7
+""",
+    Trait.STACKED_BY_MLX: """
+afmoe deepseek_v2 dots1 glm4_moe minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe
 """,
     Trait.RUN_BY_MLX: "gpt2 kimi_linear llama4 minimax_m3_vl",
     Trait.EXAMINED: """
