@@ -2,8 +2,8 @@
 
     python benchmarks/rates.py MODEL_DIR [MODEL_DIR...]
 
-Measured as in benchmarks/fit.py, with sensitivities on a sample of the model itself. Each target is a number of bits per
-quantized weight. *Left over* is how far below the target the bytes of the quantized weights are.
+Measured as in benchmarks/fit.py, with sensitivities on a sample of the model itself. Each target is a number of bits
+per quantized weight. *Left over* is how far below the target the bytes of the quantized weights are.
 """
 
 from __future__ import annotations
