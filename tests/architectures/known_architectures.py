@@ -142,7 +142,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         max_position_embeddings=64
     ),
     "eurobert": A("EuroBert", TEXT, head="ForMaskedLM"),
-    "nomic_bert": A("NomicBert", ENCODER, head="Model", vllm=RESHAPED, torchao=RESHAPED),
+    "nomic_bert": A("NomicBert", ENCODER, head="Model", vllm=IN_VLLM, torchao=RESHAPED),
     "jina_embeddings_v3": A("JinaEmbeddingsV3", ENCODER, head="ForMaskedLM", vllm=RESHAPED, torchao=RESHAPED),
     "EmbeddingGemma": A(
         "Gemma3Text", TEXT, head="Model", config="Gemma3Text", mlx=BOTH_WAYS, use_bidirectional_attention=True
