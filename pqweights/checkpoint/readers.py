@@ -299,10 +299,11 @@ class ColumnTensor(EncodedTensor):
         return BLOCK_SIZE * self.shape[1]
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode elements strip by strip, straight into `out` where they are rows from the first of a strip on."""
+        """Decode elements, two strips at a time, straight into `out` if they are rows from the first of a strip on."""
         columns, size, end = self.shape[1], item_bytes(dtype), start + count
         while start < end:
-            strip, row, stop = start // self.unit, start // columns, min(end, (start // self.unit + 1) * self.unit)
+            strip, row = start // self.unit, start // columns
+            stop = min(end, (strip + (1 if start % self.unit else 2)) * self.unit)
             rows, numbers = range(strip * BLOCK_SIZE, -(-stop // columns)), range(self.cut.superblocks)
             if row == rows.stop - 1:
                 blocks = self.cut.blocks
@@ -317,19 +318,19 @@ class ColumnTensor(EncodedTensor):
             start, out = stop, out[byte_count:]
 
     def _decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode rows of a strip, from its first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
+        """Decode rows of strips, from the first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
 
-        superblocks: whose columns, neighbouring ones by their numbers in the strip
+        superblocks: whose columns, neighbouring ones by their numbers in a strip; all of them, of more than one strip
 
         Raises MasterError if they cannot be decoded.
         """
         columns = range(self.cut.columns_of(superblocks[0]).start, self.cut.columns_of(superblocks[-1]).stop)
         at = rows.start // BLOCK_SIZE * self.cut.superblocks + superblocks.start
-        ends = self.ends[at : at + len(superblocks) + 1]
+        ends = self.ends[at : at + -(-len(rows) // BLOCK_SIZE) * len(superblocks) + 1]
         trellis, _, row_scales, column_scales = self.encoded
         codes = ColumnCodes(
             self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),
-            np.diff(ends).astype(np.int32)[None],
+            np.diff(ends).astype(np.int32).reshape(-1, len(superblocks)),
             self._read_items(row_scales, rows.start, np.empty(len(rows), dtype=np.uint8)),
             self._read_items(column_scales, columns.start, np.empty(len(columns), dtype=np.uint8)),
         )

@@ -170,7 +170,7 @@ void pqweights::search_columns(const float* feedback, float* group, const float*
                                const double* down, const double* up, const int32_t* reach, int16_t* numbers,
                                uint8_t* classes, float* squares, float* sums, uint16_t* decisions, int64_t columns,
                                int64_t first, int64_t count, int64_t states, double step) {
-    const ClassModel model{limits, nullptr, nullptr, down, up, reach, nullptr, nullptr, nullptr};
+    const ClassModel model{.limits = limits, .down = down, .up = up, .reach = reach};
     const Group all{feedback, group, sums, columns};
     Search search{model, decisions, step};
     const Found found{numbers, classes, squares, squares + BLOCK * LANES, 0, 0};
