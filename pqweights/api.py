@@ -71,10 +71,10 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
             return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
     from pqweights.quality.calibrated_master import calibrated_codes
 
-    check_calibration(asked, ray=asked.ray is not None)
+    check_calibration(asked)
     with _run(asked) as run:
         source = local_folder(located(asked.source), asked.access, progress=run.progress).path
-        with calibrated_codes(source, store, recipe, asked, threads=run.threads) as ready:
+        with calibrated_codes(source, store, recipe, asked, run=run) as ready:
             return quantize_source(located(asked.source), store, recipe, options=asked, run=run, ready=ready)
 
 
@@ -86,7 +86,7 @@ def export(asked: ExportArguments) -> RewriteReport:
     """
     get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
     if asked.ray is not None and asked.calibrate is not None:
-        raise OptionError("`ray`: a calibration runs on one machine; leave out `ray` or `calibrate`")
+        raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     store = open_store(located(asked.out))
     with _run(asked) as run:
         result = find_result(located(asked.master), asked.access, ours=True, progress=run.progress)

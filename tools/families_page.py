@@ -49,6 +49,12 @@ def type_of(config: str) -> str:
     return str(getattr(importlib.import_module("transformers"), config).model_type).removesuffix("_text")
 
 
+def text_type(config: str) -> str:
+    """Return the type of the text model of a class of configurations of images and text."""
+    known = importlib.import_module("transformers")
+    return str(getattr(known, config)().text_config.model_type).removesuffix("_text")
+
+
 def outcomes() -> dict[str, dict[str, str]]:
     """Return the cells of each type of model, by target."""
     sys.path[:0] = [str(ROOT / "tests" / "architectures"), str(ROOT / "tests" / "support")]
@@ -56,14 +62,16 @@ def outcomes() -> dict[str, dict[str, str]]:
     encoders = importlib.import_module("encoder_cases")
     rows: dict[str, dict[str, str]] = {}
     for name, model in MODELS.items():
+        if model.llama_cpp_differs:
+            rows.setdefault(name, {})["gguf"] = REFUSED
         if model.llama_cpp is not None:
             rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
-    configs = [f"{case.name}{'Text' if case.text else ''}Config" for case in built.CASES.values()]
-    for config in (
-        *configs,
-        *(f"{case.name}Config" for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())),
-    ):
-        rows[type_of(config)]["gguf"] = RUN
+    ran = [case.published.get("model_type") or type_of(f"{case.name}{'Text' if case.text else ''}Config")
+           for case in built.CASES.values()]  # fmt: skip
+    ran += [text_type(f"{case.name}Config") for case in built.CASES.values() if case.vision is not None]
+    ran += [type_of(f"{case.name}Config") for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())]
+    for name in ran:
+        rows.setdefault(name, {})["gguf"] = RUN
     for name in TOWERS:
         text = rows.setdefault(name, {})
         text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"

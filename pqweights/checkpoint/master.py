@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pqweights import codecs
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
@@ -27,7 +28,7 @@ from pqweights.checkpoint.readers import (
 )
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, WITHDRAWN, Coding, MasterCodec, native, withdrawn
-from pqweights.codecs.columns import ColumnCoding, ColumnCut, HadamardTrellisColumns, bits_of
+from pqweights.codecs.columns import ColumnCoding, ColumnCut, HadamardTrellisColumns, Orientation, bits_of
 from pqweights.codecs.protocol import Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.common.advice import instead
@@ -89,9 +90,9 @@ def column_specs(name: str, cut: ColumnCut, total: int) -> tuple[TensorSpec, ...
     trellis, lengths, row_scales, column_scales = (name + suffix for suffix in HadamardTrellisColumns.suffixes)
     return (
         TensorSpec(trellis, "U8", (total,)),
-        TensorSpec(lengths, "I32", (cut.strips, cut.superblocks)),
-        TensorSpec(row_scales, "U8", (cut.rows,)),
-        TensorSpec(column_scales, "U8", (cut.columns,)),
+        TensorSpec(lengths, "I32", cut.lengths),
+        TensorSpec(row_scales, "U8", (*cut.stack, cut.rows)),
+        TensorSpec(column_scales, "U8", (*cut.stack, cut.columns)),
     )
 
 
@@ -119,14 +120,14 @@ def quantization_config(
 
     source: what it says of its source, if a weight has the codec `native`
     """
-    codecs = [MASTER_CODECS[e.coder.codec] for e in encodings]
+    of_each = [MASTER_CODECS[e.coder.codec] for e in encodings]
     defaults: dict[str, Any] = {
         "codec": _most_common([e.coder.codec for e in encodings]),
         "bits": _most_common([e.coder.bits for e in encodings]),
         "dtype": _most_common([e.dtype for e in encodings]),
     }
     for key in stated_defaults(MASTER_CODECS.values()):
-        defaults[key] = _most_common([c.state_defaults[key] for c in codecs if key in c.state_defaults])
+        defaults[key] = _most_common([c.state_defaults[key] for c in of_each if key in c.state_defaults])
     overrides = {e.name: own for e in encodings if (own := _override(e, defaults))}
     levels: dict[str, dict[str, Any]] = {}
     coders = {(e.coder.codec, e.coder.bits): e.coder for e in encodings}
@@ -136,8 +137,8 @@ def quantization_config(
             levels.setdefault(codec, {})[str(bits)] = tables
     return {
         "quant_method": QUANT_METHOD,
-        "format_version": max((codec.format_version for codec in codecs), default=1),
-        "block_size": _most_common([codec.block_size for codec in codecs]) or MASTER_CODECS[DEFAULT_CODEC].block_size,
+        "format_version": max((codecs.first_version(e.coder.codec, e.shape, e.state) for e in encodings), default=1),
+        "block_size": _most_common([codec.block_size for codec in of_each]) or MASTER_CODECS[DEFAULT_CODEC].block_size,
         **defaults,
         "levels": levels,
         "overrides": overrides,
@@ -229,11 +230,10 @@ class _Reader:
     """Reads the weights of a master by its quantization_config, which is checked as far as that needs no tensors."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        latest = max(codec.format_version for codec in MASTER_CODECS.values())
         version = settings.get("format_version")
-        if type(version) is not int or not 1 <= version <= latest:
-            expected = "1" if latest == 1 else f"1 to {latest}"
-            raise _damaged(f"format_version: expected {expected}, found {version!r}; a newer pqweights may read it")
+        if type(version) is not int or not 1 <= version <= codecs.LATEST_VERSION:
+            expected = f"1 to {codecs.LATEST_VERSION}, found {version!r}; a newer pqweights may read it"
+            raise _damaged(f"format_version: expected {expected}")
         fields = [
             key
             for key in _Settings.__struct_fields__
@@ -253,10 +253,10 @@ class _Reader:
     def check_codecs(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError unless version and block size are those of the codecs, or of the default one."""
         names = sorted({tensor.coder.codec for tensor in encoded})
-        for name in names:
-            first = MASTER_CODECS[name].format_version
-            if self._version < first:
-                raise _damaged(f"format_version: expected {first} or later for {name}, found {self._version}")
+        needed = {(codecs.first_version(t.coder.codec, t.shape, t.state.to_json()), t.coder.codec) for t in encoded}
+        first, name = max(needed, default=(1, DEFAULT_CODEC))
+        if self._version < first:
+            raise _damaged(f"format_version: expected {first} or later for {name}, found {self._version}")
         sizes = sorted({MASTER_CODECS[name].block_size for name in names or [DEFAULT_CODEC]})
         if self._block_size not in sizes:
             raise _damaged(f"block_size: expected {' or '.join(map(str, sizes))}, found {self._block_size}")
@@ -397,7 +397,8 @@ class _Reader:
         about: Any = {"storage": storage, "name": name, "shape": shape, "dtype": own.dtype, "encoded": parts}
         state = _state(where, coder, merged)
         if isinstance(coder, ColumnCoding):
-            cut, total = _column_cut(where, shape), parts[0].byte_count
+            assert isinstance(state, Orientation)
+            cut, total = _column_cut(where, shape, state), parts[0].byte_count
             _check_shapes(column_specs(name, cut, total), shape, coder=coder, parts=parts, awq=awq)
             if own.bits != (bits := bits_of(cut, total)):
                 raise _damaged(f"{where}: bits: expected {bits}, which its stored tensors take, found {own.bits}")
@@ -451,10 +452,10 @@ def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coding, first: 
     return (*first.shape[:-1], per_row * coder.block_size)
 
 
-def _column_cut(where: str, shape: tuple[int, ...]) -> ColumnCut:
-    if len(shape) != 2 or not math.prod(shape):
+def _column_cut(where: str, shape: tuple[int, ...], state: Orientation) -> ColumnCut:
+    if len(shape) not in (2, 3) or not math.prod(shape):
         raise _damaged(f"{where}: shape: expected rows and columns for {ColumnCoding.codec}, found {list(shape)}")
-    return ColumnCut.of(shape)
+    return ColumnCut.of(shape, transposed=state.transposed)
 
 
 def _check_shapes(

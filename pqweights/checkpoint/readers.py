@@ -21,7 +21,7 @@ from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import Coding
-from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, decode_codes
+from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, Orientation, decode_codes
 from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
 from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
@@ -271,18 +271,19 @@ class BlockTensor(EncodedTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnTensor(EncodedTensor):
-    """A weight of hadamard-trellis-columns [rows, columns], of which the superblocks are decoded that hold elements."""
+    """A weight of hadamard-trellis-columns, of which the superblocks are decoded that hold elements."""
 
     coder: ColumnCoding
+    state: Orientation
 
     @functools.cached_property
     def cut(self) -> ColumnCut:
         """How it is cut."""
-        return ColumnCut.of(self.shape)
+        return ColumnCut.of(self.shape, transposed=self.state.transposed)
 
     @functools.cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """Where superblocks end in their stored tensor, from 0 on: [1 + superblocks of all strips].
+        """Where superblocks end in their stored tensor, from 0 on: [1 + superblocks].
 
         Raises MasterError for lengths that no encoder writes.
         """
@@ -295,49 +296,67 @@ class ColumnTensor(EncodedTensor):
 
     @property
     def unit(self) -> int:
-        """See EncodedTensor: a strip."""
-        return BLOCK_SIZE * self.shape[1]
+        """See EncodedTensor: a strip, or of a transposed weight a superblock of each strip."""
+        return self.unit_rows * self.shape[-1]
+
+    @property
+    def unit_rows(self) -> int:
+        """How many rows of the weight, as it is stored, are decoded together."""
+        return self.cut.blocks if self.state.transposed else BLOCK_SIZE
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode elements, two strips at a time, straight into `out` if they are rows from the first of a strip on."""
-        columns, size, end = self.shape[1], item_bytes(dtype), start + count
+        """Decode elements, a unit or two strips at a time, straight into `out` if they are rows from its start on."""
+        (height, width), size, end = self.shape[-2:], item_bytes(dtype), start + count
         while start < end:
-            strip, row = start // self.unit, start // columns
-            stop = min(end, (strip + (1 if start % self.unit else 2)) * self.unit)
-            rows, numbers = range(strip * BLOCK_SIZE, -(-stop // columns)), range(self.cut.superblocks)
-            if row == rows.stop - 1:
-                blocks = self.cut.blocks
-                numbers = range(start % columns // blocks, (stop - 1) % columns // blocks + 1)
-            decoded = range(self.cut.columns_of(numbers[0]).start, self.cut.columns_of(numbers[-1]).stop)
-            skip = (row - rows.start) * len(decoded) + start - row * columns - decoded.start
-            byte_count, whole = (stop - start) * size, len(rows) * len(decoded) * size
+            matrix, row = divmod(start // width, height)
+            first = row // self.unit_rows * self.unit_rows
+            units = 1 if self.state.transposed or start > (matrix * height + first) * width else 2
+            rows, columns = range(first, min(first + units * self.unit_rows, height)), range(width)
+            stop = min(end, (matrix * height + rows.stop) * width)
+            if not self.state.transposed:
+                rows = range(first, -(-stop // width) - matrix * height)
+                if row == rows.stop - 1:
+                    begin, last = (self.cut.columns_of(at % width // self.cut.blocks) for at in (start, stop - 1))
+                    columns = range(begin.start, last.stop)
+            skip = (row - first) * len(columns) + start % width - columns.start
+            byte_count, whole = (stop - start) * size, len(rows) * len(columns) * size
             values = out[:byte_count] if byte_count == whole else np.empty(whole, dtype=np.uint8)
-            self._decode_rows(rows, numbers, dtype, values)
+            self._decode_part(matrix, rows, columns, dtype=dtype, out=values)
             if byte_count != whole:
                 out[:byte_count] = values[skip * size : skip * size + byte_count]
             start, out = stop, out[byte_count:]
 
-    def _decode_rows(self, rows: range, superblocks: range, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode rows of strips, from the first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
+    def _decode_part(self, matrix: int, rows: range, columns: range, *, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Decode rows of a unit or two, from the first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
 
-        superblocks: whose columns, neighbouring ones by their numbers in a strip; all of them, of more than one strip
+        rows, columns: of the weight as it is stored; whole superblocks
 
         Raises MasterError if they cannot be decoded.
         """
-        columns = range(self.cut.columns_of(superblocks[0]).start, self.cut.columns_of(superblocks[-1]).stop)
-        at = rows.start // BLOCK_SIZE * self.cut.superblocks + superblocks.start
-        ends = self.ends[at : at + -(-len(rows) // BLOCK_SIZE) * len(superblocks) + 1]
+        cut, items = self.cut, f"u{item_bytes(dtype)}"
+        if cut.transposed:
+            rows, columns = columns, rows
+        first, count = columns.start // cut.blocks, -(-len(columns) // cut.blocks)
+        at = matrix * cut.strips * cut.superblocks
+        at += first * cut.strips if cut.transposed else rows.start // BLOCK_SIZE * cut.superblocks + first
+        ends = self.ends[at : at + 1 + -(-len(rows) // BLOCK_SIZE) * count]
         trellis, _, row_scales, column_scales = self.encoded
         codes = ColumnCodes(
             self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),
-            np.diff(ends).astype(np.int32).reshape(-1, len(superblocks)),
-            self._read_items(row_scales, rows.start, np.empty(len(rows), dtype=np.uint8)),
-            self._read_items(column_scales, columns.start, np.empty(len(columns), dtype=np.uint8)),
+            np.diff(ends).astype(np.int32).reshape(-1, count),
+            self._scales(row_scales, matrix * cut.rows, rows),
+            self._scales(column_scales, matrix * cut.columns, columns),
         )
+        values = scratch("transposed", len(out)) if cut.transposed else out
         try:
-            decode_codes(codes, self.cut.blocks, dtype, out)
+            decode_codes(codes, cut.blocks, dtype, values)
         except DamagedBlock as damaged:
             raise damaged_error(self.place, damaged, first=at) from None
+        if cut.transposed:
+            out.view(items).reshape(len(columns), -1)[:] = values.view(items).reshape(len(rows), -1).T
+
+    def _scales(self, stored: StoredTensor, first: int, numbers: range) -> npt.NDArray[np.uint8]:
+        return self._read_items(stored, first + numbers.start, np.empty(len(numbers), dtype=np.uint8))
 
 
 def whole_blocks(tensor: LogicalTensor, weights: int) -> int:

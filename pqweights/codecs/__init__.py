@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pqweights.codecs.columns import ColumnCoding, HadamardTrellisColumns
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
@@ -16,6 +17,7 @@ from pqweights.errors import RecipeError
 __all__ = [
     "CODECS",
     "DEFAULT_CODEC",
+    "LATEST_VERSION",
     "MASTER_CODECS",
     "UNRATED",
     "WITHDRAWN",
@@ -23,6 +25,7 @@ __all__ = [
     "MasterCodec",
     "checked_effort",
     "checked_rate",
+    "first_version",
     "get_codec",
     "nearest_rate",
     "withdrawn",
@@ -44,9 +47,18 @@ UNRATED: dict[str, HadamardTrellisColumns | Native] = {
     "native": Native(),
 }
 MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, **UNRATED}
+# Of the format of masters.
+LATEST_VERSION = HadamardTrellisColumns.stack_version
 
 # Codecs for comparison that version 0.2.0 has.
 WITHDRAWN = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
+
+
+def first_version(codec: str, shape: Sequence[int], state: Mapping[str, Any]) -> int:
+    """Return the first version of the format of masters that has such a weight. state: State.to_json"""
+    if codec == ColumnCoding.codec and (len(shape) > 2 or state):
+        return HadamardTrellisColumns.stack_version
+    return MASTER_CODECS[codec].format_version
 
 
 def get_codec(name: str) -> Codec:

@@ -31,6 +31,16 @@ _MOST = 768
 _FACTORS = np.exp2((np.arange(256) - 128) / 16).astype(np.float32)
 
 
+class Orientation(Unstated, frozen=True):
+    """The state of a weight. transposed: whether it is stored as [..., K, N], its matrices being [N, K]"""
+
+    transposed: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """See State."""
+        return {"transposed": True} if self.transposed else {}
+
+
 @dataclass(frozen=True)
 class ColumnCoding:
     """The codec at the rate of one weight, with what `Coder` has for finished weights. bits: see bits_of"""
@@ -46,19 +56,25 @@ class ColumnCoding:
     def tables(self) -> None:
         """See Coder."""
 
-    def parse_state(self, values: Mapping[str, Any]) -> Unstated:
+    def parse_state(self, values: Mapping[str, Any]) -> Orientation:
         """See Coder."""
-        return Unstated()
+        if values.get("transposed", True) is not True:
+            raise ValueError(f"transposed: expected true or nothing, found {values['transposed']!r}")
+        return Orientation(transposed="transposed" in values)
 
 
 class HadamardTrellisColumns:
-    """The codec, with what `Codec` has for finished weights."""
+    """The codec, with what `Codec` has for finished weights.
+
+    stack_version: the first version of the format that has stacks and transposed weights
+    """
 
     name = ColumnCoding.codec
     format_version = 4
+    stack_version = 6
     suffixes = (TRELLIS, "_lengths", "_row_scales", "_column_scales")
     block_size = BLOCK_SIZE
-    state_defaults: Mapping[str, Any] = {}
+    state_defaults: Mapping[str, Any] = {"transposed": False}
     description = (
         "Linear layers were calibrated: a text was run through the model, and each column of a weight was encoded such "
         "that it makes up for the errors of those before it in the outputs of the layer. Rows and columns are scaled "
@@ -85,11 +101,13 @@ class HadamardTrellisColumns:
 
 
 class ColumnCut(NamedTuple):
-    """How a weight [rows, columns] is cut.
+    """How a weight is cut: a matrix [rows, columns], or each one of a stack.
 
     strips: of 128 rows, the last of which may have fewer
     superblocks: of a strip
     blocks: the columns of a superblock; the last one of a strip has the rest
+    stack: (), or the number of matrices
+    transposed: whether the weight is stored as [..., columns, rows], and its superblocks in the order of that
     """
 
     rows: int
@@ -97,58 +115,105 @@ class ColumnCut(NamedTuple):
     strips: int
     superblocks: int
     blocks: int
+    stack: tuple[int, ...] = ()
+    transposed: bool = False
 
     @staticmethod
-    def of(shape: Sequence[int]) -> ColumnCut:
-        """Return how a weight of a shape [rows, columns], at least 1 each, is cut."""
-        rows, columns = shape
+    def of(shape: Sequence[int], *, transposed: bool = False) -> ColumnCut:
+        """Return how a weight of a shape [rows, columns] or [matrices, rows, columns], at least 1 each, is cut.
+
+        transposed: whether the last two are columns and rows
+        """
+        *stack, rows, columns = shape
+        if transposed:
+            rows, columns = columns, rows
         blocks = -(-columns // -(-columns // _MOST))
-        return ColumnCut(rows, columns, -(-rows // BLOCK_SIZE), -(-columns // blocks), blocks)
+        strips, superblocks = -(-rows // BLOCK_SIZE), -(-columns // blocks)
+        return ColumnCut(rows, columns, strips, superblocks, blocks, tuple(stack), transposed)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return (*self.stack, *self._stored(self.rows, self.columns))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The shape of the lengths of superblocks."""
+        return (*self.stack, *self._stored(self.strips, self.superblocks))
+
+    def _stored(self, along_rows: int, along_columns: int) -> tuple[int, int]:
+        return (along_columns, along_rows) if self.transposed else (along_rows, along_columns)
 
     def columns_of(self, superblock: int) -> range:
         """Return the columns of a superblock of each strip."""
         return range(superblock * self.blocks, min((superblock + 1) * self.blocks, self.columns))
 
     def length_problem(self, lengths: npt.NDArray[np.int32], total: int) -> str | None:
-        """Say what is wrong with lengths [strips, superblocks] of superblocks that take `total` bytes, if anything."""
+        """Say what is wrong with lengths, [`self.lengths`], of superblocks that take `total` bytes, if anything."""
         most = np.array([columns.most_bytes(len(self.columns_of(number))) for number in range(self.superblocks)])
+        most = np.broadcast_to(most[:, None] if self.transposed else most, self.lengths)
         wrong = (lengths < HEADER_BYTES) | (lengths > most)
         if wrong.any():
             place = tuple(np.argwhere(wrong)[0].tolist())
-            return f"expected {HEADER_BYTES} to {most[place[1]]} bytes, found {lengths[place]} at {list(place)}"
+            return f"expected {HEADER_BYTES} to {most[place]} bytes, found {lengths[place]} at {list(place)}"
         found = int(lengths.sum(dtype=np.int64))
         return None if found == total else f"expected lengths whose sum is {total} bytes, found {found}"
 
 
 def bits_of(cut: ColumnCut, total: int) -> float:
     """Return the bits per weight with everything counted, to seven significant digits, of superblocks of some bytes."""
-    stored = total + 4 * cut.strips * cut.superblocks + cut.rows + cut.columns
-    return exact_rate(rounded(8 * stored / (cut.rows * cut.columns)))
+    stored = total + math.prod(cut.stack) * (4 * cut.strips * cut.superblocks + cut.rows + cut.columns)
+    return exact_rate(rounded(8 * stored / math.prod(cut.shape)))
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnCodes:
-    """The stored tensors of a weight [N, K].
+    """The stored tensors of a weight of matrices [N, K].
 
-    trellis: u8 [bytes], the superblocks, strip by strip
-    lengths: i32 [strips, superblocks of a strip], their bytes
+    trellis: u8 [bytes], the superblocks in the order of their lengths
+    lengths: i32 [strips, superblocks of a strip], [superblocks, strips] if it is transposed; their bytes
     row_scales, column_scales: u8 [N] and u8 [K]; u stands for the factor 2**((u - 128) / 16)
+    transposed: see ColumnCut
+
+    Those of a stack have one dimension more in front, all but the trellis.
     """
 
     trellis: Bytes
     lengths: npt.NDArray[np.int32]
     row_scales: Bytes
     column_scales: Bytes
+    transposed: bool = False
 
     @property
     def cut(self) -> ColumnCut:
         """How the weight is cut."""
-        return ColumnCut.of((len(self.row_scales), len(self.column_scales)))
+        *stack, rows = self.row_scales.shape
+        cut = ColumnCut.of((*stack, rows, self.column_scales.shape[-1]))
+        return cut._replace(transposed=self.transposed)
 
     @property
     def parts(self) -> tuple[npt.NDArray[Any], ...]:
         """The tensors in the order of the suffixes of the codec."""
         return (self.trellis, self.lengths, self.row_scales, self.column_scales)
+
+    @property
+    def turned(self) -> ColumnCodes:
+        """The same of a matrix that is stored transposed."""
+        pieces = np.split(self.trellis, np.cumsum(self.lengths, dtype=np.int64)[:-1])
+        order = np.arange(len(pieces)).reshape(self.lengths.shape).T
+        trellis = np.concatenate([pieces[number] for number in order.reshape(-1)])
+        return ColumnCodes(trellis, self.lengths.T.copy(), self.row_scales, self.column_scales, not self.transposed)
+
+    @staticmethod
+    def stacked(matrices: Sequence[ColumnCodes]) -> ColumnCodes:
+        """Return those of a stack of matrices of the same shape and orientation."""
+        return ColumnCodes(
+            np.concatenate([matrix.trellis for matrix in matrices]),
+            np.stack([matrix.lengths for matrix in matrices]),
+            np.stack([matrix.row_scales for matrix in matrices]),
+            np.stack([matrix.column_scales for matrix in matrices]),
+            matrices[0].transposed,
+        )
 
 
 def decode_codes(codes: ColumnCodes, blocks: int, dtype: str, out: Bytes) -> None:

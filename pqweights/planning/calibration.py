@@ -20,11 +20,10 @@ from pqweights.planning.recipe import Recipe
 FEWEST_ROWS = 128
 
 
-def check_calibration(options: QuantizeOptions, *, ray: bool = False) -> None:
+def check_calibration(options: QuantizeOptions) -> None:
     """Raise OptionError for what a calibration cannot be combined with."""
     for name, given, why in (
         ("awq", options.awq, "the calibration scales channels itself"),
-        ("ray", ray, "a calibration runs on one machine"),
         ("low_disk", options.low_disk, "a calibration reads the whole checkpoint several times"),
     ):
         if given:
@@ -40,7 +39,7 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
     """
     wanted: dict[str, float] = {}
     for tensor in tensors:
-        if tensor.codec == HadamardTrellis.name and len(tensor.shape) == 2 and tensor.shape[0] >= FEWEST_ROWS:
+        if tensor.codec == HadamardTrellis.name and _fills_strips(tensor.shape):
             columns = column_specs(tensor.name, ColumnCut.of(tensor.shape), tensor.bytes)
             counts_headers = recipe.target is not None and recipe.target.output_bytes is not None
             more = _header_bytes(columns) - _header_bytes(tensor.stored) if counts_headers else 0
@@ -51,6 +50,12 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
             "it to none here; choose a recipe such as t4"
         )
     return wanted
+
+
+def _fills_strips(shape: Sequence[int]) -> bool:
+    """Whether a weight is a matrix, or a stack of them, of enough rows; those of a stack may be its last dimension."""
+    rows = shape[:1] if len(shape) == 2 else shape[1:]
+    return len(shape) in (2, 3) and min(rows) >= FEWEST_ROWS
 
 
 def _header_bytes(specs: Sequence[TensorSpec]) -> int:

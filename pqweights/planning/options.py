@@ -271,7 +271,9 @@ class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
     )
 
 
-SELF = "self"
+# Samples of text that need none from the user: drawn from the model, or the one that comes with this package.
+SELF, MIXTURE = "self", "mixture"
+SAMPLES = "self|mixture|FILE|ORG/DATASET"
 
 
 # How a calibration shares bits.
@@ -283,7 +285,7 @@ DEFAULT_SAMPLE_TOKENS, FEWEST_SAMPLE_TOKENS = 12288, 2048
 class SampleOptions(Options):
     """On which tokens a model is calibrated."""
 
-    calibrate: StrPath | None = option("", checks.location, default=None, metavar="self|FILE")
+    calibrate: StrPath | None = option("", checks.location, default=None, metavar=SAMPLES)
     calibration_tokens: int = option(
         "Number of tokens of the sample.",
         default=DEFAULT_SAMPLE_TOKENS,
@@ -297,11 +299,12 @@ class CalibrateOptions(SampleOptions):
     """How codes are found that cost the outputs of the model least."""
 
     calibrate: StrPath | None = option(
-        "Calibrate the weights of the trellis, layer by layer: on text that is sampled from the model itself, or on a "
-        "FILE of text or a folder of *.txt. Takes longer, for much less divergence in the same bytes.",
+        "Calibrate the weights of the trellis, layer by layer: on text that is sampled from the model itself, a FILE "
+        "or a folder of *.txt, a data set of the Hub, or a short mixture that comes with pqweights. Takes longer, for "
+        "much less divergence in the same bytes.",
         checks.location,
         default=None,
-        metavar="self|FILE",
+        metavar=SAMPLES,
         excludes=(("fold",), "the calibration scales rows and columns itself"),
     )
     rate: str = option(
@@ -409,11 +412,11 @@ class ExportOptions(FoldOptions, SampleOptions):
         default_text="not plain with `calibrate`",
     )
     calibrate: StrPath | None = option(
-        "For `rounding` and for `fold`: learn the inputs of weights, layer by layer, on text that is sampled from the "
-        "model itself, or on a FILE of text or a folder of *.txt.",
+        "For `rounding` and for `fold`: learn the inputs of weights, layer by layer, on text as in `quantize`: self is "
+        "sampled from the model itself.",
         checks.location,
         default=None,
-        metavar="self|FILE",
+        metavar=SAMPLES,
     )
     packing: str | None = option(
         "For torchao in INT4: the layout of the packed codes.",

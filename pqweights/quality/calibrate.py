@@ -21,6 +21,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import check_free
 from pqweights.common.threads import slow_step
 from pqweights.errors import RecipeError
+from pqweights.planning.calibration import states_bytes
 from pqweights.planning.inputs import Progress
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
@@ -33,7 +34,7 @@ from pqweights.quality.options import SamplingOptions
 from pqweights.quality.preparation import plan_original
 from pqweights.quality.sample import SampleOf
 from pqweights.quality.scale_search import Inputs, LayerReport, search_layer
-from pqweights.quality.work_folder import worked_on_in
+from pqweights.quality.work_folder import check_space, worked_on_in
 from pqweights.rewrite.task import usable_cores
 
 Floats = npt.NDArray[np.float32]
@@ -98,6 +99,7 @@ def calibrate(
     with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
         ids = sample.ids(work, threads)
         check_windows(*ids.shape)
+        check_space(work, states_bytes(checkpoint.config, ids.numel()), {})
         windows, window = ids.shape
         passes = LayerPasses(model=model, ids=ids, work=work, batch_tokens=window)
         layers = _searched(passes, checkpoint, planned, threads, progress)

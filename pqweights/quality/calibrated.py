@@ -9,16 +9,20 @@ layer got, and the gradients before it, lie on the disk between its passes:
    weights are follows what they would take at any step, and so the step of the whole model for the wanted size.
 3. Encoding: each layer is computed once more for H, and its weights are encoded with that step.
 
-docs/calibration.md has the method. Every layer's part of a pass is a file, so an interrupted calibration goes on with
-the layer at which it stopped.
+Each expert of a stack is a matrix of its own. docs/calibration.md has the method. Every layer's part of a pass is a
+file, so an interrupted calibration goes on with the layer at which it stopped.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +37,38 @@ from pqweights.checkpoint.writer import disk_errors
 from pqweights.codecs.column_encoding import (
     InputFactors,
     encode_columns,
-    expected_bits,
     moment_blocks,
-    output_energies,
-    scaled_energies,
-    spread_of,
 )
 from pqweights.codecs.columns import ColumnCodes
 from pqweights.errors import SourceError
+from pqweights.quality.calibrated_weights import (
+    CalibratedWeight,
+    EncodedMatrix,
+    bits_at,
+    described,
+    factors_of,
+    moments_of,
+    stored_moments,
+    together,
+)
 from pqweights.quality.layer_passes import LayerPasses, Progress
 from pqweights.quality.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
-from pqweights.quality.layered import OUTSIDE, LayeredModel, MatrixPlace, ModelMatrix
+from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.rewrite.ready import CodeMeasures, write_ready
+from pqweights.rewrite.shard import LocalEngine
+from pqweights.rewrite.task import ClusterWork, Engine
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 # How far the size may be from what is wanted before everything is encoded again, and how often that is done.
 _TOLERANCE, _ATTEMPTS = 0.005, 3
-# A stored scale of a row or a column.
-SCALE_BITS = 8
+# Of Python, torch and transformers before they do anything.
+PROCESS_BYTES = 1_000_000_000
 Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
 
-# An expert that reads fewer of the sample's tokens is not known well enough to be calibrated.
+# An expert that reads fewer of the sample's tokens is not known well enough: one with a tensor of its own is not
+# calibrated, and one of a stack gets the inputs of the whole stack, as if so many tokens had reached it.
 FEWEST_INPUTS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibratedWeight:
-    """A weight that is to be calibrated.
-
-    name: of the tensor in the checkpoint
-    place: where the model has it
-    """
-
-    name: str
-    place: MatrixPlace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +87,39 @@ class Encoded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerWork(ClusterWork):
+    """The encoding of the layers, of which a task does one.
+
+    step: of the model
+    codes: the file for each layer
+    """
+
+    calibration: LayerwiseCalibration
+    step: float
+    codes: Mapping[int, Path]
+
+    def make(self, number: int) -> None:
+        """Encode a layer."""
+        torch.set_num_threads(self.calibration.threads)
+        self.calibration.encode_layer(number, self.step, self.codes[number])
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerwiseCalibration:
     """A calibration of some weights of a model.
 
     model: the model
     ids: token ids of the sample, [windows, tokens]
-    weights: what is to be encoded, by layer; those outside the layers under OUTSIDE
+    weights: what is to be encoded, by layer, all matrices of a stack; those outside the layers under OUTSIDE
     work: a folder for what lies on the disk
-    wanted_bits: how many each weight is to take, by name, if none gave of its bits to others
+    wanted_bits: how many each tensor is to take, by name, if none gave of its bits to others
     at_most: whether all together may not take more than that, rather than about as many
-    by_tensor: whether each weight takes as many as it is to, rather than all together
+    by_tensor: whether each tensor takes as many as it is to, rather than all together
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
+    engine: what has layers encoded
+    files: those of the checkpoint, which a node must see, each with its size
     """
 
     model: LayeredModel
@@ -112,6 +133,8 @@ class LayerwiseCalibration:
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
+    engine: Engine = field(default_factory=LocalEngine)
+    files: tuple[tuple[Path, int], ...] = ()
 
     def encode(self) -> Encoded:
         """Run all passes, and return where the codes are.
@@ -124,8 +147,17 @@ class LayerwiseCalibration:
 
     @property
     def reached(self) -> set[str]:
-        """The names of the weights that were encoded, which the sample reached in linear layers."""
-        return set(self._kept_of("energies"))
+        """The names of the tensors that were encoded, which the sample reached in linear layers."""
+        return {self._names[label] for label in self._kept_of("energies")}
+
+    @property
+    def hardly_reached(self) -> Counter[str]:
+        """How many experts of stacks were encoded with the inputs of the whole stack, by tensor."""
+        return Counter(self._names[label] for label in self._kept_of("pooled"))
+
+    @functools.cached_property
+    def _names(self) -> dict[str, str]:
+        return {weight.label: weight.name for weights in self.weights.values() for weight in weights}
 
     @functools.cached_property
     def _passes(self) -> LayerPasses:
@@ -162,9 +194,25 @@ class LayerwiseCalibration:
         names = {weight.place.matrix.parameter for weight in used}
         return LayerStatistics({name: parameters[name] for name in names}, moments_of_inputs)
 
-    def _weights_at(self, layer: int, matrices: Sequence[ModelMatrix]) -> list[CalibratedWeight]:
-        """Return the weights of a layer that are among some matrices."""
-        return [weight for weight in self.weights.get(layer, ()) if weight.place.matrix in matrices]
+    def _inputs(
+        self, layer: int, seen: LayerStatistics[InputMoments], known: AbstractSet[str], pooled: AbstractSet[str]
+    ) -> Iterator[tuple[list[CalibratedWeight], InputMoments]]:
+        """Yield the weights of a layer that multiply the same inputs, and these.
+
+        known: the labels of those of which enough is known
+        pooled: of those of stacks that come at the end, with the inputs of all matrices of their stack
+        """
+        own = self.weights.get(layer, ())
+        of_stack: dict[str, InputMoments] = {}
+        stacks = {weight.place.matrix.parameter for weight in own if weight.label in pooled}
+        for matrices, read in seen.inputs():
+            for parameter in {matrix.parameter for matrix in matrices} & stacks:
+                of_stack.setdefault(parameter, InputMoments(read.parts)).include(read)
+            if weights := [weight for weight in own if weight.place.matrix in matrices and weight.label in known]:
+                yield weights, read
+        for parameter in sorted(of_stack):
+            rest = [weight for weight in own if weight.place.matrix.parameter == parameter and weight.label in pooled]
+            yield rest, of_stack.pop(parameter)
 
     def _finish_outside(self) -> None:
         """Write what is known of the weights outside the layers, now that there are gradients at the embedding.
@@ -175,7 +223,7 @@ class LayerwiseCalibration:
         last = self.model.layers
         known = load_file(self._passes.file("head", last))
         tied = self.model.tied
-        if tied is not None and (blocks := _moments_of(tied, known)):
+        if tied is not None and (blocks := moments_of(tied, known)):
             gradients = self._passes.load("gradients", 0).flatten(0, 1).float()
             squares = known[f"{tied}:gradients"]
             share = float(len(squares) * squares.mean()) * len(gradients)
@@ -184,10 +232,10 @@ class LayerwiseCalibration:
         with self.model.loaded(OUTSIDE):
             parameters = self.model.parameters_of(OUTSIDE)
             for weight in self.weights.get(OUTSIDE, ()):
-                if blocks := _moments_of(weight.name, known):
-                    values = weight.place.of(parameters[weight.place.matrix.parameter])
-                    inputs = _factors(blocks, float(known[f"{weight.name}:damping"]))
-                    known |= _described(weight.name, values, inputs, known[f"{weight.name}:gradients"])
+                if blocks := moments_of(weight.label, known):
+                    inputs = factors_of(blocks, float(known[f"{weight.label}:damping"]))
+                    squares = known[f"{weight.label}:gradients"]
+                    known |= described(weight.label, weight.values(parameters), inputs, squares)
         self._passes.save("statistics", last, known)
 
     def _save_statistics(
@@ -195,32 +243,53 @@ class LayerwiseCalibration:
     ) -> None:
         """Write what is kept of the weights of a layer; nothing of those that the sample hardly reached."""
         number = OUTSIDE if keep_moments else layer
-        parameters = self.model.parameters_of(number)
+        parameters, own = self.model.parameters_of(number), self.weights.get(number, ())
+        found = {weight.label: self._gradients(number, weight, statistics) for weight in own}
+        known = {label: gradients for label, gradients in found.items() if gradients is not None}
+        stacks = {weight.name for weight in own if weight.label in known and weight.number is not None}
+        pooled = {weight.label for weight in own if weight.name in stacks and weight.label not in known}
         result: dict[str, npt.NDArray[Any]] = {}
-        for matrices, read in statistics.inputs():
-            along_rows = [matrix for matrix in matrices if statistics.products[matrix].along_rows]
-            known = {m: s for m in along_rows if (s := statistics.mean_squares(m, self.ids.numel())) is not None}
-            if read.count < FEWEST_INPUTS or not known:
-                continue
-            damping, moments = read.damping(), read.mean()
-            if not any(block.diagonal().any() for block in moments):
-                continue
-            self._passes.check_finite(number, *moments, *map(torch.from_numpy, known.values()))
-            inputs = None if keep_moments else _factors(moments, damping)
-            for weight in self._weights_at(number, list(known)):
-                squares = known[weight.place.matrix][weight.place.rows]
-                result[f"{weight.name}:damping"] = np.array(damping)
+        for weights, read in self._inputs(number, statistics, known.keys(), pooled):
+            damping, moments, count = read.damping(), read.mean(), read.count
+            if weights[0].label in pooled:
+                of_stack = self._gradients_of_stack(number, weights[0].name, statistics, count)
+                known |= {weight.label: of_stack for weight in weights}
+                result |= {f"{weight.label}:pooled": np.array(count) for weight in weights}
+            squares = [known[weight.label] for weight in weights]
+            self._passes.check_finite(number, *moments, *map(torch.from_numpy, squares))
+            inputs = None if keep_moments else factors_of(moments, damping)
+            for weight, gradients in zip(weights, squares, strict=True):
+                result[f"{weight.label}:damping"] = np.array(damping)
                 if inputs is None:
-                    result |= {f"{weight.name}:gradients": squares, **_stored_moments(weight.name, moments)}
+                    result |= {f"{weight.label}:gradients": gradients, **stored_moments(weight.label, moments)}
                 else:
-                    values = weight.place.of(parameters[weight.place.matrix.parameter])
-                    result |= _described(weight.name, values, inputs, squares)
+                    along_rows = statistics.along_rows(weight.place.matrix.parameter)
+                    values = weight.values(parameters, along_rows=along_rows)
+                    result |= described(weight.label, values, inputs, gradients)
         self._passes.save(kind, layer, result)
+
+    def _gradients(self, layer: int, weight: CalibratedWeight, seen: LayerStatistics[InputMoments]) -> Doubles | None:
+        """Return the g of a weight, [N]; None if too little is known of it."""
+        matrix = weight.place.matrix
+        read, squares = seen.collected_of(matrix), seen.mean_squares(matrix, self.ids.numel())
+        if read is None or read.count < FEWEST_INPUTS or squares is None:
+            return None
+        return None if layer == OUTSIDE and not seen.along_rows(matrix.parameter) else squares[weight.place.rows]
+
+    def _gradients_of_stack(self, layer: int, name: str, seen: LayerStatistics[InputMoments], count: int) -> Doubles:
+        """Return the mean g of the matrices of a stack, [N], as if few inputs had reached each of them.
+
+        count: of the inputs of all
+        """
+        matrices = [weight.place.matrix for weight in self.weights[layer] if weight.name == name]
+        found = [seen.mean_squares(matrix, self.ids.numel()) for matrix in matrices]
+        total = sum((squares for squares in found if squares is not None), start=np.zeros(1))
+        return total * min(1 / len(matrices), FEWEST_INPUTS / count)
 
     # --- the step ---
 
     def _kept_of(self, what: str) -> list[str]:
-        """Return the names of the weights of which something is kept."""
+        """Return the labels of the weights of which something is kept."""
         keys: list[str] = []
         for path in sorted(self.work.glob("statistics-*.safetensors")):
             with safe_open(path, "numpy") as stored:
@@ -233,27 +302,34 @@ class LayerwiseCalibration:
 
     def _expected_bits(self, step: float, layer: int | None = None) -> float:
         """Return the bits that the weights of a layer, or of all, are expected to take. step: of the model"""
-        return sum(bits_at(self._step_of(name, step)) for name, bits_at in self._weights_known(layer))
+        return sum(bits(self._step_of(name, step)) for name, bits in self._weights_known(layer))
 
     def _step_of(self, name: str, step: float) -> float:
-        """Return the step of a weight: that of the model, unless each has its own. step: of the model"""
+        """Return the step of a tensor: that of the model, unless each has its own. step: of the model"""
         return step * self._own_steps[name] if self.by_tensor else step
 
     @functools.cached_property
     def _own_steps(self) -> dict[str, float]:
-        """The step at which each weight is expected to take its own bits, by name."""
-        return {name: _step_for(bits_at, self.wanted_bits[name]) for name, bits_at in self._weights_known()}
+        """The step at which each tensor is expected to take its own bits, by name."""
+        parts: dict[str, list[Callable[[float], float]]] = {}
+        for name, bits in self._weights_known():
+            parts.setdefault(name, []).append(bits)
+
+        def taken(of: Sequence[Callable[[float], float]], step: float) -> float:
+            return sum(bits(step) for bits in of)
+
+        return {name: _step_for(functools.partial(taken, of), self.wanted_bits[name]) for name, of in parts.items()}
 
     def _weights_known(self, layer: int | None = None) -> Iterator[tuple[str, Callable[[float], float]]]:
-        """Yield the weights of a layer, or all, each with the function of its step that says what it should take."""
+        """Yield the tensor of each weight of a layer, or all, and the function of the step that says what it takes."""
         pattern = "*" if layer is None else f"{layer:04}"
         for path in sorted(self.work.glob(f"statistics-{pattern}.safetensors")):
             with safe_open(path, "numpy") as stored:
                 for key in stored.offset_keys():
-                    name, _, what = key.rpartition(":")
+                    label, _, what = key.rpartition(":")
                     if what == "energies":
-                        spread, shape = (stored.get_tensor(f"{name}:{kept}") for kept in ("spread", "shape"))
-                        yield name, functools.partial(_bits_at, stored.get_tensor(key), spread, shape.tolist())
+                        energies, spread, shape = (stored.get_tensor(f"{label}:{w}") for w in (what, "spread", "shape"))
+                        yield self._names[label], functools.partial(bits_at, energies, spread, shape.tolist())
 
     # --- encoding ---
 
@@ -287,15 +363,35 @@ class LayerwiseCalibration:
             shutil.rmtree(self.work / f"codes-{old}", ignore_errors=True)
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
-        taken = 0.0
-        for layer in range(last + 1):
-            path = folder / f"codes-{layer:04}.safetensors"
-            if not path.exists():
-                codes = self._outside_codes(step) if layer == last else self._layer_codes(layer, step)
-                write_ready(path, codes)
-            taken += 8.0 * sum(part.nbytes for part in load_file(path).values())
-            self._done(2, layer + 1, f"encoding layer {layer}")
-        return folder, taken
+        files = {layer: folder / f"codes-{layer:04}.safetensors" for layer in range(last + 1)}
+        left = [layer for layer, path in files.items() if not path.exists()]
+        work = self._layer_work(step, files)
+        for count, (layer, _) in enumerate(self.engine.each(work, left, self._task_bytes), last + 2 - len(left)):
+            self._done(2, count, f"encoding layer {layer}")
+        return folder, sum(8.0 * part.nbytes for path in files.values() for part in load_file(path).values())
+
+    def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
+        """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
+        own = replace(self, engine=LocalEngine(), progress=_unseen)
+        shared = files[0].parent
+        return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
+
+    @property
+    def _task_bytes(self) -> int:
+        """The memory that encoding a layer takes at most: the layer, all moments, and factors of the largest."""
+        most = 0
+        for layer in (*range(self.model.layers), OUTSIDE):
+            weights = self.model.parameters_of(layer).values()
+            shapes = [(*weight.shape[:-2], weight.shape[-1]) for weight in weights if weight.ndim > 1]
+            moments = [4 * sum((part.stop - part.start) ** 2 for part in moment_blocks(of[-1])) for of in shapes]
+            kept = sum(prod(of[:-1]) * size for of, size in zip(shapes, moments, strict=True))
+            most = max(most, 4 * sum(weight.numel() for weight in weights) + kept + 2 * max(moments, default=0))
+        return PROCESS_BYTES + most
+
+    def encode_layer(self, layer: int, step: float, path: Path) -> None:
+        """Write the codes of a layer, or of what is outside, whose number is that after the last."""
+        codes = self._outside_codes(step) if layer == self.model.layers else self._layer_codes(layer, step)
+        write_ready(path, codes)
 
     def _settled(self, attempt: int, goal: float) -> float:
         """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
@@ -309,11 +405,25 @@ class LayerwiseCalibration:
 
     def _layer_codes(self, layer: int, step: float) -> Codes:
         known = load_file(self._passes.file("statistics", layer))
+        labels, pooled = (
+            {key.rpartition(":")[0] for key in known if key.endswith(end)} for end in (":energies", ":pooled")
+        )
         codes = Codes()
 
         def encode(seen: LayerStatistics[InputMoments]) -> None:
-            for matrices, read in seen.inputs():
-                codes.update(self._codes(layer, self._weights_at(layer, matrices), known, read.mean(), step))
+            parameters, encoded = self.model.parameters_of(layer), dict[str, EncodedMatrix]()
+            for weights, read in self._inputs(layer, seen, labels - pooled, pooled):
+                inputs = factors_of(read.mean(), float(known[f"{weights[0].label}:damping"]))
+                for weight in weights:
+                    along_rows = seen.along_rows(weight.place.matrix.parameter)
+                    values = weight.values(parameters, along_rows=along_rows)
+                    encoded[weight.label] = self._encoded(weight, values, inputs, known, step)
+            for name, group in itertools.groupby(self.weights.get(layer, ()), lambda weight: weight.name):
+                weights = list(group)
+                if all(weight.label in encoded for weight in weights):
+                    transposed = seen.along_rows(weights[0].place.matrix.parameter) == weights[0].turned
+                    parts = [encoded.pop(weight.label) for weight in weights]
+                    codes[name] = together(parts, is_stack=weights[0].number is not None, transposed=transposed)
 
         self._passes.forward(layer, lambda: self._statistics(layer), encode)
         return codes
@@ -322,89 +432,42 @@ class LayerwiseCalibration:
         known = load_file(self._passes.file("statistics", self.model.layers))
         codes = Codes()
         with self.model.loaded(OUTSIDE):
+            parameters = self.model.parameters_of(OUTSIDE)
             for weight in self.weights.get(OUTSIDE, ()):
-                if moments := _moments_of(weight.name, known):
-                    codes |= self._codes(OUTSIDE, [weight], known, moments, step)
+                if moments := moments_of(weight.label, known):
+                    inputs = factors_of(moments, float(known[f"{weight.label}:damping"]))
+                    encoded = self._encoded(weight, weight.values(parameters), inputs, known, step)
+                    codes[weight.name] = together([encoded], is_stack=False, transposed=weight.turned)
         return codes
 
-    def _codes(
+    def _encoded(
         self,
-        layer: int,
-        weights: Sequence[CalibratedWeight],
+        weight: CalibratedWeight,
+        values: Floats,
+        inputs: InputFactors,
         known: Mapping[str, npt.NDArray[Any]],
-        moments: list[Tensor],
         step: float,
-    ) -> Codes:
-        """Encode the weights of a layer that multiply the same inputs, of those of which something is known.
-
-        moments: the blocks of H, which are taken out of the list
-        """
-        parameters, result = self.model.parameters_of(layer), Codes()
-        weights = [weight for weight in weights if f"{weight.name}:energies" in known]
-        if not weights:
-            return result
-        inputs = _factors(moments, float(known[f"{weights[0].name}:damping"]))
-        for weight in weights:
-            codes, measured = encode_columns(
-                weight.place.of(parameters[weight.place.matrix.parameter]).numpy(),
-                inputs,
-                gradients=known[f"{weight.name}:gradients"],
-                step=self._step_of(weight.name, step),
-                states=self.states,
-                threads=self.threads,
-            )
-            of_all = float(known[f"{weight.name}:energy"])
-            result[weight.name] = (
-                codes,
-                CodeMeasures(
-                    relative_mse=measured.error / measured.energy if measured.energy else 0.0,
-                    energy=measured.energy,
-                    weighed_mse=measured.weighed_error / of_all if of_all else 0.0,
-                ),
-            )
-        return result
+    ) -> EncodedMatrix:
+        """Encode a weight [N, K]. known: of its layer. step: of the model"""
+        codes, measured = encode_columns(
+            values,
+            inputs,
+            gradients=known[f"{weight.label}:gradients"],
+            step=self._step_of(weight.name, step),
+            states=self.states,
+            threads=self.threads,
+        )
+        return EncodedMatrix(codes, measured, float(known[f"{weight.label}:energy"]))
 
 
-def _bits_at(energies: Floats, spread: Floats, shape: list[int], step: float) -> float:
-    """Return the bits that a weight is expected to take at a step, scales included; see `_described`."""
-    rows, columns = shape
-    return expected_bits(energies, spread, step, (rows, columns)) + SCALE_BITS * (rows + columns)
+def _unseen(done: int, total: int, what: str) -> None:
+    """Show no progress: the driver counts layers."""
 
 
-def _step_for(bits_at: Callable[[float], float], wanted: float) -> float:
+def _step_for(bits: Callable[[float], float], wanted: float) -> float:
     """Return the step at which something is expected to take so many bits."""
     low, high = -100.0, 100.0  # log2 of the step
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if bits_at(2.0**middle) > wanted else (low, middle)
+        low, high = (middle, high) if bits(2.0**middle) > wanted else (low, middle)
     return float(2.0**high)
-
-
-def _factors(moments: list[Tensor], damping: float) -> InputFactors:
-    """Factorize the blocks of H, which are taken out of the list."""
-    return InputFactors.of([moments.pop(0).numpy() for _ in range(len(moments))], damping)
-
-
-def _stored_moments(name: str, blocks: Sequence[Tensor]) -> dict[str, npt.NDArray[Any]]:
-    return {f"{name}:moments-{number:03}": block.numpy() for number, block in enumerate(blocks)}
-
-
-def _moments_of(name: str, known: Mapping[str, npt.NDArray[Any]]) -> list[Tensor]:
-    """Return the blocks of H that are kept of a weight; none if nothing is known."""
-    return [torch.from_numpy(known[key]) for key in sorted(known) if key.startswith(f"{name}:moments-")]
-
-
-def _described(name: str, weight: Tensor, inputs: InputFactors, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
-    """Return what is kept of a weight until it is encoded.
-
-    energies, spread: see scaled_energies and spread_of
-    energy: the sum of g_i w_i H w_i over the rows
-    """
-    values = weight.numpy()
-    return {
-        f"{name}:gradients": gradients,
-        f"{name}:energy": np.array(float(gradients @ output_energies(values, inputs))),
-        f"{name}:energies": scaled_energies(values, inputs, gradients=gradients),
-        f"{name}:spread": spread_of(inputs),
-        f"{name}:shape": np.array(weight.shape),
-    }

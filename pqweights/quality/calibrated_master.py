@@ -10,20 +10,25 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.readers import element_count
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import BY_TENSOR, SELF, QuantizeArguments
+from pqweights.planning.options import BY_TENSOR, QuantizeArguments
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.calibrated import FEWEST_INPUTS, CalibratedWeight, Encoded, LayerwiseCalibration
+from pqweights.quality.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
+from pqweights.quality.calibrated_weights import CalibratedWeight
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.sample import SEED, SampleOf
 from pqweights.quality.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.rewrite.distributed.engine import local_files
 from pqweights.rewrite.identity import is_under_way
 from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
+from pqweights.rewrite.shard import LocalEngine
+from pqweights.rewrite.task import RunOptions
 from pqweights.storage import Store
 
 # Of the trellis, unless the effort says otherwise: beside the rest of a calibration 64 cost nothing.
@@ -34,7 +39,7 @@ LOST = 0.3
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, threads: int
+    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, run: RunOptions
 ) -> Iterator[ReadyWeights | FinishedWeights]:
     """Calibrate a checkpoint, continuing an interrupted calibration, and yield the codes.
 
@@ -42,12 +47,15 @@ def calibrated_codes(
     out: where the result is made; if it holds a result of the same calibration, that of its codes is yielded
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
     asked: `calibrate` and the options beside it
+    run: the threads that compute, and what has layers encoded
 
     What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
     EvaluationError, OutputError or MissingDependencyError.
     """
     if not source.is_dir():
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
+    if run.engine is not None and out.is_elsewhere:
+        raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
     out.check_apart(source)
     checkpoint, _, plan = plan_quantize(source, recipe, asked)
     wanted = wanted_bits(recipe, plan.tensors)
@@ -65,8 +73,8 @@ def calibrated_codes(
         yield _finished(out, key)
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
-    with worked_on_in(folder_beside(out, key), out, key, threads) as work:
-        ids = sample.ids(work, threads)
+    with worked_on_in(folder_beside(out, key), out, key, run.threads) as work:
+        ids = sample.ids(work, run.threads)
         needed = work_bytes(checkpoint.config, ids.numel(), wanted)
         check_space(work, needed, {} if out.is_elsewhere else {out.work: plan.output_bytes})
         weights = _weights(model, wanted)
@@ -79,13 +87,15 @@ def calibrated_codes(
             states=states,
             at_most=recipe.target is not None,
             by_tensor=asked.rate == BY_TENSOR,
-            threads=threads,
+            threads=run.threads,
             seed=SEED,
+            engine=run.engine or LocalEngine(),
+            files=tuple(local_files(checkpoint.storage, checkpoint.weight_files)),
             progress=asked.calibration_progress or _ignore,
         )
         encoded = calibration.encode()
         about = {
-            "sample": asked.calibrate if asked.calibrate == SELF else "text",
+            "sample": sample.kind,
             "tokens": ids.numel(),
             "window": ids.shape[1],
             "seed": SEED,
@@ -95,8 +105,9 @@ def calibrated_codes(
             "identity": key,
         }
         ready = ReadyWeights.open(encoded.folder, about=about)
+        left = _of_the_trellis(plan) - ready.weights.keys()
         yield ready.with_warnings(
-            (*_missed(encoded), *_warnings(_of_the_trellis(plan) - ready.weights.keys(), wanted, weights, ready))
+            (*_missed(encoded), *_warnings(left, wanted, weights, ready), *_pooled(calibration.hardly_reached, ready))
         )
 
 
@@ -137,7 +148,7 @@ def _warnings(
     outside = left & {weight.name for weight in weights.get(OUTSIDE, ())}
     inside = left & {weight.name for layer, own in weights.items() if layer != OUTSIDE for weight in own}
     for names, why in (
-        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more"),
+        (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more, or a stack of such"),
         (left & wanted.keys() - outside - inside, "the model has it in another form than the checkpoint"),
         (outside, "no linear layer multiplies by it"),
         (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
@@ -153,6 +164,17 @@ def _warnings(
             "them to weights that matter more; give more bits"
         )
     return tuple(lines)
+
+
+def _pooled(experts: Mapping[str, int], ready: ReadyWeights) -> tuple[str, ...]:
+    """Return a line about experts that hardly any token reached. experts: how many of each stack"""
+    if not experts:
+        return ()
+    name, count = min(experts), experts[min(experts)]
+    return (
+        f"tensor {name!r}{_more(experts.keys())}: fewer than {FEWEST_INPUTS} tokens of the sample reached {count} of "
+        f"its {ready.weights[name].shape[0]} experts, which were encoded for the inputs of all its experts",
+    )
 
 
 def _missed(encoded: Encoded) -> tuple[str, ...]:
@@ -171,12 +193,19 @@ def _more(names: AbstractSet[str]) -> str:
 
 
 def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[CalibratedWeight]]:
-    """Return which weights are calibrated, by layer."""
+    """Return which matrices are calibrated, by layer, those of a tensor one after the other."""
     result: dict[int, list[CalibratedWeight]] = {}
     for layer in (OUTSIDE, *range(model.layers)):
         own = model.parameters_of(layer)
         for tensor in model.tensors_of(layer):
-            place = model.place_of(tensor.name)
-            if tensor.name in wanted and place is not None and place.matrix.parameter in own:
-                result.setdefault(layer, []).append(CalibratedWeight(name=tensor.name, place=place))
+            places, is_stack = model.places_of(tensor.name), len(tensor.shape) > 2
+            if tensor.name not in wanted or not places or places[0].matrix.parameter not in own:
+                continue
+            if is_stack and element_count(tensor) != own[places[0].matrix.parameter].numel():
+                continue  # a part of what the model has
+            turned = model.matrices_of(tensor.name).transposed
+            result.setdefault(layer, []).extend(
+                CalibratedWeight(name=tensor.name, place=place, number=number if is_stack else None, turned=turned)
+                for number, place in enumerate(places)
+            )
     return result

@@ -38,7 +38,8 @@ UNCORRELATED = 64
 class InputMoments:
     """The sum of x x' over inputs x of K channels, of many channels in blocks on its diagonal.
 
-    Rows are kept until they would take more memory than the sum does: an expert sees few of a sample's tokens.
+    Rows are kept until they would take more memory than the sum does: an expert sees few of a sample's tokens. Rows of
+    zeros are left out: some models compute with them for the tokens that an expert does not get.
 
     parts: the channels of each block
     """
@@ -52,7 +53,7 @@ class InputMoments:
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [rows, K]."""
-        rows = rows.clone()
+        rows = rows[rows.any(1)]
         self._rows.append(rows)
         self._batches += 1
         if self._batches % HELD_EVERY == 0:
@@ -60,6 +61,16 @@ class InputMoments:
         self.count += len(rows)
         if sum(map(len, self._rows)) >= self.parts[0].stop:
             self._add_up()
+
+    def include(self, other: InputMoments) -> None:
+        """Add the inputs that others have, of which none are left out to find a damping."""
+        other._add_up()
+        self.count += other.count
+        for number, total in enumerate(other._sums):
+            if number < len(self._sums):
+                self._sums[number] += total
+            else:
+                self._sums.append(total.clone())
 
     def damping(self) -> float:
         """Return the damping of H that suits inputs that are left out of it; the usual one if there are none."""
@@ -179,9 +190,11 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
                 # The strides tell, because transposed views have the address of their parameter.
                 along_rows = weight.ndim > 1 and (axis == -1) == (weight.stride(-1) == 1)
                 for matrix, of_stack in self._matrices_of(weight, values):
-                    product = self._record(matrix, values if of_stack is None else values[of_stack], along_rows)
+                    inputs = values if of_stack is None else values[of_stack]
+                    product = self._record(matrix, inputs, along_rows)
                     if result.requires_grad:
-                        result.register_hook(functools.partial(self._add_gradient, product, of_stack))
+                        used = inputs.detach().reshape(-1, inputs.shape[-1]).any(1)
+                        result.register_hook(functools.partial(self._add_gradient, product, of_stack, used))
         return result
 
     def next_batch(self) -> None:
@@ -193,8 +206,17 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
 
         tokens: of the sample. An expert has outputs for some of them, and counts for nothing in the others.
         """
-        squares = self.products[matrix].squares
+        squares = self.products[matrix].squares if matrix in self.products else None
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
+
+    def along_rows(self, parameter: str) -> bool:
+        """Whether the model stores a parameter by which it multiplied as [..., N, K], not as [..., K, N]."""
+        return next(product.along_rows for matrix, product in self.products.items() if matrix.parameter == parameter)
+
+    def collected_of(self, matrix: ModelMatrix) -> OfInputs | None:
+        """Return what is collected of the inputs of a matrix; None if nothing is known."""
+        product = self.products.get(matrix)
+        return None if product is None or product.vector in self.mixed else self.collected.get(product.vector)
 
     def inputs(self) -> Iterator[tuple[list[ModelMatrix], OfInputs]]:
         """Yield the matrices that multiply the same inputs, and what was collected of these, once."""
@@ -232,9 +254,11 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         return product
 
     @staticmethod
-    def _add_gradient(product: ProductStatistics, of_stack: int | None, gradient: Tensor) -> None:
+    def _add_gradient(product: ProductStatistics, of_stack: int | None, used: Tensor, gradient: Tensor) -> None:
+        """Add the gradients at outputs. used: which inputs are not zero, so that an error of the weight shows there"""
         own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
-        squares = own.reshape(-1, own.shape[-1]).square().sum(0)
+        rows = own.reshape(-1, own.shape[-1])
+        squares = (rows if used.all() else rows[used]).square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
 
 

@@ -171,9 +171,11 @@ class LayeredModel:
         """Return the tensors of the checkpoint that belong to a layer, or to what is outside."""
         return self._tensors.get(layer, ())
 
-    def place_of(self, tensor: str) -> MatrixPlace | None:
-        """Return where a matrix of the checkpoint is; None if the model has it in another form, or does not use it."""
-        return self._places.get(tensor)
+    def places_of(self, tensor: str) -> tuple[MatrixPlace, ...]:
+        """Return where the matrices of a tensor are; none if the model has them in another form, or does not use it."""
+        place = self._places.get(tensor)
+        matrices = self._stacks.get(tensor, StoredMatrices()).matrices
+        return tuple(MatrixPlace(matrix, slice(None)) for matrix in matrices) if place is None else (place,)
 
     def matrices_of(self, tensor: str) -> StoredMatrices:
         """Return which matrices hold those of a tensor; none if the model has it in another form, or has none."""
@@ -226,7 +228,7 @@ class LayeredModel:
                 if pattern is not None:
                     fused.setdefault((name, pattern), []).append(tensor)
                 elif state[name].shape == tensor.shape and len(tensor.shape) == 2:
-                    self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(0, tensor.shape[0]))
+                    self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(None))
                 if len(tensor.shape) in (2, 3) and (transposed or (pattern is None and state[name].ndim == 3)):
                     count = tensor.shape[0] if len(tensor.shape) == 3 else 1
                     stack = tuple(ModelMatrix(name, number) for number in range(count))

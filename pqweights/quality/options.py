@@ -13,6 +13,7 @@ from pqweights.planning.options import (
     DEFAULT_SAMPLE_TOKENS,
     FEWEST_SAMPLE_TOKENS,
     RECIPE,
+    SAMPLES,
     SELF,
     CodecOptions,
     HubOptions,
@@ -29,11 +30,11 @@ class SamplingOptions(ThreadsOption):
     """On which tokens a model is measured, and where the result may go."""
 
     text: StrPath = option(
-        "Text for the model to read: a FILE in UTF-8, or a folder of *.txt; self stands for text that is sampled from "
-        "the model itself.",
+        "Text for the model to read: a FILE in UTF-8, a folder of *.txt, or a data set of the Hub; self stands for "
+        "text that is sampled from the model itself, mixture for a short one that comes with pqweights.",
         checks.location,
         default=SELF,
-        metavar="self|FILE",
+        metavar=SAMPLES,
     )
     tokens: int = option("Number of tokens of the text.", default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS)
     overwrite: bool = option("Replace an earlier file.", checks.flag, default=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import check_loaded
 from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import check_vocabulary, encode, has_tokenizer, with_bos
-from pqweights.planning.options import SELF, QuantizeOptions
+from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.layer_passes import save_whole
+from pqweights.quality.sample_text import is_data_set, sample_text
 from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.task import RunOptions
 
@@ -48,7 +50,7 @@ class SampleOf:
 
     source: the folder of the model
     checkpoint: it, opened
-    text: SELF for tokens that the model draws, or a file of text, or a folder of *.txt
+    text: SELF for tokens that the model draws; or what sample_text takes
     tokens: how many
     allow_pickle: as in QuantizeOptions
     """
@@ -59,10 +61,20 @@ class SampleOf:
     tokens: int
     allow_pickle: bool = False
 
+    @functools.cached_property
+    def words(self) -> str:
+        """The text. Raises EvaluationError if it cannot be read."""
+        return sample_text(self.text, self.tokens)
+
+    @property
+    def kind(self) -> str:
+        """SELF, MIXTURE, the name of a data set, or "text" for files."""
+        return self.text if self.text in (SELF, MIXTURE) or is_data_set(self.text) else "text"
+
     @property
     def digest(self) -> str:
         """SELF, or the hash of the text. Raises EvaluationError for a text that cannot be read."""
-        return SELF if self.text == SELF else hashlib.sha256(_read(self.text).encode()).hexdigest()
+        return SELF if self.text == SELF else hashlib.sha256(self.words.encode()).hexdigest()
 
     @property
     def stated(self) -> list[Any]:
@@ -92,7 +104,7 @@ class SampleOf:
             ids = (
                 self._drawn(work, (windows, size), threads).numpy()
                 if self.text == SELF
-                else _cut(self.source, _read(self.text), windows, size)
+                else _cut(self.source, self.words, windows, size)
             )
             save_whole(file, {"ids": ids})
         return torch.from_numpy(load_file(file)["ids"])
@@ -122,18 +134,6 @@ class SampleOf:
         return ids
 
 
-def _read(text: str) -> str:
-    """Read a text, or all texts of a folder. Raises EvaluationError."""
-    path = Path(text)
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    if not files:
-        raise EvaluationError(f"{path}: expected *.txt in the folder, found none")
-    try:
-        return "\n".join(file.read_text(encoding="utf-8") for file in files)
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"{path}: expected a UTF-8 text, or a folder of *.txt: {error}") from None
-
-
 def _cut(source: Path, text: str, windows: int, size: int) -> Any:
     """Cut the first windows of a text. Raises EvaluationError for a text that is too short."""
     if not has_tokenizer(source):
@@ -144,7 +144,7 @@ def _cut(source: Path, text: str, windows: int, size: int) -> Any:
     if count * size < FEWEST_TOKENS:
         raise EvaluationError(
             f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
-            "longer text, or self"
+            "longer text, self or mixture"
         )
     pieces = encoded.ids[: count * size].reshape(count, size)
     return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
@@ -163,7 +163,7 @@ def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Ten
             output = model(ids[:, -1:], past_key_values=cache, use_cache=True)
             cache = getattr(output, "past_key_values", None)
             if cache is None:
-                raise EvaluationError("the sample: the model keeps no cache of what it read; give a text instead")
+                raise EvaluationError("the sample: the model keeps no cache of what it read; give a text, or mixture")
             logits = output.logits[:, -1].float()
             if not bool(logits.isfinite().all()):
                 raise EvaluationError("the sample: the model's logits are not finite, so its weights are broken")
@@ -180,4 +180,4 @@ def first_token(model: Any) -> int:
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int):
                 return token
-    raise EvaluationError("the sample: the model states no token with which a text begins; give a text instead")
+    raise EvaluationError("the sample: the model states no token with which a text begins; give a text, or mixture")

@@ -23,6 +23,7 @@ from torch import Tensor
 from pqweights.checkpoint.writer import check_free
 from pqweights.common.threads import slow_step
 from pqweights.errors import SourceError
+from pqweights.planning.calibration import states_bytes
 from pqweights.planning.inputs import Progress
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
@@ -32,7 +33,7 @@ from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.options import SamplingOptions
 from pqweights.quality.preparation import plan_original
 from pqweights.quality.sample import SEED, SampleOf
-from pqweights.quality.work_folder import worked_on_in
+from pqweights.quality.work_folder import check_space, worked_on_in
 from pqweights.rewrite.task import usable_cores
 
 ALPHAS = "alphas"  # of a layer, by the name of a tensor
@@ -107,13 +108,15 @@ def measure_sensitivity(
     block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     key = hashlib.sha256(json.dumps([*sample.stated, block_sizes]).encode()).hexdigest()
     with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
-        passes = LayerPasses(model=model, ids=sample.ids(work, threads), work=work, seed=SEED)
+        ids = sample.ids(work, threads)
+        check_space(work, states_bytes(checkpoint.config, ids.numel(), more=2), {})
+        passes = LayerPasses(model=model, ids=ids, work=work, seed=SEED)
         alphas = _alphas(passes, block_sizes, progress)
         checkpoint.check_unchanged()
         if not alphas:
             raise SourceError(f"{source}: the model uses none of the weights that the recipe quantizes as they are")
         result = Sensitivity(
-            checkpoint=checkpoint.fingerprint(), method=_method(sample, passes.ids), groups=_measured(planned, alphas)
+            checkpoint=checkpoint.fingerprint(), method=_method(sample, ids), groups=_measured(planned, alphas)
         )
         write_sensitivity(out, result)
     return result

@@ -74,9 +74,7 @@ def check_space(work: Path, needed: int, beside: Mapping[Path, int]) -> None:
     """
     present = sum(path.stat().st_size for path in work.rglob("*.safetensors"))
     what = f"{work}: a calibration needs {size_text(needed)}"
-    needs = [
-        DiskNeed(folder=work, byte_count=needed, present=present, what=what, remedy="take fewer `calibration_tokens`")
-    ]
+    needs = [DiskNeed(folder=work, byte_count=needed, present=present, what=what, remedy="take fewer tokens")]
     for folder, result_bytes in beside.items():
         what = f"{folder.parent}: the result needs {size_text(result_bytes)}"
         needs.append(DiskNeed(folder=folder, byte_count=result_bytes, what=what, remedy="choose another disk"))

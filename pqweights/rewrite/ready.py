@@ -1,6 +1,6 @@
 """Weights whose codes are ready before a run: the files in which a calibration leaves them, and the job for them.
 
-A file is safetensors with the stored tensors of some weights (docs/format.md, section 10). Its metadata have a
+A file is safetensors with the stored tensors of some weights (docs/format.md, sections 10 and 12). Its metadata have a
 description: what was measured of each weight, and the hash of each of its stored tensors. So everything that a run
 states is known from headers, and damaged codes are found when they are copied.
 """
@@ -25,7 +25,14 @@ from pqweights.checkpoint.readers import PlainTensor
 from pqweights.checkpoint.source import Checkpoint, read_header
 from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.writer import write_whole
-from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, HadamardTrellisColumns, bits_of
+from pqweights.codecs.columns import (
+    ColumnCodes,
+    ColumnCoding,
+    ColumnCut,
+    HadamardTrellisColumns,
+    Orientation,
+    bits_of,
+)
 from pqweights.common.documents import Document, Number, as_json, read_document
 from pqweights.common.strict_json import rounded
 from pqweights.errors import OutputError, SourceError
@@ -46,10 +53,20 @@ class CodeMeasures(Document, frozen=True, kw_only=True):
 
 
 class _ReadyWeight(CodeMeasures, frozen=True, kw_only=True):
-    """And what its file says of it. digests: the hash of each stored tensor, in their order"""
+    """And what its file says of it.
 
-    shape: tuple[int, int]
+    digests: the hash of each stored tensor, in their order
+    transposed: see ColumnCut
+    """
+
+    shape: tuple[int, ...]
     digests: tuple[str, ...]
+    transposed: bool = False
+
+    @property
+    def cut(self) -> ColumnCut:
+        """How the weight is cut."""
+        return ColumnCut.of(self.shape, transposed=self.transposed)
 
 
 def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasures]]) -> None:
@@ -67,7 +84,7 @@ def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasure
         parts |= {spec.name: raw for spec, raw in zip(own, data, strict=True)}
         digests = tuple(_digest(raw) for raw in data)
         measures = {key: of if of is None else rounded(of) for key, of in as_json(measured).items()}
-        described[name] = {**measures, "shape": codes.cut[:2], "digests": digests}
+        described[name] = {**measures, "shape": codes.cut.shape, "digests": digests, "transposed": codes.transposed}
     header, stored = build_header(path.name, specs, {KEY: json.dumps(described)})
 
     def pieces() -> Iterator[bytes]:
@@ -124,7 +141,8 @@ class ReadyWeights:
         digests: dict[str, str] = {}
         for name, weight in weights.items():
             total = stored[first].byte_count if (first := _names(name)[0]) in stored else 0
-            specs = column_specs(name, ColumnCut.of(weight.shape), total) if min(weight.shape) > 0 else ()
+            fits = len(weight.shape) in (2, 3) and min(weight.shape) > 0
+            specs = column_specs(name, weight.cut, total) if fits else ()
             there = [stored[spec.name] for spec in specs if spec.name in stored]
             if not specs or [(t.name, t.dtype, t.shape) for t in there] != [tuple(spec) for spec in specs]:
                 raise _damaged(folder)(f"tensor {name!r}: expected the codes of a weight {list(weight.shape)}")
@@ -177,7 +195,7 @@ class ReadyWeights:
                 f"{self.files.storage}: tensor {tensor.name!r}: expected codes of a weight {list(tensor.shape)}, found "
                 f"those of {list(weight.shape)}; calibrate again"
             )
-        cut, total = ColumnCut.of(weight.shape), self._parts(tensor.name)[0].stored.byte_count
+        cut, total = weight.cut, self._parts(tensor.name)[0].stored.byte_count
         stored = column_specs(tensor.name, cut, total)
         return tensor._replace(
             action=QUANTIZE,
@@ -196,8 +214,8 @@ class ReadyWeights:
 class ReadyJob:
     """The job that stores ready codes as they are."""
 
-    def __init__(self, planned: TensorPlan, parts: Sequence[PlainTensor], measured: CodeMeasures) -> None:
-        self._planned, self._measured = planned, measured
+    def __init__(self, planned: TensorPlan, parts: Sequence[PlainTensor], weight: _ReadyWeight) -> None:
+        self._planned, self._weight = planned, weight
         pairs = zip(planned.stored, parts, strict=True)
         copies = [CopyJob(planned._replace(stored=(spec,)), part) for spec, part in pairs]
         self._chunks = [(copy, chunk) for copy in copies for chunk in range(copy.chunks)]
@@ -217,13 +235,13 @@ class ReadyJob:
 
     def finish(self, sink: Sink) -> TensorRecord:
         """Return what the calibration measured."""
-        measured = self._measured
+        weight = self._weight
         return TensorRecord(
             name=self._planned.name,
-            state={},
-            relative_mse=measured.relative_mse,
-            energy=measured.energy,
-            weighed_mse=measured.weighed_mse,
+            state=Orientation(transposed=weight.transposed).to_json(),
+            relative_mse=weight.relative_mse,
+            energy=weight.energy,
+            weighed_mse=weight.weighed_mse,
         )
 
 

@@ -32,7 +32,7 @@ from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.task import Engine, Progress, RewriteTask, RunOptions, result_need
+from pqweights.rewrite.task import ClusterWork, Engine, Progress, RewriteTask, RunOptions, result_need
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2
@@ -303,6 +303,11 @@ class _ShardUnderWay:
 
 class LocalEngine(Engine):
     """Makes shards with the threads of this process. See Engine."""
+
+    def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
+        """Do tasks, one after the other."""
+        for number in numbers:
+            yield number, work.make(number)
 
     def check(self, task: RewriteTask, run: Run) -> None:
         """Check that there is room on the disks. Raises OutputError."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,8 +156,37 @@ class RunOptions:
     engine: Engine | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterWork(ABC):
+    """What numbered tasks have in common. It is sent to each node of a cluster once, pickled.
+
+    out: the result, for messages
+    files: files that a node must be able to read, each with its size
+    shared: a file that the driver made where tasks write; None for a result that lies elsewhere
+    room: how many bytes a task takes in a folder of its node for what is then sent elsewhere; 0 if there is nothing
+    """
+
+    out: str
+    files: tuple[tuple[Path, int], ...]
+    shared: Path | None
+    room: int = 0
+
+    @abstractmethod
+    def make(self, number: int) -> Any:
+        """Do one task."""
+
+
 class Engine(Protocol):
-    """Makes the shards of a run, here or on the nodes of a cluster."""
+    """Makes the shards of a run, or does other tasks, here or on the nodes of a cluster."""
+
+    def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
+        """Do the tasks with these numbers; yield the number of each when it is done, and what it returned.
+
+        memory_bytes: the most that one needs
+
+        Raises what a task raises, ClusterError if the tasks cannot be done.
+        """
+        ...
 
     def check(self, task: RewriteTask, run: Run) -> None:
         """Find out whether the task can be done. Raises ClusterError if it cannot, OutputError if there is no room."""

@@ -1,4 +1,4 @@
-"""The golden masters of format versions 1 to 5: the bytes that are written, and what two decoders make of them."""
+"""The golden masters of format versions 1 to 6: the bytes that are written, and what two decoders make of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from commands import refused
 from golden import make, make_codecs
 
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import MASTER_CODECS
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import MasterError
 from pqweights.planning.options import ExportOptions
@@ -31,6 +30,7 @@ GOLDEN: dict[str, Any] = {
     "polar": POLAR,
     COLUMN_CODEC: COLUMNS,
     "native": make_codecs.NATIVE,
+    "stacks": make_codecs.STACKS,
 }
 # Tensors that the source stores, and that the model does not have under these names.
 PACKED = [
@@ -68,11 +68,10 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
     assert codec in ("polar", "native") or exported.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("codec", ["hadamard-trellis", "polar", COLUMN_CODEC, "native"])
+@pytest.mark.parametrize("codec", ["hadamard-trellis", "polar", COLUMN_CODEC, "native", "stacks"])
 def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden, version = GOLDEN[codec], MASTER_CODECS[codec].format_version
-    before = {name: other for name, other in MASTER_CODECS.items() if other.format_version < version}
-    monkeypatch.setattr("pqweights.checkpoint.master.MASTER_CODECS", before)
+    golden, version = GOLDEN[codec], GOLDEN[codec].version
+    monkeypatch.setattr("pqweights.codecs.LATEST_VERSION", version - 1)
     with pytest.raises(MasterError, match=f"format_version: expected 1.*, found {version}; a newer pqweights may"):
         open_local(golden.MASTER)
 
@@ -104,6 +103,12 @@ def test_readers_from_before_a_key_refuse_masters_that_have_it(monkeypatch: pyte
         (COLUMN_CODEC, "model.layers.strips.weight", "shape", [0, 5], "shape: expected rows and columns"),
         (COLUMN_CODEC, "model.layers.strips.weight", "shape", [2**30, 2**30], "expected I32"),
         (COLUMN_CODEC, "model.layers.strips.weight", "shape", [2**50, 2**50], "shape: expected at most"),
+        ("stacks", "model.layers.stack.weight", "transposed", True, "expected I32 [3, 1, 1]"),
+        ("stacks", "model.layers.stack.weight", "shape", [1, 390, 5], "expected I32 [1, 4, 1]"),
+        ("stacks", "model.layers.stack.weight", "shape", [1, 3, 130, 5], "shape: expected rows and columns"),
+        ("stacks", "model.layers.stack.weight", "shape", [0, 130, 5], "shape: expected rows and columns"),
+        ("stacks", "model.layers.turned.weight", "transposed", False, "transposed: expected true or nothing"),
+        ("stacks", "model.layers.turned.weight", "transposed", 1, "transposed: expected true or nothing"),
         ("native", "model.layers.half.weight", "bits", 13.0, "expected a weight of native, 13.7323 bits"),
         ("native", "model.layers.half.weight", "dtype", "F32", "chunk 0: it is too short or too long"),
         ("native", "model.layers.half.weight", "shape", [3000, 129], "expected I32 [6] for F16 [3000, 129]"),

@@ -37,7 +37,7 @@ def run(ray: RayHere, tmp_path: Path) -> Callable[[], object]:
 
 def work(**needs: Any) -> bytes:
     task = SimpleNamespace(out=SimpleNamespace(work=Path("/out/.pqweights")))
-    defaults = {"task": task, "shards": None, "threads": 1, "files": (), "shared": None, "room": 0}
+    defaults = {"out": "/out", "task": task, "shards": None, "threads": 1, "files": (), "shared": None, "room": 0}
     return pickle.dumps(ShardWork(**(defaults | needs)))
 
 

@@ -29,9 +29,12 @@ BELOW = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head_norm": "mtp.norm",
 }  # fmt: skip
+# As llama.cpp's conversion/hunyuan.py expects those of HY V3.
+NORM_BEHIND = {part: BEHIND[part] for part in ("eh_proj", "enorm", "hnorm")}
+NORM_BEHIND["shared_head_norm"] = "layers.{}.final_layernorm"
 PUBLISHED = {
-    "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "qwen3 next": BELOW,
-    "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW,
+    "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "deepseek v3.2": BEHIND,
+    "qwen3 next": BELOW, "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "hy v3": NORM_BEHIND,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Differences are the largest of all logits, in units of their standard deviation.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) ->
     bound = 5e-3 if name.startswith(BY_TABLE) else 2e-4 if name.startswith(STATES) else BOUNDS["F32"]
     bound = 0.1 if name in SPARSE else bound
     assert difference(name, "F32", tmp_path) < bound
+
+
+@pytest.mark.parametrize("name", ["glm dsa", "deepseek v3.2"])
+def test_most_tokens_attend_to_those_that_transformers_chooses(name: str, tmp_path: Path) -> None:
+    """Where the scores of two are nearly equal, llama.cpp may choose the other: it compares them in half precision."""
+    case = CASES[name]
+    one = replace(case, settings=case.settings | {"num_hidden_layers": 1, "index_topk": 40}, tokens=200)
+    ids = gguf_cases.token_ids(one.tokens)
+    expected = gguf_cases.logits(gguf_cases.saved(one, tmp_path), ids)
+    found = open_model(write_gguf(tmp_path)).logits(np.array(ids), len(ids))
+    same = np.abs(found - expected).max(axis=1) < BOUNDS["F32"] * expected.std()
+    assert same[:40].all() and same.mean() > 0.9
 
 
 # Experts are chosen differently after rounding, which is a difference of another kind.

@@ -118,13 +118,14 @@ def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
     assert "transformers by the length of the text" in note
 
 
-def test_the_choice_of_tokens_in_half_precision_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["glm dsa", "deepseek v3.2"])
+def test_the_choice_of_tokens_in_half_precision_is_said(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import gguf_cases
 
-    gguf_cases.saved(gguf_cases.CASES["glm dsa"], tmp_path)
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
     (note,) = converted(tmp_path).notes
-    assert "the scores by which 2048 tokens are chosen" in note
+    assert note.startswith("llama.cpp computes what transformers does for texts of at most 2048 tokens: of longer")
 
 
 # The keys of which the meaning of their absence matters.
@@ -137,11 +138,16 @@ def keys_in(expression: str) -> set[str]:
 
 
 # What wraps a text model with a configuration of its own, and a type that transformers does not have.
-OTHERS = {"kimi_k2", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+OTHERS = {"gemma3", "kimi_k2", "minimax_m3_vl", "phi4mm", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"}
+OTHERS |= {"step3p7"}
 # What a class computes anyway, or a model has without a key of its own.
 FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": None},
     "distilbert": {"layer_norm_eps": 1e-12},
+    "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
+    "step3p5": {"norm_expert_weight": True, "num_experts": 288},
+    "deepseek_v4": {"partial_rotary_factor": 0.125},
+    "minimax_m3_vl_text": {"norm_topk_prob": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "t5": {"max_position_embeddings": 512},
 }
@@ -154,6 +160,7 @@ KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "num_hidden_layers",
     "original_max_position_embeddings",
     "query_pre_attn_scalar",
+    "rotary_dim",
     "tie_word_embeddings",
 }
 
@@ -167,6 +174,7 @@ def keys_of(architecture: Architecture) -> set[str]:
     ]
     expressions += [size for scaled in architecture.scaled.values() for size in scaled.blocks]
     expressions += [architecture.rotated, architecture.period_key, architecture.first_position]
+    expressions += [side for sides in architecture.equal for side in sides]
     keys = {key for expression in expressions for key in keys_in(expression)} | architecture.values.keys()
     factors = [by for scaled in architecture.scaled.values() for by in scaled.by]
     keys |= {key.partition(".")[0] for by in factors for key in keys_in(by)}
@@ -203,6 +211,6 @@ def test_every_architecture_is_one_of_the_package() -> None:
     for architecture in (*ARCHITECTURES.values(), *variants):
         assert architecture.name in gguf.MODEL_ARCH.__members__
         for setting in (architecture.norm, *architecture.settings):
-            assert hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")
+            assert setting.parameter.startswith(".") or hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")
         for name in architecture.biases:
             assert name in gguf.MODEL_TENSOR.__members__

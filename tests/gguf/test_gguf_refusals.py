@@ -22,15 +22,23 @@ from helpers import bf16, gaussian, write_checkpoint
 from pqweights.errors import ExportError
 
 MLA = {"model_type": "deepseek_v3", "q_lora_rank": 4, "first_k_dense_replace": 1}
+YARN = {"type": "yarn", "factor": 2.0}
 DELTA_NET = {"model_type": "qwen3_5_text", "linear_value_head_dim": 8, "linear_key_head_dim": 8}
 GEMMA2 = GEMMA3 | {"model_type": "gemma2"}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"type phimoe: llama.cpp normalizes without .* one softmax; use another tar"):
+        converted(write_llama(tmp_path, config={"model_type": "phimoe"}))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
+        ({"model_type": "minimax_m3_vl_text", "dense_intermediate_size": 24, "mlp_layer_types": ["sparse"] * 2,
+          "layer_types": ["minimax_m3_sparse", "full_attention"]}, "in all layers behind the first 0, and no others"),
         ({"model_type": None}, "GGUF cannot hold a model of type None"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
@@ -80,6 +88,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
         (MLA | {"num_hidden_layers": 27}, "q_lora_rank of all models but those of 26 or 27 layers, found 4 with 27"),
         (MLA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
          "YaRN with equal mscale and mscale_all_dim only, found 1.0 and 0.5"),
+        (MLA | {"model_type": "deepseek_v32", "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+         "YaRN with mscale and mscale_all_dim 1.0 only, found 0.7 and 0.7"),
         (MLA | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is .'sparse', 'dense'."),
         (DELTA_NET | {"linear_key_head_dim": 4}, "equal linear_value_head_dim and linear_key_head_dim only, found 8"),
         (DELTA_NET | {"layer_types": ["full_attention", "linear_attention"]}, "full attention in every 1th layer"),

@@ -1,20 +1,20 @@
-"""The golden masters of format versions 2 to 5: weights of hadamard-trellis and of polar, made by the command, of
+"""The golden masters of format versions 2 to 6: weights of hadamard-trellis and of polar, made by the command, of
 hadamard-trellis-columns, of ready codes, and of native, made by the command without a recipe.
 
 `trellis/` has the same step in all blocks of a superblock and errors of least squares, as the first masters.
 
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
-writes `trellis/`, `steps/`, `polar/`, `columns/`, `native/` and what they decode to anew. Do so when the encoder of the
-trellis chooses other bytes on purpose. A change of a decoder would change the format: the old masters have to be
-decoded to the old values.
+writes `trellis/`, `steps/`, `polar/`, `columns/`, `native/`, `stacks/` and what they decode to anew. Do so when the
+encoder of the trellis chooses other bytes on purpose. A change of a decoder would change the format: the old masters
+have to be decoded to the old values.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,8 +146,24 @@ def native_source() -> Sources:
     }
 
 
-# The ready weights, each with about how many bits its blocks take.
+def stacks_source() -> Sources:
+    """Stacks and transposed weights for ready codes, and weights of the other versions."""
+    return {
+        "model.layers.stack.weight": helpers.bf16(weights(3, 130, 5, seed=71)),
+        "model.layers.turned.weight": helpers.f16(weights(2, 770, 131, seed=72)),
+        "model.layers.single.weight": helpers.f32(weights(7, 129, seed=73)),
+        "model.layers.strips.weight": helpers.bf16(weights(130, 5, seed=74)),
+        "model.layers.one.weight": helpers.f32(weights(1, 1, 1, seed=75)),
+        "model.layers.scalar.weight": helpers.bf16(weights(2, 128, seed=78)),
+        "model.layers.trellis.weight": helpers.bf16(weights(3, 128, seed=76)),
+        "model.norm.weight": helpers.bf16(1 + weights(9, seed=77)),
+    }
+
+
+# The ready weights, each with about how many bits its blocks take; and those of them that are transposed.
 READY = {"strips": 2.0, "superblocks": 1.0, "one": 3.0, "zero": 1.0, "huge": 4.0}
+READY_STACKS = {"stack": 2.0, "turned": 1.0, "single": 2.0, "strips": 2.0, "one": 3.0}
+TRANSPOSED = ("turned", "single")
 
 
 @dataclass(frozen=True)
@@ -204,14 +220,16 @@ class Golden:
 
 @dataclass(frozen=True)
 class GoldenOfReadyCodes(Golden):
-    """A golden master of which some weights have ready codes."""
+    """A golden master of which some weights have ready codes. ready: these, as READY"""
+
+    ready: Mapping[str, float] = field(default_factory=lambda: READY)
 
     def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
         folder = source.parent / "ready"
-        for seed, (short, rate) in enumerate(READY.items()):
+        for seed, (short, rate) in enumerate(self.ready.items()):
             name = f"model.layers.{short}.weight"
             exact = helpers.as_float32(self.source[name])
-            codes = column_writer.encoded(exact, rate, seed=seed)
+            codes = column_writer.encoded(exact, rate, seed=seed, transposed=short in TRANSPOSED)
             measured = CodeMeasures(relative_mse=0.1, energy=float((exact.astype(np.float64) ** 2).sum()))
             write_ready(folder / f"{short}.safetensors", {name: (codes, measured)})
         recipe, ready = parse_recipe(self.recipe, "golden"), ReadyWeights.open(folder)
@@ -265,15 +283,17 @@ def _columns(name: str, stored: Mapping[str, Stored], own: Mapping[str, Any]) ->
     trellis, lengths, rows, columns = (
         stored[f"{name}_{part}"] for part in ("trellis", "lengths", "row_scales", "column_scales")
     )
-    shape = tuple(own["shape"])
+    shape, transposed = tuple(own["shape"]), own.get("transposed", False)
     assert [entry.dtype for entry in (trellis, lengths, rows, columns)] == ["U8", "I32", "U8", "U8"]
-    assert (rows.shape, columns.shape) == (shape[:1], shape[1:])
-    assert own["bits"] == column_decoder.bits(shape, len(trellis.data))
+    scaled = [(*shape[:-2], shape[-1]), shape[:-1]]
+    assert [columns.shape, rows.shape] == (scaled[::-1] if transposed else scaled)
+    assert own["bits"] == column_decoder.bits(shape, len(trellis.data), transposed=transposed)
     values = column_decoder.decode(
         trellis.data,
         np.frombuffer(lengths.data, dtype="<i4").reshape(lengths.shape),
-        np.frombuffer(rows.data, dtype=np.uint8),
-        np.frombuffer(columns.data, dtype=np.uint8),
+        np.frombuffer(rows.data, dtype=np.uint8).reshape(rows.shape),
+        np.frombuffer(columns.data, dtype=np.uint8).reshape(columns.shape),
+        transposed=transposed,
     )
     return _rounded(name, values, shape, own["dtype"])
 
@@ -304,6 +324,9 @@ STEPS = Golden("steps", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"
 POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
 COLUMNS = GoldenOfReadyCodes("columns", 4, columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
 NATIVE = GoldenWithoutLoss("native", 5, native_source(), "", ())
+STACKS = GoldenOfReadyCodes(
+    "stacks", 6, stacks_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"), ready=READY_STACKS
+)
 
 if __name__ == "__main__":
     write_golden(TRELLIS)
@@ -311,3 +334,4 @@ if __name__ == "__main__":
     write_golden(POLAR)
     write_golden(COLUMNS)
     write_golden(NATIVE)
+    write_golden(STACKS)

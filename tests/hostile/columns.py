@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from hostile.case import DOWN, UP, Case, Stored
 from hostile.masters import MANIFEST, ONLY_SHARD, cut, damaged, flip, forged, overwrite, restored, set_json, settings
 
@@ -48,6 +49,46 @@ def shortened(tensors: Tensors) -> None:
     tensors[TRELLIS] = (dtype, [total - 1], data[:-1])
 
 
+def of_stack(name: str, tensor: str, dtype: str, shape: list[int], expected: str) -> Case:
+    """A stored tensor of zeros in a stack, in the place of another."""
+    data = bytes(int(np.prod(shape)) * (4 if dtype == "I32" else 1))
+    change = restored(put(tensor, dtype, shape, data))
+    return damaged(f"stacks-{name}", change, verify=(MANIFEST,), export=(tensor, f"expected {expected}"))
+
+
+STACKS: list[Case] = [
+    damaged("stacks-length-flipped", flip(ONLY_SHARD, LENGTHS), both=(ONLY_SHARD, LENGTHS, "blake3_of_pieces")),
+    damaged("stacks-cut", cut(ONLY_SHARD, 1), verify=(ONLY_SHARD, "bytes"), export=(ONLY_SHARD, "bytes", "found")),
+    damaged(
+        "stacks-erased",
+        forged(overwrite(ONLY_SHARD, DOWN + "_trellis", at=0, data=b"\xff" * 7)),
+        export=(ONLY_SHARD, DOWN, "block 0", "its header is not one that an encoder writes"),
+    ),
+    damaged(
+        "stacks-length-6",
+        forged(overwrite(ONLY_SHARD, DOWN + "_lengths", at=28, data=b"\6\0\0\0")),
+        export=(DOWN, "expected 7 to", "found 6 at [1, 1, 1]", "the master is damaged"),
+    ),
+    damaged(
+        "stacks-lengths-swapped",
+        forged(overwrite(ONLY_SHARD, LENGTHS, at=0, data=b"\x07\0\0\0")),
+        export=(LENGTHS, "expected lengths whose sum is", "the master is damaged"),
+    ),
+    of_stack("lengths-of-one", LENGTHS, "I32", [2, 2], "I32 [2, 2, 2]"),
+    of_stack("lengths-of-three", LENGTHS, "I32", [3, 2, 2], "I32 [2, 2, 2]"),
+    of_stack("row-scales-of-one", ROWS, "U8", [130], "U8 [2, 130]"),
+    of_stack("row-scales-flat", ROWS, "U8", [260], "U8 [2, 130]"),
+    of_stack("column-scales-fewer", COLUMNS, "U8", [2, 799], "U8 [2, 800]"),
+    settings("stacks-version-5", "format_version", to=5, export=("format_version", "6 or later", CODEC)),
+    settings("stacks-turned", "overrides", UP, "transposed", to=True, export=(LENGTHS, "expected I32 [2, 1, 7]")),
+    settings("stacks-not-turned", "overrides", DOWN, "transposed", to=lambda _: None, export=(DOWN, "or nothing")),
+    settings("stacks-of-more", "overrides", UP, "shape", to=[3, 130, 800], export=(UP, "expected I32 [3, 2, 2]")),
+    settings("stacks-of-none", "overrides", UP, "shape", to=[0, 130, 800], export=(UP, "rows and columns")),
+    settings("stacks-of-stacks", "overrides", UP, "shape", to=[1, 2, 130, 800], export=(UP, "rows and columns")),
+    settings("stacks-beyond-memory", "overrides", UP, "shape", to=[10**9, 130, 10**9], export=(UP, "1000000000")),
+    settings("stacks-bits-other", "overrides", DOWN, "bits", to=3.5, export=(DOWN, "bits", "found 3.5")),
+]
+
 CASES: list[Case] = [
     *(
         damaged(name, flip(ONLY_SHARD, tensor), both=(ONLY_SHARD, tensor, "blake3_of_pieces"))
@@ -88,16 +129,22 @@ CASES: list[Case] = [
     part("column-scales-signed", put(COLUMNS, "I8", [800], bytes(800)), COLUMNS, "expected U8 [800]", "found I8"),
     part("scaled", put(UP + "_awq_scale", "F16", [800], bytes(1600)), UP + "_awq_scale", "expected no scales"),
     settings("columns-version-3", "format_version", to=3, export=("format_version", "4 or later", CODEC)),
-    settings("columns-version-6", "format_version", to=6, export=("format_version", "1 to 5", "found 6")),
+    settings("columns-version-7", "format_version", to=7, export=("format_version", "1 to 6", "found 7")),
     settings("columns-bits-other", "overrides", UP, "bits", to=3.5, export=(UP, "bits", "found 3.5")),
     settings("columns-bits-zero", "overrides", UP, "bits", to=0, export=(UP, "bits", "found 0")),
     settings("columns-bits-a-string", "overrides", UP, "bits", to="3", export=(UP, "bits", "a number")),
     settings("columns-shape-missing", "overrides", UP, to={}, export=(UP, "shape")),
     settings("columns-shape-flat", "overrides", UP, "shape", to=[104_000], export=(UP, "rows and columns")),
-    settings("columns-shape-of-a-stack", "overrides", UP, "shape", to=[1, 130, 800], export=(UP, "rows and columns")),
+    settings("columns-shape-of-a-stack", "overrides", UP, "shape", to=[1, 130, 800], export=(LENGTHS, "I32 [1, 2, 2]")),
+    settings("columns-shape-of-four", "overrides", UP, "shape", to=[1, 1, 130, 800], export=(UP, "rows and columns")),
+    settings("columns-transposed", "overrides", UP, "transposed", to=True, export=(LENGTHS, "expected I32 [1, 7]")),
+    settings(
+        "columns-transposed-false", "overrides", UP, "transposed", to=False, export=(UP, "expected true or nothing")
+    ),
     settings("columns-shape-empty", "overrides", UP, "shape", to=[130, 0], export=(UP, "rows and columns")),
     settings("columns-shape-of-another", "overrides", UP, "shape", to=[800, 130], export=(UP, "[800, 130]")),
     settings("columns-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
+    *STACKS,
     damaged(
         "columns-manifest-bits-zero",
         set_json(MANIFEST, "tensors", 1, "bits", to=0),

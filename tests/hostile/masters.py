@@ -77,14 +77,17 @@ make_trellis_master = made_of({UP: normal(17, 900, 128), DOWN: normal(19, 40, 12
 make_polar_master = made_of({UP: normal(18, 40, 128), DOWN: normal(20, 4, 65)}, codec="polar")
 
 
-def _make_columns_master(folder: Path) -> None:
-    """A weight of two strips of two superblocks each, and one of a block, whose codes were ready."""
-    weights = {UP: normal(21, 130, 800), DOWN: normal(22, 3, 1), GATE: WEIGHT, NORM: VECTOR}
-    write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
-    write_codes(folder / "src", folder / "ready", [UP, DOWN], rate=2.0)
-    quantize_source(folder / "src", folder / "master", load_recipe("q5"), ready=ReadyWeights.open(folder / "ready"))
-    shutil.rmtree(folder / "src")
-    shutil.rmtree(folder / "ready")
+def _made_of_codes(weights: dict[str, Stored], *coded: str, transposed: tuple[str, ...] = ()) -> Callable[[Path], None]:
+    """Return what makes a master in which some weights have codes that were ready."""
+
+    def make(folder: Path) -> None:
+        write(folder, {FILE: stored(weights | {GATE: WEIGHT, NORM: VECTOR}), CONFIG: {"model_type": "llama"}})
+        write_codes(folder / "src", folder / "ready", coded, rate=2.0, transposed=transposed)
+        quantize_source(folder / "src", folder / "master", load_recipe("q5"), ready=ReadyWeights.open(folder / "ready"))
+        shutil.rmtree(folder / "src")
+        shutil.rmtree(folder / "ready")
+
+    return remembered(make)
 
 
 def _make_native_master(folder: Path) -> None:
@@ -99,7 +102,12 @@ def _make_native_master(folder: Path) -> None:
 MAKE = {
     "trellis": make_trellis_master,
     "polar": make_polar_master,
-    "columns": remembered(_make_columns_master),
+    # A weight of two strips of two superblocks each, and one of a block.
+    "columns": _made_of_codes({UP: normal(21, 130, 800), DOWN: normal(22, 3, 1)}, UP, DOWN),
+    # A stack of two such matrices, and a transposed one.
+    "stacks": _made_of_codes(
+        {UP: normal(25, 2, 130, 800), DOWN: normal(26, 2, 800, 130)}, UP, DOWN, transposed=(DOWN,)
+    ),
     "native": remembered(_make_native_master),
 }
 
@@ -446,7 +454,7 @@ CASES = [
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
     settings("trellis-version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    settings("trellis-version-6", "format_version", to=6, export=("config.json", "format_version", "6")),
+    settings("trellis-version-7", "format_version", to=7, export=("config.json", "format_version", "7")),
     settings("trellis-bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     settings("trellis-bits-3", "bits", to=3, export=(TRELLIS, "expected U8", "at 3 bits")),
     settings("trellis-rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),

@@ -63,7 +63,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("--text {texts}/empty.txt", "found 0; give a longer text"),
         ("--text {texts}/short.txt", "found 100; give a longer text"),
-        ("--text {texts}/none.txt", "none.txt: expected a UTF-8 text, or a folder of *.txt"),
+        ("--text {texts}/none.txt", "none.txt: expected a text, or a folder of *.txt: No such file"),
         ("--text {texts}/wide", "wide: expected *.txt in the folder, found none"),
     ],
 )

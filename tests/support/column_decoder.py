@@ -1,4 +1,4 @@
-"""A decoder of the codec hadamard-trellis-columns, written from docs/format.md (section 10) alone.
+"""A decoder of the codec hadamard-trellis-columns, written from docs/format.md (sections 10 and 12) alone.
 
 It shares no code with the package; superblocks are those of trellis_decoder.py.
 """
@@ -29,10 +29,12 @@ def cut(shape: tuple[int, int]) -> tuple[int, int, int]:
     return math.ceil(rows / STRIP), math.ceil(columns / width), width
 
 
-def bits(shape: tuple[int, int], total: int) -> float:
+def bits(shape: tuple[int, ...], total: int, *, transposed: bool = False) -> float:
     """The bits per weight of a weight whose superblocks have so many bytes, as a master states them."""
-    strips, superblocks, _ = cut(shape)
-    exact = 8 * (total + 4 * strips * superblocks + sum(shape)) / math.prod(shape)
+    *stack, rows, columns = shape
+    matrix = (columns, rows) if transposed else (rows, columns)
+    strips, superblocks, _ = cut(matrix)
+    exact = 8 * (total + math.prod(stack) * (4 * strips * superblocks + sum(matrix))) / math.prod(shape)
     return float(f"{exact:.7g}")
 
 
@@ -41,21 +43,31 @@ def decode(
     lengths: npt.NDArray[np.int32],
     row_scales: npt.NDArray[np.uint8],
     column_scales: npt.NDArray[np.uint8],
+    *,
+    transposed: bool = False,
 ) -> npt.NDArray[np.float32]:
     """The float32 values of a weight, before they are clamped and rounded to an output dtype."""
+    if int(lengths.sum(dtype=np.int64)) != len(trellis):
+        raise Damaged("lengths of other superblocks")
+    if lengths.ndim == 3:
+        ends = np.cumsum(lengths.sum(axis=(1, 2), dtype=np.int64)).tolist()
+        experts = zip([0, *ends], ends, lengths, row_scales, column_scales, strict=False)
+        return np.stack([
+            decode(trellis[begin:end], *of_expert, transposed=transposed) for begin, end, *of_expert in experts
+        ])  # fmt: skip
     shape = (len(row_scales), len(column_scales))
     strips, superblocks, width = cut(shape)
-    if lengths.shape != (strips, superblocks) or int(lengths.sum(dtype=np.int64)) != len(trellis):
+    if lengths.shape != ((superblocks, strips) if transposed else (strips, superblocks)):
         raise Damaged("lengths of other superblocks")
     values, at = np.empty((strips * STRIP, shape[1]), dtype=np.float32), 0
-    for strip in range(strips):
-        for number in range(superblocks):
-            begin, end = number * width, min((number + 1) * width, shape[1])
-            length = int(lengths[strip, number])
-            if not 7 <= length <= 327 + 4128 * math.ceil((end - begin) / 16):
-                raise Damaged("no such length")
-            block = decode_superblock(trellis[at : at + length], end - begin, signed=False)
-            values[strip * STRIP : (strip + 1) * STRIP, begin:end] = block.T
-            at += length
+    for place, length in np.ndenumerate(lengths):
+        strip, number = reversed(place) if transposed else place
+        begin, end = number * width, min((number + 1) * width, shape[1])
+        if not 7 <= length <= 327 + 4128 * math.ceil((end - begin) / 16):
+            raise Damaged("no such length")
+        block = decode_superblock(trellis[at : at + length], end - begin, signed=False)
+        values[strip * STRIP : (strip + 1) * STRIP, begin:end] = block.T
+        at += int(length)
     with np.errstate(over="ignore", under="ignore"):
-        return values[: shape[0]] * factors(row_scales)[:, None] * factors(column_scales)
+        matrix = values[: shape[0]] * factors(row_scales)[:, None] * factors(column_scales)
+    return matrix.T if transposed else matrix

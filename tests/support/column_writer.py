@@ -11,7 +11,7 @@ import numpy.typing as npt
 from export_decoders import values_of
 
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs.columns import ColumnCodes, ColumnCut, decode_columns
+from pqweights.codecs.columns import ColumnCodes, ColumnCut
 from pqweights.codecs.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import trellis
 from pqweights.rewrite.ready import CodeMeasures, write_ready
@@ -20,12 +20,20 @@ Floats = npt.NDArray[np.float32]
 STRIP = 128
 
 
-def encoded(weight: Floats, rate: float = 3.0, *, seed: int | None = None) -> ColumnCodes:
-    """The codes of a weight [N, K].
+def encoded(weight: Floats, rate: float = 3.0, *, seed: int | None = None, transposed: bool = False) -> ColumnCodes:
+    """The codes of a weight [N, K], or of a stack.
 
     rate: about how many bits a weight takes
     seed: of the scales; without, all factors are 1
+    transposed: whether the weight is [..., K, N]
     """
+    if weight.ndim == 3:
+        seeds = (None if seed is None else seed + number for number in range(len(weight)))
+        return ColumnCodes.stacked([
+            encoded(own, rate, seed=of, transposed=transposed) for own, of in zip(weight, seeds, strict=False)
+        ])  # fmt: skip
+    if transposed:
+        return encoded(weight.T, rate, seed=seed).turned
     rows, columns = weight.shape
     cut = ColumnCut.of((rows, columns))
     scales = [np.full(count, 128, dtype=np.uint8) for count in (rows, columns)]
@@ -70,14 +78,22 @@ def superblock(blocks: Floats, rate: float) -> npt.NDArray[np.uint8]:
         length += 1
 
 
-def write_codes(source: Path, folder: Path, names: Sequence[str], rate: float = 3.0) -> dict[str, Floats]:
+def values_of_codes(codes: ColumnCodes) -> Floats:
+    """What codes decode to, by the independent decoder."""
+    return column_decoder.decode(
+        codes.trellis.tobytes(), codes.lengths, codes.row_scales, codes.column_scales, transposed=codes.transposed
+    )
+
+
+def write_codes(
+    source: Path, folder: Path, names: Sequence[str], rate: float = 3.0, transposed: Sequence[str] = ()
+) -> dict[str, Floats]:
     """Write a file of ready codes for each of some weights of a checkpoint, and return what they decode to."""
     tensors, decoded = {tensor.name: tensor for tensor in open_local(source).tensors}, {}
     for seed, name in enumerate(names):
-        shape = tensors[name].shape
         exact = values_of(tensors[name])
-        codes = encoded(exact, rate, seed=seed)
-        decoded[name] = decode_columns(codes, range(codes.cut.strips), "F32").view(np.float32).reshape(shape)
+        codes = encoded(exact, rate, seed=seed, transposed=name in transposed)
+        decoded[name] = values_of_codes(codes)
         energy = float((exact.astype(np.float64) ** 2).sum())
         error = float(((decoded[name] - exact).astype(np.float64) ** 2).sum()) / energy
         measured = CodeMeasures(relative_mse=error, energy=energy, weighed_mse=error / 2)

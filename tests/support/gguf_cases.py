@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from gguf_files import edit_config
 from helpers import read_all, write_checkpoint
 
 VOCABULARY = 128
@@ -31,6 +32,13 @@ MLA = {
     "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
     "num_key_value_heads": 4,
 }  # fmt: skip
+V4 = {
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "q_lora_rank": 24,
+    "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 16,
+    "index_n_heads": 4, "index_head_dim": 64, "partial_rotary_factor": 0.25, "sliding_window": 32,
+    "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "swiglu_limit": 0.5, "layer_types": ["sliding_attention",
+    "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+}  # fmt: skip
 DELTA_NET = WIDE_HEADS | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "num_hidden_layers": 4,
@@ -47,6 +55,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
 LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+PHI4 = ORIGINAL | {
+    "audio_config": SMALL | {"num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+    "vision_config": SMALL | {"num_hidden_layers": 1},
+}  # fmt: skip
 SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
@@ -70,19 +83,23 @@ class Case:
     """A model.
 
     name: of its family, in the names of classes
+    head: the class, if it is not {name}ForCausalLM or {name}ForConditionalGeneration
     settings: beside SETTINGS
     rope: its rope_parameters, but for a theta of 10000
     tokens: how many are compared
     text: whether its config is that of the text model of a family that also sees
     vision: the vision_config of a model that sees; its settings are those of its text_config
+    published: keys of config.json that published files have otherwise
     """
 
     name: str
+    head: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] | None = None
     tokens: int = 80
     text: bool = False
     vision: dict[str, Any] | None = None
+    published: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -120,6 +137,8 @@ CASES = {
         rope=LONG | {"original_max_position_embeddings": 256},
     ),
     "phi3 long": Case(name="Phi3", settings=ORIGINAL, rope=LONG, tokens=200),
+    "phi4 multimodal": Case(name="Phi4Multimodal", rope=LONG, tokens=200, settings=PHI4),
+    "phi4mm": Case(name="Phi4Multimodal", rope=LONG, tokens=200, settings=PHI4, published={"model_type": "phi4mm"}),
     "granite": Case(
         name="Granite", settings={"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
         "logits_scaling": 2.0},
@@ -153,12 +172,22 @@ CASES = {
         name="DeepseekV2", rope=SCALED_YARN,
         settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27},
     ),
+    "kimi k2": Case(name="DeepseekV3", settings=MLA | ROUTED, published={"model_type": "kimi_k2"}),
+    "kimi k2.5": Case(
+        name="Kimi_K25", settings=MLA | ROUTED | {"model_type": "deepseek_v3"}, vision=SMALL | {"num_hidden_layers": 1}
+    ),
     "glm4 moe": Case(name="Glm4Moe", settings=WIDE_HEADS | ROUTED | {"use_qk_norm": True, "attention_bias": True}),
     "glm4 moe lite": Case(name="Glm4MoeLite", settings=MLA | ROUTED | {"rms_norm_eps": 1e-6}),
     # All tokens are chosen: llama.cpp compares those that are not in half precision.
     "glm dsa": Case(
         name="GlmMoeDsa", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "rms_norm_eps": 1e-6}
     ),
+    "deepseek v3.2": Case(
+        name="DeepseekV32", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "n_group": 2},
+        rope=SCALED_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, tokens=200,
+    ),
+    "deepseek v4": Case(name="DeepseekV4", settings=V4, tokens=200),
+    "deepseek v4 yarn": Case(name="DeepseekV4", settings=V4, rope=YARN, tokens=200),
     "mistral4": Case(
         name="Mistral4", settings=MLA | ROUTED | {"head_dim": 24},
         rope=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
@@ -169,10 +198,33 @@ CASES = {
         settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
         rope={"partial_rotary_factor": 0.5},
     ),
+    "minimax m3": Case(
+        name="MiniMaxM3VL", head="MiniMaxM3SparseForConditionalGeneration",
+        vision=SMALL | {"num_hidden_layers": 1}, rope={"partial_rotary_factor": 0.5},
+        settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16, "index_n_heads": 2,
+        "dense_intermediate_size": 80, "shared_intermediate_size": 96, "index_head_dim": 32, "num_hidden_layers": 3,
+        "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] + ["sparse"] * 2},
+    ),
     "ernie4_5 moe": Case(
         name="Ernie4_5_Moe", settings={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}
     ),
     "hunyuan moe": Case(name="HunYuanMoEV1", settings=WIDE_HEADS | {"num_experts": 4, "moe_topk": 2}),
+    "hy v3": Case(name="HYV3", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 3, "num_experts": 8}),
+    "mimo v2": Case(
+        name="MiMoV2Flash", settings=WIDE_HEADS | ROUTED | {"num_hidden_layers": 4, "v_head_dim": 24,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 33},
+        rope={kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+              for kind, base in (("full_attention", 5e5), ("sliding_attention", 1e4))},
+    ),
+    "step3p5": Case(
+        name="Step3p7", vision=VISION | {"num_hidden_layers": 1, "num_attention_heads": 2},
+        settings=WIDE_HEADS | ROUTED | {"num_hidden_layers": 4, "share_expert_dim": 40, "sliding_window": 32,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3, "num_sliding_attention_heads": 6,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "swiglu_limits": [None, 0.05, 0.0, 0.1],
+        "swiglu_limits_shared": [0.2, None, 0.1, 0.3]},
+        rope={"full_attention": LLAMA3 | {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
     "olmoe": Case(name="Olmoe", settings=EXPERTS | {"num_key_value_heads": 4}),
     "exaone moe": Case(
         name="ExaoneMoe", settings=WIDE_HEADS | EXPERTS | {"num_hidden_layers": 4, "sliding_window": 32}
@@ -240,6 +292,10 @@ CASES = {
     "qwen3 vl moe": Case(
         name="Qwen3VLMoe", settings=WIDE_HEADS | EXPERTS, rope={"mrope_section": [6, 5, 5]}, vision=VISION
     ),
+    "mistral3": Case(
+        name="Mistral3", settings=WIDE_HEADS | {"model_type": "ministral3"},
+        rope=YARN | {"llama_4_scaling_beta": 0.1}, vision=SMALL | {"num_hidden_layers": 1, "model_type": "pixtral"},
+    ),
     "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
     "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),
     "qwen3_5 moe": Case(name="Qwen3_5Moe", settings=DELTA_NET | SHARED_EXPERT, text=True),
@@ -255,8 +311,8 @@ def build(case: Case) -> Any:
     if case.vision is not None:
         settings = {"text_config": settings, "vision_config": case.vision, "tie_word_embeddings": False}
     config = getattr(transformers, f"{case.name}{'Text' if case.text else ''}Config")(**settings)
-    head = "CausalLM" if case.vision is None else "ConditionalGeneration"
-    model = getattr(transformers, f"{case.name}For{head}")(config).eval()
+    head = case.head or f"{case.name}For{'CausalLM' if case.vision is None else 'ConditionalGeneration'}"
+    model = getattr(transformers, head)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -264,6 +320,8 @@ def build(case: Case) -> Any:
             elif not parameter.any():  # as biases of experts start
                 parameter.normal_(0, 0.1)
         for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(VOCABULARY, 8).argsort()[:, : buffer.shape[1]])
             if name.endswith("bias"):  # of routers
                 buffer.normal_(0, 0.1)
     return model
@@ -273,6 +331,7 @@ def saved(case: Case, folder: Path) -> Any:
     """The model of a case, which is also written to a folder."""
     model = build(case)
     model.save_pretrained(folder)
+    edit_config(folder, case.published)
     if case.name == "Gemma3n":  # published files have keys and values, which it does without, of the last layers, too
         tensors = read_all(folder)
         parts = ("k_proj", "v_proj", "k_norm")
@@ -282,6 +341,9 @@ def saved(case: Case, folder: Path) -> Any:
             for part in parts
         }
         write_checkpoint(folder, tensors | copied)
+    if case.name == "Kimi_K25":  # transformers calls layers of the text model as those of the tower are called
+        tensors = read_all(folder)
+        write_checkpoint(folder, {name.replace("model.blocks.", "model.layers."): tensors[name] for name in tensors})
     return model
 
 

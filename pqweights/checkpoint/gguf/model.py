@@ -153,7 +153,7 @@ def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, .
 
 def _architecture(settings: Settings) -> str:
     package = gguf_package()
-    return str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
+    return settings.architecture.label or str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
 
 
 def _notes(
@@ -177,10 +177,11 @@ def _notes(
             "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
             "are a little different, as in every GGUF file of this model"
         )
-    if (chosen := settings.get("index_topk")) and any(s.key == "index_topk" for s in settings.architecture.settings):
+    if settings.architecture.chosen:
+        chosen = settings.number(settings.architecture.chosen)
         yield (
-            f"llama.cpp compares the scores by which {chosen} tokens are chosen in half precision: in longer texts it "
-            "may attend to others than transformers"
+            f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
+            "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"
         )
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
@@ -229,9 +230,9 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
     stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
     for setting in stated.values():
         if setting.zero and not settings.get(setting.key):
-            getattr(writer, f"add_{setting.parameter}")(0)
+            _add(writer, setting.parameter, 0)
         elif not setting.optional or settings.get(setting.key):
-            getattr(writer, f"add_{setting.parameter}")(value_of(setting, settings))
+            _add(writer, setting.parameter, value_of(setting, settings))
     if architecture.encoder:
         writer.add_causal_attention(False)
     add_pooling(settings, writer, tensors)
@@ -248,6 +249,15 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
         writer.add_sliding_window(settings.number("max_position_embeddings"))
     elif architecture.stated_window:
         writer.add_sliding_window(0)
+
+
+def _add(writer: Any, parameter: str, value: Any) -> None:
+    """Write a hyper-parameter. parameter: see Setting"""
+    if not parameter.startswith("."):
+        getattr(writer, f"add_{parameter}")(value)
+        return
+    add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}.get(type(value), writer.add_array)
+    add(f"{writer.arch}{parameter}", value)
 
 
 class GgufTensor(NamedTuple):

@@ -113,9 +113,11 @@ def _parts_of_stack(
     width = settings.number("moe_intermediate_size" if settings.get("moe_intermediate_size") else "intermediate_size")
     down, is_bias = match["matrix"] == "down_proj", match["bias"] is not None
     outputs, inner = (hidden, width) if down else (2 * width, hidden)
-    turned = Trait.TURNED_EXPERTS in settings.model.traits and not is_bias
-    expected = (count, outputs) if is_bias else (count, inner, outputs) if turned else (count, outputs, inner)
-    if tensor.shape != expected:
+    traits, layouts = settings.model.traits, [(count, outputs, inner), (count, inner, outputs)]
+    either_way = Trait.EXPERTS_EITHER_WAY in traits and inner != outputs
+    turned = tensor.shape == layouts[1] if either_way else Trait.TURNED_EXPERTS in traits and not is_bias
+    expected = (count, outputs) if is_bias else layouts[turned]
+    if tensor.shape != expected or (Trait.EXPERTS_EITHER_WAY in traits and not either_way):
         raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")
     for part, rows in _rows_of_parts(down, outputs, settings.architecture):
         name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"

@@ -25,6 +25,9 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     _restate_layers(values)
     if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
         values["sliding_window_pattern"] = 1 + pattern.index("G")
+    types = (_BY_TYPE.get(str(part.get("model_type"))) for part in (values, config))
+    if (of_type := next(filter(None, types), None)) is not None:
+        of_type(values)
     if isinstance(mlps := values.get("mlp_layer_types"), list):
         values.setdefault("first_k_dense_replace", mlps.index("sparse") if "sparse" in mlps else len(mlps))
     if values.get("num_global_key_value_heads") is not None:
@@ -124,3 +127,98 @@ def _restate_gemma3n(values: dict[str, Any]) -> None:
         values["sparse_layers"] = 10
     if isinstance(widths := values.get("intermediate_size"), list) and len(set(widths)) == 1:
         values["intermediate_size"] = widths[0]
+
+
+def _restate_mimo(values: dict[str, Any]) -> None:
+    """State the layers of MiMo V2, of which published configurations list the kinds as 0 and 1."""
+    layers = values.get("num_hidden_layers", 48)
+    numbers = range(min(layers, 512) if isinstance(layers, int) else 0)
+    windowed = values.get("hybrid_layer_pattern") or [n > 0 and (n + 1) % 6 != 0 for n in numbers]
+    sparse = values.get("moe_layer_freq") or [n > 0 for n in numbers]
+    if isinstance(windowed, list) and isinstance(sparse, list):
+        values.setdefault("layer_types", [SLIDING if of else FULL for of in windowed])
+        values.setdefault("mlp_layer_types", ["sparse" if of else "dense" for of in sparse])
+    for key, default in {"head_dim": 192, "v_head_dim": 128, "num_attention_heads": 64}.items():
+        values.setdefault(f"swa_{key}", values.get(key, default))
+    if isinstance(heads := values.get("num_key_value_heads", 4), int):
+        values.setdefault("swa_num_key_value_heads", 2 * heads)
+    if isinstance(window := values.get("sliding_window_size"), int):  # without the token itself
+        values["sliding_window"] = 1 + window
+    if "swa_rope_theta" in values:
+        values["rope_local_base_freq"] = values["swa_rope_theta"]
+
+
+def _restate_step(values: dict[str, Any]) -> None:
+    """State the kinds of layers of Step 3.5, of which published configurations list bases of rotary embeddings."""
+    layers, experts = values.get("num_hidden_layers", 45), values.get("moe_layers_enum")
+    layers = min(layers, 512) if isinstance(layers, int) else 0
+    lists = ("layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", "partial_rotary_factors")
+    for key in lists:  # layers that predict further tokens are listed, too
+        if isinstance(listed := values.get(key), list):
+            values[key] = listed[:layers]
+    sparse = experts.split(",") if isinstance(experts, str) else experts or range(3, layers)
+    if isinstance(sparse, list | range):
+        numbers = {str(number).strip() for number in sparse}
+        values.setdefault("mlp_layer_types", ["sparse" if str(n) in numbers else "dense" for n in range(layers)])
+    other = values.get("attention_other_setting")
+    heads = other.get("num_attention_heads") if isinstance(other, dict) else None
+    if values.get("num_sliding_attention_heads") is None:
+        values["num_sliding_attention_heads"] = heads or values.get("num_attention_heads", 64)
+    types, bases = values.get("layer_types"), values.pop("rope_theta", 10000.0)
+    bases = bases if isinstance(bases, list) else [bases] * layers
+    shares = values.get("partial_rotary_factors") or [1.0] * layers
+    if isinstance(types, list) and isinstance(shares, list) and len(types) == len(bases) == len(shares):
+        of_kind = dict(zip(map(str, types), zip(bases, shares, strict=True), strict=True))
+        scaled = {FULL: values.pop("rope_scaling", None) or {}}
+        values.setdefault("rope_parameters", {
+            kind: {"rope_theta": base, "partial_rotary_factor": share, **scaled.get(kind, {})}
+            for kind, (base, share) in of_kind.items()
+        })  # fmt: skip
+
+
+def _restate_minimax_m3(values: dict[str, Any]) -> None:
+    """State the kinds of layers of MiniMax M3, which published configurations list as 0 and 1, and its indexer."""
+    sparse = values.get("sparse_attention_config")
+    sparse = sparse if isinstance(sparse, dict) else {}
+    names = {"num_index_heads": "n_heads", "index_dim": "head_dim", "block_size": "block_size"}
+    names |= {"topk_blocks": "topk_blocks", "local_block": "local_blocks"}
+    values |= {f"index_{name}": sparse[f"sparse_{old}"] for old, name in names.items() if f"sparse_{old}" in sparse}
+    if isinstance(chosen := sparse.get("sparse_attention_freq"), list):
+        values.setdefault("layer_types", ["minimax_m3_sparse" if of else FULL for of in chosen])
+    if isinstance(experts := values.get("moe_layer_freq"), list):
+        values.setdefault("mlp_layer_types", ["sparse" if of else "dense" for of in experts])
+
+
+# The layers of DeepSeek V4, and how many tokens become one in them.
+COMPRESSED = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def _restate_deepseek_v4(values: dict[str, Any]) -> None:
+    """State the layers of DeepSeek V4 by how much they compress, and the rotary embeddings that are scaled in some."""
+    layers, types = values.get("num_hidden_layers", 43), values.get("layer_types")
+    layers = min(layers, 512) if isinstance(layers, int) else 0
+    ratios = values.get("compress_ratios") or [4 if n > 1 and n % 2 else 128 for n in range(layers)]
+    if isinstance(types, list):
+        ratios = [COMPRESSED.get(name) if isinstance(name, str) else name for name in types]
+    if isinstance(ratios, list):  # layers that predict further tokens are listed, too
+        values["compress_ratios"] = ratios[:layers]
+        values["layer_types"] = [f"compressed {ratio}" for ratio in ratios[:layers]]
+    experts = values.get("mlp_layer_types")
+    hashed = experts.count("hash_moe") if isinstance(experts, list) else values.get("num_hash_layers", 3)
+    values["num_hash_layers"] = hashed
+    if isinstance(experts, list) and experts[:hashed] == ["hash_moe"] * hashed:
+        del values["mlp_layer_types"]
+    values["swiglu_limits"] = [values.get("swiglu_limit", 10.0)] * layers
+    size, head = values.get("qk_rope_head_dim"), values.get("head_dim", 512)
+    if isinstance(size, int) and isinstance(head, int) and head > 0:
+        values["partial_rotary_factor"] = size / head
+    rope = values.pop("rope_scaling", None) or values.get("rope_parameters")
+    scaled = rope.get("compress", rope) if isinstance(rope, dict) else None
+    if isinstance(scaled, dict):
+        others = ("rope_theta", "partial_rotary_factor", "attention_factor")
+        values["rope_parameters"] = {key: value for key, value in scaled.items() if key not in others}
+
+
+_BY_TYPE = {"mimo_v2_flash": _restate_mimo, "step3p5": _restate_step, "step3p7": _restate_step}
+_BY_TYPE["deepseek_v4"] = _restate_deepseek_v4
+_BY_TYPE |= dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), _restate_minimax_m3)

@@ -69,11 +69,13 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
         factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
         rotated = whole
-    if rotated != whole and not settings.architecture.partial_rope:
+    if settings.architecture.half_rotated:
+        _check_halves(settings, parameters)
+    elif rotated != whole and not settings.architecture.partial_rope:
         raise settings.refusal(
             f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
         )
-    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_dimension_count(whole if settings.architecture.half_rotated else rotated)
     sections = parameters.get("mrope_section") or settings.architecture.rope_sections
     if not isinstance(sections, list | tuple) or not all(isinstance(size, int) for size in sections):
         raise settings.refusal(f"expected a list of numbers as mrope_section, found {sections!r}")
@@ -96,8 +98,20 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         writer.add_rope_dimension_count_swa(settings.number("head_dim"))
         return {"rope_freqs.weight": factors}
     elif rope_type == "llama3":
-        return {"rope_freqs.weight": _llama3_factors(settings, parameters, rotated)}
+        factors = np.ones(whole // 2 if settings.architecture.half_rotated else rotated // 2, dtype=np.float32)
+        factors[: rotated // 2] = _llama3_factors(settings, parameters, rotated)
+        return {"rope_freqs.weight": factors}
     return {}
+
+
+def _check_halves(settings: Settings, parameters: Mapping[str, Any]) -> None:
+    """Raise ExportError unless layers with full attention rotate half of a head, and those with a window all of it."""
+    shares = [float(of["partial_rotary_factor"]) for of in (parameters, rope_parameters(settings, SLIDING))]
+    if shares != [0.5, 1.0] or not any(windowed_layers(settings)):
+        raise settings.refusal(
+            "llama.cpp rotates half of a head, and whole ones in layers with a window, and partial_rotary_factor is "
+            f"{shares[0]} and {shares[1]}"
+        )
 
 
 def _number(settings: Settings, parameters: Mapping[str, Any], key: str) -> float:
@@ -147,10 +161,10 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
     attention = _optional(settings, parameters, "attention_factor")
     own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
     if settings.architecture.yarn_scales_attention:
-        if attention is not None or own is None or own != every:
-            raise settings.refusal(
-                f"llama.cpp computes its YaRN with equal mscale and mscale_all_dim only, found {own} and {every}"
-            )
+        only = settings.architecture.yarn_mscale
+        if attention is not None or own is None or own != every or own != (only or own):
+            asked = f"mscale and mscale_all_dim {only}" if only else "equal mscale and mscale_all_dim"
+            raise settings.refusal(f"llama.cpp computes its YaRN with {asked} only, found {own} and {every}")
         writer.add_rope_scaling_yarn_log_mul(0.1 * every)  # a tenth, as in the files of DeepSeek V2
         return
     if attention is None and own and every:

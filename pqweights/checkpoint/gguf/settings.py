@@ -20,9 +20,10 @@ from pqweights.errors import ExportError
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token"),
+    "num_key_value_heads": ("num_attention_groups",),
     "max_position_embeddings": ("max_trained_positions", "n_positions", "model_max_length"),
-    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon"),
+    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layernorm_epsilon"),
     "layer_norm_eps": ("layer_norm_epsilon", "norm_eps"),
     "hidden_size": ("n_embd", "d_model", "dim"),
     "intermediate_size": ("n_inner", "d_ff", "hidden_dim"),
@@ -108,6 +109,14 @@ class Settings:
         """Return a positive number. Raises ExportError if there is none."""
         return self.positive(self.get(key), key)
 
+    def numbers(self, key: str) -> list[float]:
+        """Return a number for each layer, 0 for those without one. Raises ExportError for anything else."""
+        values, layers = self.get(key), self.number("num_hidden_layers")
+        fitting = isinstance(values, list) and len(values) == layers
+        if not fitting or not all(value in (None, 0) or is_positive(value) for value in values):
+            raise self.refusal(f"expected a number for each of {layers} layers as {key}, found {values!r:.80}")
+        return [float(value or 0) for value in values] + [0.0] * self.draft_layers
+
     def product(self, expression: str) -> float:
         """Return the product of keys as in Scaled.by. Raises ExportError if one is no positive number."""
         result = 1.0
@@ -156,6 +165,11 @@ def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = Non
     # text model, and compute otherwise.
     model_type = config.get("model_type")
     model = text_model(config) if has_trait(model_type, Trait.WRAPS_TEXT) else described(model_type)
+    if model.llama_cpp_differs:
+        raise ExportError(
+            f"config.json: GGUF cannot hold a model of type {model_type}: llama.cpp {model.llama_cpp_differs}; "
+            "use another target"
+        )
     if model.llama_cpp is None:
         covered = ", ".join(sorted(name for name, model in MODELS.items() if model.llama_cpp is not None))
         raise ExportError(
@@ -243,6 +257,9 @@ def _check_layer_types(settings: Settings) -> None:
     key = settings.architecture.period_key
     if key and layer_types(settings) != layer_types(replace(settings, values={**settings.values, "layer_types": None})):
         raise settings.refusal(f"llama.cpp has full attention in every {settings.number(key)}th layer only")
+    kind, first = settings.architecture.with_experts, settings.number_of("leading_dense_block_count", 0)
+    if kind and [of == kind for of in layer_types(settings)] != sparse_layers(settings):
+        raise settings.refusal(f"llama.cpp has {kind} in all layers behind the first {first}, and no others")
     mlps = settings.get("mlp_layer_types")
     if mlps is not None and mlps != ["sparse" if sparse else "dense" for sparse in sparse_layers(settings)]:
         raise settings.refusal(
@@ -304,6 +321,9 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
                 f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
                 f"{settings.number(other)}"
             )
+    for key, factor in architecture.multiples.items():
+        if settings.number(key) % factor:
+            raise settings.refusal(f"llama.cpp needs a multiple of {factor} as {key}, found {settings.number(key)}")
     scalar = settings.get("query_pre_attn_scalar")
     if scalar is not None and scalar != (divisor := _scalar(settings)):
         raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
@@ -377,6 +397,8 @@ def value_of(setting: Setting, settings: Settings) -> Any:
     """Return the value of a hyper-parameter: one, or one for each layer."""
     if setting.truth:
         return settings.truth(setting.key)
+    if setting.listed:
+        return [value if setting.real else int(value) for value in settings.numbers(setting.key)]
     value = settings.real(setting.key) if setting.real else settings.number(setting.key)
     if setting.of:
         return getattr(gguf_package(), setting.of)(value)

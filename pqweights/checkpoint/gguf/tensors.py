@@ -29,6 +29,7 @@ from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
     InterleavedTensor,
+    NumbersTensor,
     OffsetTensor,
     PaddedTensor,
     RenamedTensor,
@@ -77,9 +78,10 @@ def gguf_tensors(
         aliases = dict.fromkeys((tensor.name, re.sub(r"^backbone\.", "model.", tensor.name)))
         found = (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases)
         known = ((tensor_type.name, name) for tensor_type, name in filter(None, found))
-        tensor_type, name = nextn_tensor(tensor.name) or next(known, (None, ""))
+        own = nextn_tensor(tensor.name) or _own_tensor(tensor.name, settings.architecture.tensors)
+        tensor_type, name = own or next(known, (None, ""))
         biases = settings.architecture.biases | NAMED_BIASES
-        if tensor_type is None or (name.endswith(".bias") and tensor_type not in biases):
+        if tensor_type is None or (own is None and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
@@ -108,14 +110,14 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         behind = name_behind(name, layers) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
+        elif re.fullmatch(settings.architecture.unused, name):
+            left_out[tensor.name] = settings.architecture.unused_why
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
         elif drafts and behind is None:
             left_out[tensor.name] = "predicts further tokens, which the model does without"
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
-        elif re.fullmatch(settings.architecture.unused, name):
-            left_out[tensor.name] = "not needed for the vectors of tokens"
         else:
             kept.append(NamedTensor(_known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
@@ -148,11 +150,22 @@ def _known_name(name: str, modules: Mapping[str, str]) -> str:
     return name
 
 
+def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return a type and the name in the file of a tensor that the gguf package lacks. tensors: see Architecture"""
+    match = LAYER.fullmatch(name)
+    inner, block = (match[3], f"blk.{match[2]}.") if match else (name, "")
+    matches = ((re.fullmatch(expression, inner), known) for expression, known in tensors.items())
+    own = next((found.expand(known) for found, known in matches if found), None)
+    return (re.sub(r"\.(weight|bias)$", "", own).upper(), block + own) if own else None
+
+
 def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
     """The tensor as the file holds it. tensor_type: its name in gguf.MODEL_TENSOR."""
     architecture, reads = settings.architecture, tensor.reads
     if architecture.first_position and tensor_type == "POS_EMBD":
         reads = rows_from(unused_positions(settings), reads)
+    if reads.dtype == "I64":
+        return NumbersTensor.of(name, reads)
     _check_shape(reads, tensor_type, settings)
     if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
         reads = RenamedTensor.of(name, reads, shape=shape)

@@ -41,6 +41,7 @@ class ModelDescription:
 
     flow: which modules of a layer read what; None if that is not known, and `fold` leaves the model as it is
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
+    llama_cpp_differs: what llama.cpp computes otherwise, so that no GGUF file of it is written
     mlx: where mlx-lm differs from transformers
     roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
         in plans, folding and what becomes a linear layer of vllm and torchao
@@ -53,6 +54,7 @@ class ModelDescription:
 
     flow: LayerFlow | None = None
     llama_cpp: Architecture | None = None
+    llama_cpp_differs: str = ""
     mlx: MlxDifferences = field(default_factory=MlxDifferences)
     roles: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedLayer, ...] = FUSED

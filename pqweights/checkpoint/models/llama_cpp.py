@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 class Setting(NamedTuple):
     """A hyper-parameter of a GGUF file.
 
-    parameter: its name in the gguf package, whose writer has a method add_{parameter}
+    parameter: its name in the gguf package, whose writer has a method add_{parameter}; of those that the package lacks,
+        what its key has behind the name of the architecture, with the dot
     key: the key of the configuration that holds it, or a sum of products of keys and numbers: "a * b / 2 + c"
     real: whether it need not be a whole number
     optional: whether the model may do without it
@@ -22,6 +23,7 @@ class Setting(NamedTuple):
     other: what the other layers have, as in key
     zero: whether it is written as 0 if the configuration has none
     of: the enumeration in the gguf package that it is one of
+    listed: whether the configuration lists it layer by layer, and the file, too; None is 0
     """
 
     parameter: str
@@ -33,6 +35,7 @@ class Setting(NamedTuple):
     other: str = ""
     zero: bool = False
     of: str = ""
+    listed: bool = False
 
 
 class Cut(NamedTuple):
@@ -95,10 +98,14 @@ class Architecture:
     """How llama.cpp runs a type of model.
 
     name: its name in gguf.MODEL_ARCH
+    label: its name in files, if the package does not have it; name is then that of one with the same tensors
     prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
     unused: an expression for tensors that it does without, by their names without the prefix
+    unused_why: the reason
     modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
         outside of layers, and the names of those that it does
+    tensors: expressions for tensors of a layer, or whole names outside of layers, that the gguf package does not know
+        under any name, and their names in the file
     cuts: expressions for modules that it holds as several
     tiled: expressions for modules or parameters with value heads in another order
     scaled: expressions for modules, whole names outside of layers among them, whose weights are multiplied
@@ -108,7 +115,10 @@ class Architecture:
     reshaped: the shapes of parameters that it holds with other dimensions
     final_norm: the name of the last norm
     layer_types: the kinds of layers that it has, and beside them
+    with_experts: the kind that layers with experts have, and no others
+    chosen: to how many tokens a layer attends, which are chosen by scores, as in Setting.key
     equal: what must be equal, as in Setting.key
+    multiples: keys, and the number of which llama.cpp needs a multiple
     uneven: an expression for tensors that not all layers of a kind have
     classes: the ends of the names of transformers' classes with what it computes
     encoder: whether tokens attend to those behind them, too
@@ -120,6 +130,7 @@ class Architecture:
     interleaved: whether the rows of q and k are to be permuted, because it rotates neighbouring channels
     rope: the kinds of scaled rotary embeddings that it computes
     rotated: how many channels of a head may be rotated
+    half_rotated: whether it rotates half of them in layers with full attention, and all in those with a window
     rope_sections: how many frequencies stand for time, height and width, if the configuration does not say
     partial_rope: whether it can rotate a part of them
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
@@ -131,6 +142,7 @@ class Architecture:
     window_base: whether layers with a window may have a base of rotary embeddings of their own
     window_scaled: whether they have the same scaled rotary embeddings as others
     yarn_scales_attention: whether mscale_all_dim of YaRN scales the attention
+    yarn_mscale: the only mscale with which it does, if there is one
     temperature: whether it computes llama_4_scaling_beta, by which attention depends on the position
     layers_without: for keys, of how many layers the models are that do without them
     rounds_yarn: whether the model does not round the bounds of YaRN, and users take it that llama.cpp does
@@ -147,9 +159,12 @@ class Architecture:
     """
 
     name: str
+    label: str = ""
     prefix: str = ""
     unused: str = ""
+    unused_why: str = "not needed for the vectors of tokens"
     modules: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
     scaled: Mapping[str, Scaled] = field(default_factory=dict)
@@ -159,7 +174,10 @@ class Architecture:
     reshaped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     final_norm: str = "output_norm.weight"
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
+    with_experts: str = ""
+    chosen: str = ""
     equal: tuple[tuple[str, str], ...] = ()
+    multiples: Mapping[str, int] = field(default_factory=dict)
     uneven: str = ""
     classes: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     encoder: bool = False
@@ -171,6 +189,7 @@ class Architecture:
     interleaved: bool = False
     rope: frozenset[str] = frozenset({"default", "linear", "yarn"})
     rotated: str = "head_dim"
+    half_rotated: bool = False
     rope_sections: tuple[int, ...] = ()
     partial_rope: bool = False
     free_head_dim: bool = True
@@ -182,6 +201,7 @@ class Architecture:
     window_base: bool = True
     window_scaled: bool = False
     yarn_scales_attention: bool = False
+    yarn_mscale: float | None = None
     temperature: bool = False
     layers_without: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rounds_yarn: bool = False
@@ -362,6 +382,14 @@ PHI3 = Architecture(
     shapes={"FFN_UP": ("intermediate_size * 2", "hidden_size")},
     stated_window=True,
     values=SILU,
+)
+
+# With adapters for images and sound, which texts alone do without; published files have them in the layers.
+PHI4_MULTIMODAL = replace(
+    PHI3,
+    unused=r".*\.lora_[AB]\..*",
+    unused_why="part of an adapter for images or sound, which the text model does without",
+    modules={r"(.+)\.base_layer": r"\1"},
 )
 
 GRANITE = replace(

@@ -73,7 +73,8 @@ swin2sr switch_transformers t5 timesformer tipsv2_vision_model udop umt5 videopr
 vjepa2 xclip xlstm
 """,
     Trait.WRAPS_TEXT: """
-gemma3n gemma4 kimi_k25 lfm2_vl llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+gemma3n gemma4 kimi_k25 lfm2_vl llama4 minimax_m3_vl mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
+qwen3_vl_moe step3p7
 """,
     Trait.RUN_BY_MLX: "gpt2 laguna llama4",
     Trait.EXAMINED: """

@@ -44,7 +44,7 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
     Raises MasterError for what shows without decoding that the weight is damaged.
     """
     if isinstance(tensor, ColumnTensor):
-        return PackedTensor(((PackedColumns.of(tensor),),), False, dtype)
+        return PackedTensor(tuple((rows,) for rows in PackedColumns.of(tensor)), bool(tensor.cut.stack), dtype)
     if not isinstance(tensor, BlockTensor) or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape

@@ -163,36 +163,41 @@ class _MappedColumns(ColumnTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedColumns:
-    """All rows of a matrix of hadamard-trellis-columns, of which strips are decoded; see PackedRows.
+    """All rows of a matrix of hadamard-trellis-columns as the model has it; see PackedRows.
 
     tensor: the weight; its codes stay in the memory of the CPU, which decodes them
+    matrix: the number in a stack
     device: where decoded rows are used
     factor: what the rows were multiplied by since they were loaded
     """
 
     tensor: _MappedColumns
+    matrix: int
     device: torch.device
     factor: Factor
-    rows_of_whole_blocks: int = BLOCK_SIZE
 
     @staticmethod
-    def of(tensor: ColumnTensor) -> PackedColumns:
-        """Map a weight into memory as it is stored. Raises MasterError for lengths that no encoder writes."""
+    def of(tensor: ColumnTensor) -> list[PackedColumns]:
+        """Map the matrices of a weight into memory as they are stored.
+
+        Raises MasterError for lengths that no encoder writes.
+        """
         names = [stored.name for stored in tensor.encoded]
         about = {name: getattr(tensor, name) for name in ("name", "shape", "dtype", "coder", "state", "encoded")}
         mapped = _MappedColumns(**about, mapped=dict(zip(names, tensor.mapped_parts(), strict=True)))
         assert mapped.ends is not None  # which are checked
-        return PackedColumns(tensor=mapped, device=torch.device("cpu"), factor=Factor())
+        numbers, cpu = range(math.prod(mapped.cut.stack)), torch.device("cpu")
+        return [PackedColumns(tensor=mapped, matrix=number, device=cpu, factor=Factor()) for number in numbers]
 
     @property
     def rows(self) -> int:
         """How many there are."""
-        return self.tensor.shape[0]
+        return self.tensor.shape[-2]
 
     @property
     def columns(self) -> int:
         """How many there are."""
-        return self.tensor.shape[1]
+        return self.tensor.shape[-1]
 
     @property
     def unit(self) -> int:
@@ -200,14 +205,19 @@ class PackedColumns:
         return self.tensor.unit
 
     @property
+    def rows_of_whole_blocks(self) -> int:
+        """How many rows are decoded together."""
+        return self.tensor.unit_rows
+
+    @property
     def byte_count(self) -> int:
-        """The size of what is stored, in bytes."""
-        return sum(map(len, self.tensor.mapped.values()))
+        """The size of what is stored, in bytes; of one of a stack its share."""
+        return sum(map(len, self.tensor.mapped.values())) // math.prod(self.tensor.cut.stack)
 
     @torch.inference_mode()
     def decode(self, start: int, stop: int, out: Tensor) -> None:
         """Decode rows [start, stop) into a contiguous tensor. Raises MasterError if they cannot be decoded."""
-        begin, count = start * self.columns, (stop - start) * self.columns
+        begin, count = (self.matrix * self.rows + start) * self.columns, (stop - start) * self.columns
         if out.device.type == "cpu" and out.dtype in NAMES:
             self.tensor.read(begin, count, NAMES[out.dtype], out.view(-1).view(torch.uint8).numpy())
         else:
@@ -276,7 +286,7 @@ def share(work: Callable[[int, int], None], matrix: Matrix, *, device: torch.dev
     rows, first = sum(piece.rows for piece in matrix) if rows is None else rows, matrix[0]
     step = max(1, (CHUNK_WEIGHTS if device.type == "cpu" else DEVICE_CHUNK_WEIGHTS) // first.columns)
     whole = first.rows_of_whole_blocks
-    if step > whole or whole <= BLOCK_SIZE:
+    if step > whole or whole <= BLOCK_SIZE or isinstance(first, PackedColumns):
         step = max(1, step // whole) * whole
     starts = range(0, rows, step)
     if device.type != "cpu" or len(starts) == 1:

@@ -5,10 +5,11 @@ Ray gives a task again whose worker or node is lost. The driver waits, takes wha
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,11 @@ from pqweights.rewrite.distributed.cluster import (
     last_line,
     nodes_of,
 )
-from pqweights.rewrite.distributed.worker import MAKE, TIDY, VERSIONS, ShardResult, ShardWork, remote_call
+from pqweights.rewrite.distributed.worker import MAKE, TIDY, VERSIONS, Done, ShardWork, remote_call
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.run import Run
 from pqweights.rewrite.task import (
+    ClusterWork,
     Engine,
     RewriteTask,
     RunOptions,
@@ -93,6 +95,16 @@ class RayEngine(Engine):
     def check(self, task: RewriteTask, run: Run) -> None:
         """Find out whether all nodes can do their part, see Engine."""
         pickled, memory_bytes = self._work(task, run)
+        used = self._rooms(memory_bytes)
+        disk_needs = task.fetch_needs
+        if not task.out.is_elsewhere:
+            fetched = fetched_bytes_of(task) * sum(used.values())
+            disk_needs.append(result_need(task, run, fetched_bytes=fetched))
+        check_room(disk_needs)
+        check_nodes(self.ray, pickled, used)
+
+    def _rooms(self, memory_bytes: int) -> dict[Node, int]:
+        """Return how many tasks have room on each node, of those that can have one. Raises ClusterError if none can."""
         rooms = {node: self._room_on(node, memory_bytes) for node in nodes_of(self.ray)}
         needs = f"{self.threads} cores and {memory_bytes} bytes of memory"
         for node in (node for node, room in rooms.items() if not room):
@@ -103,12 +115,7 @@ class RayEngine(Engine):
         used = {node: room for node, room in rooms.items() if room}
         if not used:
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer `threads`")
-        disk_needs = task.fetch_needs
-        if not task.out.is_elsewhere:
-            fetched = fetched_bytes_of(task) * sum(used.values())
-            disk_needs.append(result_need(task, run, fetched_bytes=fetched))
-        check_room(disk_needs)
-        check_nodes(self.ray, pickled, used)
+        return used
 
     def make(
         self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
@@ -117,37 +124,48 @@ class RayEngine(Engine):
         if not shards:
             return {}
         pickled, memory_bytes = self._work(task, run)
-        common = self.ray.put(pickled)
-        make = self.ray.remote(remote_call()).options(
-            num_cpus=self.threads, memory=memory_bytes, max_retries=MOST_RETRIES, scheduling_strategy="SPREAD"
-        )
         sizes = [sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards]
         asked = {shard.file for shard in shards}
         numbers = [number for number, shard in enumerate(task.plan.shards) if shard.file in asked]
         numbers.sort(key=lambda number: -sizes[number])
-        under_way = {make.remote(VERSIONS, MAKE, common, number): number for number in numbers}
         total, left, marks = sum(sizes), sum(sizes[number] for number in numbers), dict[str, ShardMark]()
         options.progress(total - left, total, f"0 of {len(shards)} files")
-        try:
-            for reference in self._finished(list(under_way), memory_bytes):
-                number = under_way.pop(reference)
-                result = self._result(reference)
+        with contextlib.closing(self._each(pickled, numbers, memory_bytes)) as made:
+            for number, result in made:
                 run.check_lock()
                 marks[task.plan.shards[number].file] = result.mark
                 task.checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
                 task.checkpoint.storage.bytes_read += result.bytes_read
                 left -= sizes[number]
                 options.progress(total - left, total, f"{len(marks)} of {len(shards)} files")
+        if task.out.is_elsewhere:
+            called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
+            self.ray.wait(list(called), num_returns=len(called), timeout=END_SECONDS)
+        return marks
+
+    def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
+        """Look at the nodes, and do tasks; see Engine."""
+        pickled = pickle.dumps(work)
+        check_nodes(self.ray, pickled, self._rooms(memory_bytes))
+        return self._each(pickled, numbers, memory_bytes)
+
+    def _each(self, pickled: bytes, numbers: Sequence[int], memory_bytes: int) -> Generator[tuple[int, Any]]:
+        """Give out tasks in this order, and yield what they return as they end. pickled: the ClusterWork"""
+        common = self.ray.put(pickled)
+        make = self.ray.remote(remote_call()).options(
+            num_cpus=self.threads, memory=memory_bytes, max_retries=MOST_RETRIES, scheduling_strategy="SPREAD"
+        )
+        under_way = {make.remote(VERSIONS, MAKE, common, number): number for number in numbers}
+        try:
+            for reference in self._finished(list(under_way), memory_bytes):
+                number = under_way.pop(reference)
+                yield number, self._result(reference)
         finally:
             # Not those that have ended: Ray (2.60) may end this process when one is cancelled as it ends.
             for reference in under_way:
                 self.ray.cancel(reference, force=True)
             if under_way:
                 self.ray.wait(list(under_way), num_returns=len(under_way), timeout=END_SECONDS)
-        if task.out.is_elsewhere:
-            called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
-            self.ray.wait(list(called), num_returns=len(called), timeout=END_SECONDS)
-        return marks
 
     def _work(self, task: RewriteTask, run: Run) -> tuple[bytes, int]:
         """Return what all tasks have in common, pickled, and the most memory that one of them needs, in bytes."""
@@ -155,11 +173,12 @@ class RayEngine(Engine):
         read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in task.checkpoints]
         pickled = pickle.dumps(
             ShardWork(
+                out=str(task.out),
                 task=task,
                 shards=run.shards,
                 threads=self.threads,
-                files=tuple(file for storage, names in read for file in _local_files(storage, names)),
-                shared=None if task.out.is_elsewhere else _witness(run),
+                files=tuple(file for storage, names in read for file in local_files(storage, names)),
+                shared=None if task.out.is_elsewhere else witness_in(run.store.work),
                 room=fetched_bytes_of(task) + room_for_shards(task.plan) if task.out.is_elsewhere else 0,
             )
         )
@@ -191,8 +210,8 @@ class RayEngine(Engine):
                     f"and {memory_bytes} bytes of memory; start nodes and run the same command again, which continues"
                 )
 
-    def _result(self, reference: Any) -> ShardResult:
-        """Return what a task has made. Raises what it could not do, ClusterError if it ended all of its workers."""
+    def _result(self, reference: Any) -> Any:
+        """Return what a task has returned. Raises what it could not do, ClusterError if it ended all of its workers."""
         errors = self.ray.exceptions
         try:
             node, outcome = self.ray.get(reference)
@@ -200,31 +219,31 @@ class RayEngine(Engine):
             raise error.as_instanceof_cause() from None
         except errors.OutOfMemoryError:
             raise ClusterError(
-                f"the memory of a node was used up {1 + MOST_RETRIES} times while it made a file of the result; pass "
+                f"the memory of a node was used up {1 + MOST_RETRIES} times by the same task; pass "
                 "fewer `threads`, or free memory there"
             ) from None
         except errors.RayError as error:
             raise ClusterError(
-                f"the processes that made a file of the result ended {1 + MOST_RETRIES} times ({last_line(error)}); "
+                f"the processes that did the same task ended {1 + MOST_RETRIES} times ({last_line(error)}); "
                 "look into the logs of Ray, and run the same command again"
             ) from None
-        if isinstance(outcome, ShardResult):
-            return outcome
+        if isinstance(outcome, Done):
+            return outcome.result
         if isinstance(outcome, SourceError | MasterError):  # so it is on every node
             raise outcome
         name = next((known.name for known in nodes_of(self.ray) if known.id == node), node[:8])
         raise (type(outcome) if isinstance(outcome, PqweightsError) else ClusterError)(f"node {name}: {outcome}")
 
 
-def _witness(run: Run) -> Path:
-    """Make a file in the work folder of a run, which nodes that share the folder see."""
-    path = run.store.work / f"seen-{secrets.token_hex(4)}"
+def witness_in(work: Path) -> Path:
+    """Make a file in a work folder, which nodes that share the folder see."""
+    path = work / f"seen-{secrets.token_hex(4)}"
     with disk_errors(path):
         path.touch()
     return path
 
 
-def _local_files(storage: Storage, names: Sequence[str]) -> list[tuple[Path, int]]:
+def local_files(storage: Storage, names: Sequence[str]) -> list[tuple[Path, int]]:
     """Return those of the files that lie on this machine, each with its size."""
     folder = storage.local_folder()
     if folder is None:

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a cluster: a look around, then shards of a run. Nothing but `remote_call` knows of Ray."""
+"""What runs on the nodes of a cluster: a look around, then tasks. Nothing but `remote_call` knows of Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pqweights.errors import ClusterError, PqweightsError
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
 from pqweights.rewrite.shard import SourceFiles, Workers, make_shard
-from pqweights.rewrite.task import RewriteTask
+from pqweights.rewrite.task import ClusterWork, RewriteTask
 from pqweights.rewrite.transform import Preparation
 
 # How late a file server may show what another machine has written.
@@ -27,22 +27,20 @@ VERSIONS = (__version__, SAME_BYTES_SINCE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardWork:
-    """What the tasks that make the shards of a run have in common. It is sent to each node once, pickled.
+class ShardWork(ClusterWork):
+    """The shards of a run, of which a task makes one.
 
     shards: the finished shards of the run, to which a task adds one
     threads: how many threads compute
-    files: files that a node must be able to read, each with its size
-    shared: a file that the driver made in the output folder; None for a result that lies elsewhere
-    room: how many bytes a task takes in the folder for shards that are then sent elsewhere; 0 if there are none
     """
 
     task: RewriteTask
     shards: FinishedShards
     threads: int
-    files: tuple[tuple[Path, int], ...]
-    shared: Path | None
-    room: int
+
+    def make(self, number: int) -> ShardResult:
+        """Make the shard with a number."""
+        return _made(self, number)
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,17 @@ class ShardResult:
     bytes_read: int
 
 
-# What a node is asked: to say what keeps it from so many tasks at once; to make the shard with a number; or to remove
+@dataclass(frozen=True)
+class Done:
+    """What a task has returned."""
+
+    result: Any
+
+
+# What a node is asked: to say what keeps it from so many tasks at once; to do the task with a number; or to remove
 # what processes that are gone left in its scratch folder. An answer in words says why not.
 LOOK, MAKE, TIDY = "look", "make", "tidy"
-Answer = str | PqweightsError | ShardResult | None
+Answer = str | PqweightsError | Done | None
 
 
 def remote_call() -> Callable[..., tuple[str, Answer]]:
@@ -87,7 +92,7 @@ def remote_call() -> Callable[..., tuple[str, Answer]]:
 def answer(asked: str, pickled: bytes, number: int) -> Answer:
     """Do what is asked of a node; what is wrong is returned, as an error that the driver raises.
 
-    pickled: the ShardWork
+    pickled: the ClusterWork
     number: see LOOK
     """
     try:
@@ -101,17 +106,17 @@ def answer(asked: str, pickled: bytes, number: int) -> Answer:
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(pickled: bytes) -> tuple[ShardWork, str | None]:
+def _opened(pickled: bytes) -> tuple[ClusterWork, str | None]:
     """Return what the tasks that one process does have in common, and what keeps the node from doing them."""
-    work: ShardWork = pickle.loads(pickled)
+    work: ClusterWork = pickle.loads(pickled)
     return work, _problem(work)
 
 
-def _problem(work: ShardWork) -> str | None:
+def _problem(work: ClusterWork) -> str | None:
     """Say what a node does not see that it must, and what to do; None if it sees everything."""
     if work.shared is not None and not _appears(work.shared):
         return (
-            f"does not see what the driver writes into {work.task.out}; choose a folder that all nodes share, or an "
+            f"does not see what the driver writes into {work.out}; choose a folder that all nodes share, or an "
             "address such as s3://BUCKET/NAME"
         )
     for path, size in work.files:
@@ -137,6 +142,7 @@ def _look(pickled: bytes, tasks_at_once: int) -> str | None:
     work, problem = _opened(pickled)
     if problem is not None or not work.room:
         return problem
+    assert isinstance(work, ShardWork)
     scratch, needed = work.task.out.work.parent, work.room * tasks_at_once
     if (free := free_bytes(scratch)) >= needed:
         return None
@@ -146,9 +152,9 @@ def _look(pickled: bytes, tasks_at_once: int) -> str | None:
     )
 
 
-def _make(pickled: bytes, number: int) -> str | ShardResult:
+def _make(pickled: bytes, number: int) -> str | Done:
     work, problem = _opened(pickled)  # of a node that has joined after the others were asked
-    return _made(work, number) if problem is None else problem
+    return Done(work.make(number)) if problem is None else problem
 
 
 def _made(work: ShardWork, number: int) -> ShardResult:
@@ -179,7 +185,9 @@ def _ignore(done: int, total: int, name: str) -> None:
 
 
 def _tidy(pickled: bytes, number: int) -> None:
-    _opened(pickled)[0].task.out.tidy(lambda: True)
+    work = _opened(pickled)[0]
+    assert isinstance(work, ShardWork)
+    work.task.out.tidy(lambda: True)
 
 
 ANSWERS: Mapping[str, Callable[[bytes, int], Answer]] = {LOOK: _look, MAKE: _make, TIDY: _tidy}

@@ -11,10 +11,11 @@ from typing import Any
 
 from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.conventions import HEADS, LAYER
+from pqweights.checkpoint.models.defaults import HEAD_SIZES
 from pqweights.checkpoint.models.description import stated_or_default
 from pqweights.checkpoint.models.layers import LAST_HALF, VALUE_HEADS, LayerFlow, NormReaders, WriterReader
 from pqweights.checkpoint.models.names import role_name, tower_of
-from pqweights.checkpoint.models.table import HEAD_SIZES, MODELS
+from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.errors import SourceError

@@ -1,0 +1,79 @@
+"""Texts of samples: files, data sets of the Hub, and the mixture that comes with the package."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pqweights.errors import EvaluationError, MissingDependencyError
+from pqweights.quality.sample_text import sample_text
+
+
+def having(monkeypatch: pytest.MonkeyPatch, splits: Any) -> list[Any]:
+    """Have a `datasets` that finds these splits, or raises them; returns what it is asked for."""
+    asked: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        asked.append((arguments, options))
+        if isinstance(splits, Exception):
+            raise splits
+        return splits
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    return asked
+
+
+def test_the_mixture_has_many_languages_and_code_and_is_long_enough() -> None:
+    text = sample_text("mixture", 12288)
+    assert len(text.split()) > 12288
+    for part in ("Lichtgeschwindigkeit", "豆浆", "поезд", "SELECT c.name", '"""The text that a model reads'):
+        assert part in text
+    assert text == sample_text("mixture", 2048)
+
+
+def test_files_of_a_folder_are_joined_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("second", encoding="utf-8-sig")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "a.md").write_text("no text")
+    assert sample_text(str(tmp_path), 2048) == "first\nsecond"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": "one", "source": "web"}, {"text": "two", "source": "web"}],
+        [{"conversation": [{"content": "one"}]}, {"messages": {"turns": ["two"]}, "score": 3}],
+    ],
+)
+def test_rows_of_a_data_set_are_read_as_far_as_needed(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = itertools.chain(rows, itertools.repeat({"text": "x" * 100}))
+    asked = having(monkeypatch, {"test": iter(()), "train": endless})
+    text = sample_text("some-lab/chats:small", 1000)
+    assert text.startswith("one\n\ntwo\n\nxxx") and 8000 <= len(text.replace("\n", "")) < 8200
+    assert asked == [(("some-lab/chats", "small"), {"streaming": True})]
+
+
+def test_a_data_set_without_a_split_for_training_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch, {"validation": [{"text": "one"}], "test": [{"text": "two"}]})
+    assert sample_text("some-lab/chats", 1000) == "one"
+
+
+def test_a_data_set_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    having(monkeypatch, ConnectionError("Couldn't reach 'some-lab/chats'\non the Hub"))
+    expected = "some-lab/chats: no such file here, and as a data set of the Hub: Couldn't reach 'some-lab/chats' on the"
+    with pytest.raises(EvaluationError, match=expected):
+        sample_text("some-lab/chats", 1000)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match="the data set some-lab/chats needs datasets: pip install"):
+        sample_text("some-lab/chats", 1000)
+
+
+def test_a_path_that_no_data_set_can_have_is_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"none\.txt: expected a text, or a folder of \*\.txt: No such file"):
+        sample_text(str(tmp_path / "none.txt"), 1000)
