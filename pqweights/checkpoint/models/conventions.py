@@ -25,7 +25,7 @@ EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
 
 VISION = re.compile(
     r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|vit_large_projector|connector"
-    r"|embed_vision|embed_audio"
+    r"|patch_merge_mlp|embed_vision|embed_audio"
 )
 MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
 # A whole name below `mtp`: the number of the layer and what follows, or what there is beside the layers.
