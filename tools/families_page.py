@@ -41,7 +41,8 @@ runtime would compute otherwise, before a weight is quantized.
 FOOT = """
 Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
 as that type is. Layers that predict further tokens (`mtp.*`, layers behind the last one) are in the GGUF files of
-{drafting}; of other types they are left out.
+{drafting}; of other types they are left out. EmbeddingGemma, a gemma3 that attends both ways, is refused
+by mlx.
 """
 
 
@@ -76,12 +77,12 @@ def outcomes() -> dict[str, dict[str, str]]:
     for name in (key for key in TOWERS if " " not in key):
         text = rows.setdefault(name, {})
         text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"
+    for name in known.OF_THE_HUB:
+        rows.setdefault(name, {}).update(vllm=WRITTEN, mlx=RUN)
     for about in known.ARCHITECTURES.values():
-        if about.takes not in ("ids", "seq2seq", "image and ids"):
-            continue
         row = rows.setdefault(type_of(about.config), {})
         for target in TARGETS[1:]:
-            found = RUN if about.expected[target] in (known.LOADS, known.IN_VLLM) else REFUSED
+            found = {known.LOADS: RUN, known.IN_VLLM: WRITTEN}.get(about.expected[target], REFUSED)
             row[target] = RUN if RUN in (found, row.get(target)) else found
     return rows
 

@@ -180,9 +180,11 @@ def _notes(
         )
     if settings.architecture.chosen:
         chosen = settings.number(settings.architecture.chosen)
+        by_flash = settings.architecture.chosen_by_flash
         yield (
             f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
             "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"
+            f"{', or attends to all without flash attention' if by_flash else ''}"
         )
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:

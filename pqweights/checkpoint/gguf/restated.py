@@ -169,7 +169,8 @@ def _restate_step(values: dict[str, Any]) -> None:
     shares = values.get("partial_rotary_factors") or [1.0] * layers
     if isinstance(types, list) and isinstance(shares, list) and len(types) == len(bases) == len(shares):
         of_kind = dict(zip(map(str, types), zip(bases, shares, strict=True), strict=True))
-        scaled = {FULL: values.pop("rope_scaling", None) or {}}
+        stated = values.pop("rope_scaling", None)
+        scaled = {FULL: stated if isinstance(stated, dict) else {}}
         values.setdefault("rope_parameters", {
             kind: {"rope_theta": base, "partial_rotary_factor": share, **scaled.get(kind, {})}
             for kind, (base, share) in of_kind.items()

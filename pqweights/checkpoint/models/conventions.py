@@ -24,8 +24,8 @@ STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|d
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
 
 VISION = re.compile(
-    r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|vit_large_projector|connector"
-    r"|patch_merge_mlp|embed_vision|embed_audio"
+    r"visual|vision\w*|vit_\w+|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|patch_merge_mlp|"
+    r"connector|embed_vision|embed_audio"
 )
 MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
 # A whole name below `mtp`: the number of the layer and what follows, or what there is beside the layers.

@@ -115,8 +115,10 @@ class Architecture:
     reshaped: the shapes of parameters that it holds with other dimensions
     final_norm: the name of the last norm
     layer_types: the kinds of layers that it has, and beside them
+    needed_types: those of which it needs at least one
     with_experts: the kind that layers with experts have, and no others
     chosen: to how many tokens a layer attends, which are chosen by scores, as in Setting.key
+    chosen_by_flash: whether llama.cpp attends to all tokens without flash attention
     equal: what must be equal, as in Setting.key
     multiples: keys, and the number of which llama.cpp needs a multiple
     uneven: an expression for tensors that not all layers of a kind have
@@ -175,8 +177,10 @@ class Architecture:
     reshaped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     final_norm: str = "output_norm.weight"
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
+    needed_types: frozenset[str] = frozenset()
     with_experts: str = ""
     chosen: str = ""
+    chosen_by_flash: bool = False
     equal: tuple[tuple[str, str], ...] = ()
     multiples: Mapping[str, int] = field(default_factory=dict)
     uneven: str = ""
