@@ -15,6 +15,7 @@ from typing import Any
 
 from pqweights.checkpoint.gguf.mixes import (
     EMBEDDING,
+    INTEGERS,
     MIXES,
     OUTPUT,
     PLAIN_TYPES,
@@ -263,7 +264,7 @@ def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
 
 def _decision(choice: TypeChoice) -> Rounding | Stays:
     """Return what becomes of a tensor of this type."""
-    if choice.type in PLAIN_TYPES:
+    if choice.type in (*PLAIN_TYPES, INTEGERS):
         return Stays(choice.reason, choice.type)
     return Rounding(BlockRule.of(choice.type), "gguf", label=choice.type, reason=choice.reason)
 

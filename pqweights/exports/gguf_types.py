@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.gguf.mixes import (
+    INTEGERS,
     PLAIN_TYPES,
     Mix,
     Shape,
@@ -85,7 +86,7 @@ def read_types(options: ExportOptions) -> TypeOptions:
 
 
 # The bits of weights without blocks.
-PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32}
+PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32, INTEGERS: 32}
 # What the headers of further files and the padding of tensors may take of a target size.
 RESERVED_BYTES = 4096
 
@@ -133,6 +134,9 @@ def chosen_types(
     known = text_model(checkpoint.config)
     for tensor in model.tensors:
         wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
+        if tensor.dtype == INTEGERS:
+            result[tensor.name] = TypeChoice(INTEGERS, "whole numbers")
+            continue
         if not may_be_quantized(tensor.name, tensor.shape):
             result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
@@ -172,7 +176,7 @@ def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
 
 def type_bytes(type_name: str, shape: Sequence[int]) -> int:
     """Return the size of a tensor of a type, in bytes."""
-    if type_name in PLAIN_TYPES:
+    if type_name in PLAIN_BITS:
         return math.prod(shape) * PLAIN_BITS[type_name] // 8
     return math.prod(shape[:-1]) * BLOCK_TYPES[type_name].row_bytes(shape[-1])
 

@@ -26,7 +26,7 @@ if not paths:
     sys.exit(77)
 library = ctypes.CDLL(paths.pop())
 names = [prefix + "openblas_get_num_threads" + suffix for prefix in ("", "scipy_") for suffix in ("", "64_")]
-print("LEFT", os.environ.get("OPENBLAS_NUM_THREADS"))
+print("LEFT", os.environ.get("OPENBLAS_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY"))
 print("THREADS", next(getattr(library, name)() for name in names if hasattr(library, name)))
 """
 NO_OPENBLAS = 77
@@ -34,29 +34,32 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 @pytest.mark.parametrize(
-    ("line", "given", "threads", "left"),
+    ("line", "given", "threads", "left", "waiting"),
     [
         # What multiplies matrices has all threads, and other commands start none.
-        ("eval", None, CORES, "None"),
-        ("generate", None, CORES, "None"),
-        ("inspect", None, 1, "1"),
-        ("quantize", None, 1, "1"),
+        ("eval", None, CORES, "None", "None"),
+        ("generate", None, CORES, "None", "None"),
+        ("inspect", None, 1, "1", "passive"),
+        ("quantize", None, 1, "1", "passive"),
         # One thread of numpy in each of its own, and all of torch, which reads the environment.
-        ("calibrate", None, 1, "None"),
+        ("calibrate", None, 1, "None", "passive"),
         # A number in the environment stands.
-        ("plan", CORES, CORES, str(CORES)),
+        ("plan", CORES, CORES, str(CORES), "passive"),
     ],
 )
-def test_threads_with_which_numpy_multiplies_matrices(line: str, given: int | None, threads: int, left: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+def test_threads_of_commands_and_how_they_wait(
+    line: str, given: int | None, threads: int, left: str, waiting: str
+) -> None:
+    ours = {"OMP_WAIT_POLICY"} | {name for name in os.environ if name.endswith("_NUM_THREADS")}
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {} if given is None else {"OPENBLAS_NUM_THREADS": str(given)}
     run = [sys.executable, "-c", SCRIPT, *line.split(), "--help"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=environment, check=False)
     if done.returncode == NO_OPENBLAS:
         pytest.skip("numpy has another BLAS than OpenBLAS here")
-    assert done.stdout.split("LEFT ")[1].split() == [left, "THREADS", str(threads)], done.stderr
+    assert done.stdout.split("LEFT ")[1].split() == [left, waiting, "THREADS", str(threads)], done.stderr
 
 
 def test_commands_that_multiply_matrices_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS} < {*commands}
+    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS, *start.SPINNING} < {*commands}

@@ -146,6 +146,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "distilbert": {"layer_norm_eps": 1e-12},
     "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
     "step3p5": {"norm_expert_weight": True, "num_experts": 288},
+    "deepseek_v4": {"partial_rotary_factor": 0.125},
     "minimax_m3_vl_text": {"norm_topk_prob": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "t5": {"max_position_embeddings": 512},
@@ -210,6 +211,6 @@ def test_every_architecture_is_one_of_the_package() -> None:
     for architecture in (*ARCHITECTURES.values(), *variants):
         assert architecture.name in gguf.MODEL_ARCH.__members__
         for setting in (architecture.norm, *architecture.settings):
-            assert "." in setting.parameter or hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")
+            assert setting.parameter.startswith(".") or hasattr(gguf.GGUFWriter, f"add_{setting.parameter}")
         for name in architecture.biases:
             assert name in gguf.MODEL_TENSOR.__members__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,10 @@ from gguf_files import (
     write_llama,
 )
 from helpers import Array, Tensor, bf16, f32, gaussian, read_all, write_checkpoint
+
+from pqweights.checkpoint.gguf.model import outline_model
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import ExportError
 
 
 def test_a_model_of_images_and_text_gives_its_text_model(tmp_path: Path) -> None:
@@ -146,6 +151,26 @@ def test_published_configurations_mean_what_transformers_writes(name: str, tmp_p
     assert converted(tmp_path).metadata == expected
 
 
+@pytest.mark.parametrize("name", INSTEAD)
+def test_published_keys_of_other_types_are_refused(name: str, tmp_path: Path) -> None:
+    """Or ignored, where another key says the same; nothing else is raised."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    text, (dropped, published) = stated.get("text_config", stated), INSTEAD[name]
+    kept = {key: value for key, value in text.items() if key not in dropped} | published
+    for key in (*published, *dropped):
+        for value in ("x", -1, [[1]], {"a": None}, None):
+            changed = kept | {key: value}
+            (tmp_path / "config.json").write_text(
+                json.dumps(stated | {"text_config": changed} if text is not stated else changed)
+            )
+            with contextlib.suppress(ExportError):
+                outline_model(open_local(tmp_path))
+
+
 def test_experts_of_qwen3_vl_moe_are_read_either_way(tmp_path: Path) -> None:
     """The Hub has [experts, in, out], as conversion/qwen3vl.py turns them; transformers 5 saves [experts, out, in]."""
     pytest.importorskip("transformers")
@@ -182,6 +207,31 @@ def test_adapters_of_phi_4_multimodal_are_left_out(tmp_path: Path) -> None:
     model = converted(write_checkpoint(tmp_path / "hub", published, config=config))
     assert model.metadata == plain.metadata and named(model).keys() == named(plain).keys()
     assert model.left_out.keys() == {*adapters} and "adapter for images or sound" in model.left_out[adapters[0]]
+
+
+def test_published_names_of_deepseek_v4_give_the_same_file(tmp_path: Path) -> None:
+    """Without a prefix, as llama.cpp's conversion/deepseek.py expects them; transformers saves a mixture of both."""
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["deepseek v4 yarn"], tmp_path)
+    saved, tensors = converted(tmp_path), read_all(tmp_path)
+    values = all_values(saved)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "rope_parameters", "partial_rotary_factor", "compress_rates"):
+        del stated[key]
+    stated |= {"compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 1, "qk_rope_head_dim": 16}
+    stated["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
+    published = {
+        name.removeprefix("model.").replace("hc_head.hc", "hc_head").replace("embed_tokens", "embed"): value
+        for name, value in tensors.items()
+    }
+    published = {name.replace("attn.norm", "attn.kv_norm"): value for name, value in published.items()}
+    published |= {name: bf16(gaussian(4, 4)) for name in ("mtp.0.e_proj.weight", "mtp.0.attn.wkv.weight")}
+    model = converted(write_checkpoint(tmp_path / "hub", published, config=stated))
+    assert model.metadata == saved.metadata and all(name.startswith("mtp.") for name in model.left_out)
+    found = all_values(model)
+    assert found.keys() == values.keys() and all(np.array_equal(found[name], values[name]) for name in values)
 
 
 def test_a_model_that_wraps_another_gives_what_its_text_config_says(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ MLA = {
     "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
     "num_key_value_heads": 4,
 }  # fmt: skip
+V4 = {
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "q_lora_rank": 24,
+    "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 16,
+    "index_n_heads": 4, "index_head_dim": 64, "partial_rotary_factor": 0.25, "sliding_window": 32,
+    "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "swiglu_limit": 0.5, "hc_sinkhorn_iters": 5,
+    "layer_types": ["sliding_attention",
+    "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+}  # fmt: skip
 DELTA_NET = WIDE_HEADS | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "num_hidden_layers": 4,
@@ -48,8 +56,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 LONG = {"rope_type": "longrope", "long_factor": [1.0 + 2 * n for n in range(8)], **ORIGINAL}
 LONG |= {"short_factor": [1.0 + n / 8 for n in range(8)]}
-SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+PHI4 = ORIGINAL | {
+    "audio_config": SMALL | {"num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+    "vision_config": SMALL | {"num_hidden_layers": 1},
+}  # fmt: skip
+SCALED_YARN = YARN | {"factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
@@ -126,11 +138,8 @@ CASES = {
         rope=LONG | {"original_max_position_embeddings": 256},
     ),
     "phi3 long": Case(name="Phi3", settings=ORIGINAL, rope=LONG, tokens=200),
-    "phi4 multimodal": Case(
-        name="Phi4Multimodal", rope=LONG, tokens=200, settings=ORIGINAL | {
-        "audio_config": SMALL | {"num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
-        "vision_config": SMALL | {"num_hidden_layers": 1}},
-    ),
+    "phi4 multimodal": Case(name="Phi4Multimodal", rope=LONG, tokens=200, settings=PHI4),
+    "phi4mm": Case(name="Phi4Multimodal", rope=LONG, tokens=200, settings=PHI4, published={"model_type": "phi4mm"}),
     "granite": Case(
         name="Granite", settings={"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
         "logits_scaling": 2.0},
@@ -178,6 +187,8 @@ CASES = {
         name="DeepseekV32", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "n_group": 2},
         rope=SCALED_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, tokens=200,
     ),
+    "deepseek v4": Case(name="DeepseekV4", settings=V4, tokens=200),
+    "deepseek v4 yarn": Case(name="DeepseekV4", settings=V4, rope=YARN, tokens=200),
     "mistral4": Case(
         name="Mistral4", settings=MLA | ROUTED | {"head_dim": 24},
         rope=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
@@ -272,6 +283,10 @@ CASES = {
     ),
     "nemotron h": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "nemotron h moe": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"]}),
+    "nemotron h latent": Case(
+        name="NemotronH",
+        settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"], "moe_latent_size": 32},
+    ),
     "qwen2 vl": Case(
         name="Qwen2VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
     ),
@@ -310,6 +325,8 @@ def build(case: Case) -> Any:
             elif not parameter.any():  # as biases of experts start
                 parameter.normal_(0, 0.1)
         for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(VOCABULARY, 8).argsort()[:, : buffer.shape[1]])
             if name.endswith("bias"):  # of routers
                 buffer.normal_(0, 0.1)
     return model

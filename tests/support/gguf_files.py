@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 from export_decoders import values_of
 from helpers import Array, Tensor, bf16, gaussian, write_checkpoint
 from tiny_gguf import finish
@@ -78,7 +80,14 @@ def named(model: GgufModel) -> dict[str, LogicalTensor]:
 
 
 def all_values(model: GgufModel) -> dict[str, Array]:
-    return {tensor.name: values_of(tensor) for tensor in model.tensors}
+    return {tensor.name: numbers_of(tensor) if tensor.dtype == "I32" else values_of(tensor) for tensor in model.tensors}
+
+
+def numbers_of(tensor: LogicalTensor) -> Array:
+    """The values of a tensor of whole numbers."""
+    raw = np.empty(4 * math.prod(tensor.shape), dtype=np.uint8)
+    tensor.read(0, math.prod(tensor.shape), "I32", raw)
+    return raw.view(np.int32).reshape(tensor.shape)
 
 
 GEMMA3 = {
@@ -115,6 +124,9 @@ def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
             writer.add_key_value(key, value, gguf.GGUFValueType(kind), items)
     writer.add_file_type(FILE_TYPES.get(dtype, 0))
     for tensor in model.tensors:
+        if tensor.dtype == "I32":
+            writer.add_tensor(tensor.name, numbers_of(tensor))
+            continue
         stored, values = gguf.GGMLQuantizationType[dtype if len(tensor.shape) > 1 else "F32"], values_of(tensor)
         if stored.name in BLOCK_TYPES:
             data = encode_blocks(dtype, values, None).data.reshape(len(values), -1)

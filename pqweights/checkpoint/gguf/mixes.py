@@ -16,6 +16,8 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 # Types without blocks, by the names that GGUF and safetensors share.
 PLAIN_TYPES = ("F32", "F16", "BF16")
+# Of tables of whole numbers.
+INTEGERS = "I32"
 # What llama.cpp stores where a type's blocks do not divide the rows of a tensor; and where its fallback's do not.
 FALLBACKS = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0",
@@ -43,7 +45,7 @@ _ROLES = (
 )
 # Matrices that llama.cpp never quantizes: they are small, or nothing is multiplied by them.
 _NEVER = re.compile(
-    r".*(_norm\.weight|ffn_gate_inp(_shexp)?\.weight|altup.*|laurel.*|per_layer_model_proj.*|ssm_conv1d.*|shortconv\.conv\.weight"
+    r".*(_norm\.weight|ffn_gate_inp(_shexp)?\.weight|ffn_gate_tid2eid\.weight|indexer\.[kq]_proj\.weight|altup.*|laurel.*|per_layer_model_proj.*|ssm_conv1d.*|shortconv\.conv\.weight"
     r"|attn_rel_b\.weight|position_embd.*|token_types\.weight|time_mix_(first|decay_w[12]|lerp_fused|[wva][012]|g[12])\.weight)"
 )
 _LAYER = re.compile(r"blk\.(\d+)\.")

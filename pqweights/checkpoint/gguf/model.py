@@ -82,6 +82,7 @@ class GgufModel:
         held = {source.name for tensor in tower.tensors for source in sources_of(tensor)}
         return replace(
             self,
+            notes=(*self.notes, *filter(None, [tower.remark])),
             left_out={name: reason for name, reason in self.left_out.items() if name not in held},
             tower_metadata=tuple(_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
             tower=tower.tensors,
@@ -179,9 +180,11 @@ def _notes(
         )
     if settings.architecture.chosen:
         chosen = settings.number(settings.architecture.chosen)
+        by_flash = settings.architecture.chosen_by_flash
         yield (
             f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
             "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"
+            f"{', or attends to all without flash attention' if by_flash else ''}"
         )
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
@@ -253,11 +256,11 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
 
 def _add(writer: Any, parameter: str, value: Any) -> None:
     """Write a hyper-parameter. parameter: see Setting"""
-    if "." not in parameter:
+    if not parameter.startswith("."):
         getattr(writer, f"add_{parameter}")(value)
         return
     add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}.get(type(value), writer.add_array)
-    add(f"{writer.arch}.{parameter}", value)
+    add(f"{writer.arch}{parameter}", value)
 
 
 class GgufTensor(NamedTuple):

@@ -168,8 +168,9 @@ def _restate_step(values: dict[str, Any]) -> None:
     bases = bases if isinstance(bases, list) else [bases] * layers
     shares = values.get("partial_rotary_factors") or [1.0] * layers
     if isinstance(types, list) and isinstance(shares, list) and len(types) == len(bases) == len(shares):
-        of_kind = dict(zip(types, zip(bases, shares, strict=True), strict=True))
-        scaled = {FULL: values.pop("rope_scaling", None) or {}}
+        of_kind = dict(zip(map(str, types), zip(bases, shares, strict=True), strict=True))
+        stated = values.pop("rope_scaling", None)
+        scaled = {FULL: stated if isinstance(stated, dict) else {}}
         values.setdefault("rope_parameters", {
             kind: {"rope_theta": base, "partial_rotary_factor": share, **scaled.get(kind, {})}
             for kind, (base, share) in of_kind.items()
@@ -189,5 +190,36 @@ def _restate_minimax_m3(values: dict[str, Any]) -> None:
         values.setdefault("mlp_layer_types", ["sparse" if of else "dense" for of in experts])
 
 
+# The layers of DeepSeek V4, and how many tokens become one in them.
+COMPRESSED = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def _restate_deepseek_v4(values: dict[str, Any]) -> None:
+    """State the layers of DeepSeek V4 by how much they compress, and the rotary embeddings that are scaled in some."""
+    layers, types = values.get("num_hidden_layers", 43), values.get("layer_types")
+    layers = min(layers, 512) if isinstance(layers, int) else 0
+    ratios = values.get("compress_ratios") or [4 if n > 1 and n % 2 else 128 for n in range(layers)]
+    if isinstance(types, list):
+        ratios = [COMPRESSED.get(name) if isinstance(name, str) else name for name in types]
+    if isinstance(ratios, list):  # layers that predict further tokens are listed, too
+        values["compress_ratios"] = ratios[:layers]
+        values["layer_types"] = [f"compressed {ratio}" for ratio in ratios[:layers]]
+    experts = values.get("mlp_layer_types")
+    hashed = experts.count("hash_moe") if isinstance(experts, list) else values.get("num_hash_layers", 3)
+    values["num_hash_layers"] = hashed
+    if isinstance(experts, list) and experts[:hashed] == ["hash_moe"] * hashed:
+        del values["mlp_layer_types"]
+    values["swiglu_limits"] = [values.get("swiglu_limit", 10.0)] * layers
+    size, head = values.get("qk_rope_head_dim"), values.get("head_dim", 512)
+    if isinstance(size, int) and isinstance(head, int) and head > 0:
+        values["partial_rotary_factor"] = size / head
+    rope = values.pop("rope_scaling", None) or values.get("rope_parameters")
+    scaled = rope.get("compress", rope) if isinstance(rope, dict) else None
+    if isinstance(scaled, dict):
+        others = ("rope_theta", "partial_rotary_factor", "attention_factor")
+        values["rope_parameters"] = {key: value for key, value in scaled.items() if key not in others}
+
+
 _BY_TYPE = {"mimo_v2_flash": _restate_mimo, "step3p5": _restate_step, "step3p7": _restate_step}
+_BY_TYPE["deepseek_v4"] = _restate_deepseek_v4
 _BY_TYPE |= dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), _restate_minimax_m3)

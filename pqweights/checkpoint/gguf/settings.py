@@ -89,7 +89,7 @@ class Settings:
         if key.isdigit():
             return int(key)
         value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
-        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):  # one for each layer
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(f"expected a positive number as {key}, found {value!r}")
@@ -254,6 +254,8 @@ def _check_layer_types(settings: Settings) -> None:
     if types is not None and not fitting:
         expected = " or ".join(sorted(known))
         raise settings.refusal(f"expected {expected} for each of {layers} layers as layer_types, found {types!r:.80}")
+    if missing := settings.architecture.needed_types.difference(types or ()):
+        raise settings.refusal(f"llama.cpp stops without any layer of the kind {' and '.join(sorted(missing))}")
     key = settings.architecture.period_key
     if key and layer_types(settings) != layer_types(replace(settings, values={**settings.values, "layer_types": None})):
         raise settings.refusal(f"llama.cpp has full attention in every {settings.number(key)}th layer only")
@@ -321,6 +323,9 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
                 f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
                 f"{settings.number(other)}"
             )
+    for key, factor in architecture.multiples.items():
+        if settings.number(key) % factor:
+            raise settings.refusal(f"llama.cpp needs a multiple of {factor} as {key}, found {settings.number(key)}")
     scalar = settings.get("query_pre_attn_scalar")
     if scalar is not None and scalar != (divisor := _scalar(settings)):
         raise settings.refusal(f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {scalar}")
@@ -382,6 +387,8 @@ def windowed_layers(settings: Settings) -> list[bool]:
         return [False] * settings.number("num_hidden_layers")
     types = settings.get("layer_types")
     period = settings.get("sliding_window_pattern") or settings.architecture.window_period
+    if not types and not period:
+        raise settings.refusal("expected the kind of each layer as layer_types, found none")
     windowed = [layer == SLIDING for layer in types] if types else _all_but_each(settings, period)
     if any(windowed) and not settings.get("sliding_window"):
         raise settings.refusal(
@@ -395,7 +402,7 @@ def value_of(setting: Setting, settings: Settings) -> Any:
     if setting.truth:
         return settings.truth(setting.key)
     if setting.listed:
-        return settings.numbers(setting.key)
+        return [value if setting.real else int(value) for value in settings.numbers(setting.key)]
     value = settings.real(setting.key) if setting.real else settings.number(setting.key)
     if setting.of:
         return getattr(gguf_package(), setting.of)(value)

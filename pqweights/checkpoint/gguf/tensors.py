@@ -29,6 +29,7 @@ from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
     InterleavedTensor,
+    NumbersTensor,
     OffsetTensor,
     PaddedTensor,
     RenamedTensor,
@@ -80,7 +81,7 @@ def gguf_tensors(
         own = nextn_tensor(tensor.name) or _own_tensor(tensor.name, settings.architecture.tensors)
         tensor_type, name = own or next(known, (None, ""))
         biases = settings.architecture.biases | NAMED_BIASES
-        if tensor_type is None or (name.endswith(".bias") and tensor_type not in biases):
+        if tensor_type is None or (own is None and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
@@ -100,13 +101,13 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     wrapped = any(tensor.name.startswith(tuple(TEXT_PREFIXES)) for tensor in tensors)
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
-    layers = settings.number("num_hidden_layers")
+    layers, folded = settings.number("num_hidden_layers"), settings.architecture.folded_drafts
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
         name = re.sub(f"^{settings.architecture.prefix}", "", name)
         name = next((name.removesuffix(old) + new for old, new in OLD_NORMS.items() if name.endswith(old)), name)
         drafts = predicts_further(name, layers)
-        behind = name_behind(name, layers) if drafts and settings.draft_layers else None
+        behind = name_behind(name, layers, folded) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
         elif re.fullmatch(settings.architecture.unused, name):
@@ -132,7 +133,8 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     """Return the settings of a model with its layers that predict further tokens, if llama.cpp has room for them."""
     layers = settings.number("num_hidden_layers")
     names = (_text_name(tensor.name)[0] for tensor in tensors)
-    drafts = whole_draft_layers(names, layers) if settings.architecture.drafts else 0
+    architecture = settings.architecture
+    drafts = whole_draft_layers(names, layers, architecture.folded_drafts) if architecture.drafts else 0
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 
@@ -155,7 +157,7 @@ def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None
     inner, block = (match[3], f"blk.{match[2]}.") if match else (name, "")
     matches = ((re.fullmatch(expression, inner), known) for expression, known in tensors.items())
     own = next((found.expand(known) for found, known in matches if found), None)
-    return (re.sub(r"\.weight$", "", own).upper(), block + own) if own else None
+    return (re.sub(r"\.(weight|bias)$", "", own).upper(), block + own) if own else None
 
 
 def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
@@ -163,6 +165,8 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
     architecture, reads = settings.architecture, tensor.reads
     if architecture.first_position and tensor_type == "POS_EMBD":
         reads = rows_from(unused_positions(settings), reads)
+    if reads.dtype == "I64":
+        return NumbersTensor.of(name, reads)
     _check_shape(reads, tensor_type, settings)
     if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
         reads = RenamedTensor.of(name, reads, shape=shape)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import Segment, View, sources_of
@@ -181,6 +182,22 @@ class PaddedTensor(RenamedTensor):
         size, there = item_bytes(dtype), max(0, min(count, math.prod(self.source.shape) - start))
         self.source.read(start, there, dtype, out)
         out[there * size : count * size] = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NumbersTensor(RenamedTensor):
+    """A tensor of whole numbers that the checkpoint holds in 64 bits, in 32."""
+
+    @classmethod
+    def of(cls, name: str, source: LogicalTensor, **fields: Any) -> Self:
+        """See RenamedTensor."""
+        return super().of(name, source, **{"dtype": INTEGERS, "plain_dtype": INTEGERS} | fields)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source, which are far below 2^31."""
+        raw = np.empty(count * 8, dtype=np.uint8)
+        self.source.read(start, count, "I64", raw)
+        out[: count * 4] = raw.view(np.int64).astype(np.int32).view(np.uint8)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

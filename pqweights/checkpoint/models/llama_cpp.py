@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 class Setting(NamedTuple):
     """A hyper-parameter of a GGUF file.
 
-    parameter: its name in the gguf package, whose writer has a method add_{parameter}; or, with a dot, what its key has
-        behind the name of the architecture, of those that the package lacks
+    parameter: its name in the gguf package, whose writer has a method add_{parameter}; of those that the package lacks,
+        what its key has behind the name of the architecture, with the dot
     key: the key of the configuration that holds it, or a sum of products of keys and numbers: "a * b / 2 + c"
     real: whether it need not be a whole number
     optional: whether the model may do without it
@@ -115,9 +115,12 @@ class Architecture:
     reshaped: the shapes of parameters that it holds with other dimensions
     final_norm: the name of the last norm
     layer_types: the kinds of layers that it has, and beside them
+    needed_types: those of which it needs at least one
     with_experts: the kind that layers with experts have, and no others
     chosen: to how many tokens a layer attends, which are chosen by scores, as in Setting.key
+    chosen_by_flash: whether llama.cpp attends to all tokens without flash attention
     equal: what must be equal, as in Setting.key
+    multiples: keys, and the number of which llama.cpp needs a multiple
     uneven: an expression for tensors that not all layers of a kind have
     classes: the ends of the names of transformers' classes with what it computes
     encoder: whether tokens attend to those behind them, too
@@ -153,6 +156,7 @@ class Architecture:
     joined_experts: whether gate and up of experts are one tensor
     alternating: whether the rows of gate and up alternate in stacks of experts
     drafts: whether it has room for layers that predict further tokens
+    folded_drafts: expressions for names of two layers below `mtp` that it takes for one, and what they are called in it
     stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
     """
@@ -173,9 +177,12 @@ class Architecture:
     reshaped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     final_norm: str = "output_norm.weight"
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
+    needed_types: frozenset[str] = frozenset()
     with_experts: str = ""
     chosen: str = ""
+    chosen_by_flash: bool = False
     equal: tuple[tuple[str, str], ...] = ()
+    multiples: Mapping[str, int] = field(default_factory=dict)
     uneven: str = ""
     classes: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     encoder: bool = False
@@ -210,6 +217,7 @@ class Architecture:
     joined_experts: bool = False
     alternating: bool = False
     drafts: bool = False
+    folded_drafts: Mapping[str, str] = field(default_factory=dict)
     stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 

@@ -93,24 +93,75 @@ MISTRAL4 = replace(
     layers_without={},
     drafts=False,
 )
+INDEXER = (
+    Setting("indexer_head_count", "index_n_heads"),
+    Setting("indexer_key_length", "index_head_dim"),
+    Setting("indexer_top_k", "index_topk"),
+)
 # Attention to the tokens that an indexer chooses.
 GLM_DSA = replace(
     DEEPSEEK2,
     name="GLM_DSA",
     settings=(
         *DEEPSEEK2.settings,
-        Setting("indexer_head_count", "index_n_heads"),
-        Setting("indexer_key_length", "index_head_dim"),
-        Setting("indexer_top_k", "index_topk"),
+        *INDEXER,
     ),
     rope=frozenset({"default", "linear"}),
     chosen="index_topk",
+    multiples={"index_head_dim": 64},
     layers_without={},
     layer_types=frozenset({"indexed_attention"}),
     biases=frozenset({"INDEXER_K_NORM"}),
     values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
 )
 DEEPSEEK32 = replace(GLM_DSA, label="deepseek32", rope=DEEPSEEK2.rope, yarn_mscale=1.0)
+COMPRESSING = frozenset({"compressed 4", "compressed 128"})
+# Hyper-connections, and attention to compressed tokens, of which an indexer chooses some.
+DEEPSEEK4 = Architecture(
+    name="DEEPSEEK2",
+    label="deepseek4",
+    tensors={
+        r"(?:model\.)?embed(?:_tokens)?\.weight": "token_embd.weight", r"head\.weight": "output.weight",
+        r"(?:model\.)?norm\.weight": "output_norm.weight", r"(attn|ffn)_norm\.weight": r"\1_norm.weight",
+        r"(?:model\.hc_head\.hc|hc_head)_(fn|base|scale)": r"output_hc_\1.weight",
+        r"hc_(attn|ffn)_(fn|base|scale)": r"hc_\1_\2.weight", r"attn\.attn_sink": "attn_sinks.weight",
+        r"attn\.(?:kv_)?norm\.weight": "attn_kv_a_norm.weight", r"attn\.q_norm\.weight": "attn_q_a_norm.weight",
+        r"attn\.wq_([ab])\.weight": r"attn_q_\1.weight", r"attn\.wo_([ab])\.weight": r"attn_output_\1.weight",
+        r"attn\.wkv\.weight": "attn_kv.weight", r"attn\.indexer\.weights_proj\.weight": "indexer.proj.weight",
+        r"attn\.indexer\.wq_b\.weight": "indexer.attn_q_b.weight", r"ffn\.gate\.bias": "exp_probs_b.bias",
+        r"(?:attn\.(?=indexer))?(attn|indexer)\.compressor\.w?(kv|gate|norm)\.weight": r"\1_compressor_\2.weight",
+        r"(?:attn\.(?=indexer))?(attn|indexer)\.compressor\.ape": r"\1_compressor_ape.weight",
+        r"ffn\.gate\.weight": "ffn_gate_inp.weight", r"ffn\.gate\.tid2eid": "ffn_gate_tid2eid.weight",
+        **{
+            rf"ffn\.{of}experts\.w{number}\.weight": f"ffn_{name}_{label}.weight"
+            for of, label in (("", "exps"), ("shared_", "shexp"))
+            for number, name in enumerate(("gate", "down", "up"), 1)
+        },
+    },
+    uneven=r"ffn_gate_tid2eid\..*|exp_probs_b\..*",
+    settings=(
+        Setting("feed_forward_length", "moe_intermediate_size"), Setting("q_lora_rank", "q_lora_rank"),
+        *EXPERTS, EXPERT_WIDTH, SHARED, SCALED, NORMED, Setting(".expert_gating_func", "4"), *INDEXER,
+        Setting("swiglu_clamp_exp", "swiglu_limits", real=True, listed=True),
+        Setting("swiglu_clamp_shexp", "swiglu_limits", real=True, listed=True),
+        Setting(".attention.sliding_window", "sliding_window"),
+        Setting(".attention.compress_ratios", "compress_ratios", listed=True),
+        Setting(".attention.compress_rope_freq_base", "compress_rope_theta", real=True),
+        Setting(".attention.output_group_count", "o_groups"), Setting(".attention.output_lora_rank", "o_lora_rank"),
+        Setting(".hyper_connection.count", "hc_mult"), Setting(".hyper_connection.epsilon", "hc_eps", real=True),
+        Setting(".hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters"),
+        Setting(".hash_layer_count", "num_hash_layers", zero=True),
+        Setting(".embedding_length_out", "hidden_size * hc_mult"),
+    ),
+    shapes={
+        "ATTN_Q_A": ("q_lora_rank", "hidden_size"), "ATTN_Q_B": ("num_attention_heads * head_dim", "q_lora_rank"),
+        "ATTN_KV": ("head_dim", "hidden_size"),
+    },
+    layer_types=COMPRESSING | {"compressed 0"}, needed_types=COMPRESSING,
+    chosen="index_topk * 4", multiples={"head_dim": 64, "index_head_dim": 64},
+    rope=frozenset({"default", "yarn"}), partial_rope=True,
+    values=SILU | {"scoring_func": ("sqrtsoftplus",), "norm_topk_prob": (True,), "attention_bias": (False, None)},
+)  # fmt: skip
 GLM4_MOE = Architecture(
     name="GLM4_MOE",
     modules=ROUTER_BIAS,
@@ -146,7 +197,7 @@ MIMO2 = Architecture(
         *EXPERTS, *GROUPS, EXPERT_WIDTH, DENSE_FIRST,
         Setting("head_count_kv", "swa_num_key_value_heads", only=f"{SLIDING}.*", other="num_key_value_heads"),
         Setting("value_length", "v_head_dim"),
-        Setting("attention.value_scale", "attention_value_scale", real=True, optional=True),
+        Setting(".attention.value_scale", "attention_value_scale", real=True, optional=True),
     ),
     shapes={
         "ATTN_K": (None, "hidden_size"), "ATTN_V": (None, "hidden_size"),
@@ -154,6 +205,7 @@ MIMO2 = Architecture(
     },
     rope=frozenset({"default"}),
     partial_rope=True,
+    needed_types=frozenset({SLIDING}),
     windows=LAYERS,
     window_listed=True,
     equal=tuple((f"swa_{key}", key) for key in ("head_dim", "v_head_dim", "num_attention_heads")),
@@ -167,8 +219,8 @@ STEP35 = Architecture(
         NORMED._replace(key="norm_expert_weight"),
         Setting("head_count", "num_sliding_attention_heads", only=f"{SLIDING}.*", other="num_attention_heads"),
         Setting("expert_shared_feed_forward_length", "share_expert_dim"),
-        Setting("swiglu_clamp_exp", "swiglu_limits", listed=True, optional=True),
-        Setting("swiglu_clamp_shexp", "swiglu_limits_shared", listed=True, optional=True),
+        Setting("swiglu_clamp_exp", "swiglu_limits", real=True, listed=True, optional=True),
+        Setting("swiglu_clamp_shexp", "swiglu_limits_shared", real=True, listed=True, optional=True),
     ),
     shapes={"ATTN_Q": (None, "hidden_size"), "ATTN_OUT": ("hidden_size", None)},
     rope=frozenset({"default", "llama3"}),
@@ -197,11 +249,11 @@ MINIMAX_M3 = Architecture(
         Setting("feed_forward_length", "dense_intermediate_size"),
         Setting("expert_feed_forward_length", "intermediate_size"),
         Setting("expert_shared_count", "1"),
-        Setting("attention.indexer.head_count", "index_n_heads"),
-        Setting("attention.indexer.key_length", "index_head_dim"),
-        Setting("attention.indexer.top_k", "index_topk_blocks"),
-        Setting("attention.indexer.block_size", "index_block_size"),
-        Setting("attention.indexer.local_blocks", "index_local_blocks"),
+        Setting(".attention.indexer.head_count", "index_n_heads"),
+        Setting(".attention.indexer.key_length", "index_head_dim"),
+        Setting(".attention.indexer.top_k", "index_topk_blocks"),
+        Setting(".attention.indexer.block_size", "index_block_size"),
+        Setting(".attention.indexer.local_blocks", "index_local_blocks"),
     ),
     shapes={
         "FFN_GATE": ("dense_intermediate_size", "hidden_size"), "FFN_UP": ("dense_intermediate_size", "hidden_size"),
@@ -210,6 +262,7 @@ MINIMAX_M3 = Architecture(
     layer_types=frozenset({"full_attention", "minimax_m3_sparse"}),
     with_experts="minimax_m3_sparse",
     chosen="index_topk_blocks * index_block_size",
+    chosen_by_flash=True,
     equal=(("shared_intermediate_size", "intermediate_size"), ("index_n_heads", "num_key_value_heads")),
     rope=frozenset({"default"}),
     partial_rope=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pqweights.checkpoint.models import layers, llama_cpp_experts
 from pqweights.checkpoint.models.defaults import LLAMA, OWN_HEAD, SILU, TIED, sizes
-from pqweights.checkpoint.models.description import TURNED, MlxDifferences
 from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.traits import Trait
 
@@ -56,6 +55,17 @@ ROWS: dict[str, Row] = {
             "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "attention_bias": False,
         },
     ),
+    "deepseek_v4": Row(
+        llama_cpp=llama_cpp_experts.DEEPSEEK4, defaults=OWN_HEAD | SILU | {
+            "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1,
+            "max_position_embeddings": 1048576, "head_dim": 512, "rms_norm_eps": 1e-6, "q_lora_rank": 1024,
+            "num_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 1.5, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
+            "sliding_window": 128, "compress_rope_theta": 160000.0, "o_groups": 8, "o_lora_rank": 1024, "hc_mult": 4,
+            "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+            "partial_rotary_factor": 0.125, "attention_bias": False,
+        },
+    ),
     "dots1": Row(
         llama_cpp=llama_cpp_experts.DOTS1, defaults=sizes(4608, 10944, 62, 32, 2048) | LLAMA | {
             "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1408,
@@ -105,7 +115,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "gpt_oss": Row(
-        flow=layers.GPT_OSS, mlx=MlxDifferences(layout=TURNED), traits=TURNED_EXPERTS,
+        flow=layers.GPT_OSS, traits=TURNED_EXPERTS,
         llama_cpp=llama_cpp_experts.GPT_OSS, defaults=sizes(2880, 2880, 36, 64, 131072) | LLAMA | {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 150000.0,
             "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
