@@ -32,9 +32,13 @@ BELOW = {
 # As llama.cpp's conversion/hunyuan.py expects those of HY V3.
 NORM_BEHIND = {part: BEHIND[part] for part in ("eh_proj", "enorm", "hnorm")}
 NORM_BEHIND["shared_head_norm"] = "layers.{}.final_layernorm"
+# And conversion/step3.py those of Step 3.5.
+IN_TRANSFORMER = {part: name.replace("shared_head", "transformer.shared_head") for part, name in BEHIND.items()}
+IN_TRANSFORMER["shared_head_head"] = "layers.{}.transformer.shared_head.output"
 PUBLISHED = {
     "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "deepseek v3.2": BEHIND,
     "qwen3 next": BELOW, "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "hy v3": NORM_BEHIND,
+    "step3p5": IN_TRANSFORMER,
 }  # fmt: skip
 
 
@@ -44,7 +48,9 @@ DENSE = ("exaone moe",)  # the layer has no experts, and is like the first one
 def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[str, Tensor]:
     """Add a layer that predicts further tokens, with the weights of another; return what it has beside those."""
     tensors = read_all(folder)
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    layers, text["mtp_layer_types"] = text["num_hidden_layers"], ["sliding_attention"]
     hidden, rows = tensors["model.norm.weight"][1].shape[0], tensors["model.embed_tokens.weight"][1].shape[0]
     shapes = {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (rows, hidden), "shared_head_head": (rows, hidden)}
     own = {part: f32(gaussian(*shapes.get(part, (hidden,)), seed=9)) for part in parts}
@@ -53,7 +59,6 @@ def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[s
     copied = "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."
     other = f"model.layers.{like}."
     added |= {name.replace(other, copied): value for name, value in tensors.items() if name.startswith(other)}
-    config = json.loads((folder / "config.json").read_text())
     shutil.rmtree(folder)
     write_checkpoint(folder, tensors | added, config=config)
     return own
@@ -73,8 +78,8 @@ def test_draft_layers_are_blocks_behind_the_last_one(name: str, tmp_path: Path) 
     own = add_draft_layer(tmp_path, PUBLISHED[name], like=like)
     model = converted(tmp_path)
     assert metadata(model)[f"{model.architecture}.block_count"] == layers + 1
-    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and not model.left_out
-    found, offset = all_values(model), np.float32("qwen" in name)  # of its norms
+    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and model.left_out == without.left_out
+    found, offset = all_values(model), np.float32(name.startswith(("qwen", "step")))  # of its norms
     for part, value in own.items():
         stored = as_float32(value) + (offset if part.endswith("norm") else 0)
         np.testing.assert_array_equal(found.pop(f"blk.{layers}.nextn.{part}.weight"), stored)

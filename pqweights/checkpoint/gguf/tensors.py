@@ -134,6 +134,9 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     layers = settings.number("num_hidden_layers")
     names = (_text_name(tensor.name)[0] for tensor in tensors)
     drafts = whole_draft_layers(names, layers) if settings.architecture.drafts else 0
+    kind = settings.architecture.draft_type
+    if kind and settings.get("draft_layer_types") != [kind] * drafts:
+        drafts = 0
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 
