@@ -29,6 +29,11 @@ BELOW = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head_norm": "mtp.norm",
 }  # fmt: skip
+# Of Nemotron-H, where attention and experts are layers of their own.
+FOLDED = {
+    "eh_proj": "mtp.layers.0.eh_proj", "enorm": "mtp.layers.0.enorm", "hnorm": "mtp.layers.0.hnorm",
+    "shared_head_norm": "mtp.layers.1.final_layernorm",
+}  # fmt: skip
 # As llama.cpp's conversion/hunyuan.py expects those of HY V3.
 NORM_BEHIND = {part: BEHIND[part] for part in ("eh_proj", "enorm", "hnorm")}
 NORM_BEHIND["shared_head_norm"] = "layers.{}.final_layernorm"
@@ -38,7 +43,7 @@ IN_TRANSFORMER["shared_head_head"] = "layers.{}.transformer.shared_head.output"
 PUBLISHED = {
     "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "deepseek v3.2": BEHIND,
     "qwen3 next": BELOW, "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "hy v3": NORM_BEHIND,
-    "step3p5": IN_TRANSFORMER,
+    "step3p5": IN_TRANSFORMER, "nemotron h moe": FOLDED, "nemotron h latent": FOLDED,
 }  # fmt: skip
 
 
@@ -50,15 +55,18 @@ def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[s
     tensors = read_all(folder)
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
-    layers, text["mtp_layer_types"] = text["num_hidden_layers"], ["sliding_attention"]
-    hidden, rows = tensors["model.norm.weight"][1].shape[0], tensors["model.embed_tokens.weight"][1].shape[0]
+    hidden, rows = text["hidden_size"], text["vocab_size"]
+    layers = text.get("num_hidden_layers") or len(text["layers_block_type"])
+    text["mtp_layer_types"] = ["sliding_attention"]
     shapes = {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (rows, hidden), "shared_head_head": (rows, hidden)}
     own = {part: f32(gaussian(*shapes.get(part, (hidden,)), seed=9)) for part in parts}
-    path = "" if parts is BELOW else "model."
+    path = "" if parts in (BELOW, FOLDED) else "model."
     added = {f"{path}{parts[part].format(layers)}.weight": value for part, value in own.items()}
-    copied = "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."
-    other = f"model.layers.{like}."
-    added |= {name.replace(other, copied): value for name, value in tensors.items() if name.startswith(other)}
+    copies = {f"model.layers.{like}.": "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."}
+    if parts is FOLDED:
+        copies = {f"backbone.layers.{like - 1 + half}.": f"mtp.layers.{half}." for half in range(2)}
+    for other, copied in copies.items():
+        added |= {name.replace(other, copied): value for name, value in tensors.items() if name.startswith(other)}
     shutil.rmtree(folder)
     write_checkpoint(folder, tensors | added, config=config)
     return own
@@ -85,8 +93,15 @@ def test_draft_layers_are_blocks_behind_the_last_one(name: str, tmp_path: Path) 
         np.testing.assert_array_equal(found.pop(f"blk.{layers}.nextn.{part}.weight"), stored)
     for tensor, value in all_values(without).items():
         np.testing.assert_array_equal(found[tensor], value)
-        if tensor.startswith(f"blk.{like}."):
-            np.testing.assert_array_equal(found[tensor.replace(f".{like}.", f".{layers}.", 1)], value)
+        of_layer = like - 1 if PUBLISHED[name] is FOLDED and tensor.startswith(f"blk.{like - 1}.") else like
+        if tensor.startswith(f"blk.{of_layer}."):
+            same = tensor.replace(f".{of_layer}.", f".{layers}.", 1)
+            same = (
+                same.replace("attn_norm", "post_attention_norm")
+                if (of_layer, PUBLISHED[name]) == (like, FOLDED)
+                else same
+            )
+            np.testing.assert_array_equal(found[same], value)
     path = write_gguf(tmp_path)
     logits = open_model(path).logits(np.array(ids), len(ids))
     assert np.abs(logits - expected).max() < 2e-4 * expected.std()

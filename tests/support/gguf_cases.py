@@ -283,6 +283,10 @@ CASES = {
     ),
     "nemotron h": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "nemotron h moe": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"]}),
+    "nemotron h latent": Case(
+        name="NemotronH",
+        settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"], "moe_latent_size": 32},
+    ),
     "qwen2 vl": Case(
         name="Qwen2VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
     ),

@@ -82,6 +82,7 @@ class GgufModel:
         held = {source.name for tensor in tower.tensors for source in sources_of(tensor)}
         return replace(
             self,
+            notes=(*self.notes, *filter(None, [tower.remark])),
             left_out={name: reason for name, reason in self.left_out.items() if name not in held},
             tower_metadata=tuple(_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
             tower=tower.tensors,

@@ -27,16 +27,35 @@ class Trait(Enum):
     # transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those that it
     # joins it even loses the plain ones of a compressed-tensors checkpoint.
     RESHAPED = auto()
+    JOINED_PLAIN = auto()  # the same of weights that stay plain alone, which a checkpoint for torchao keeps
     RENAMED = auto()  # layers have other names in memory than in the file, and torchao's metadata has those in memory
-    RENAMED_PLAIN = auto()  # the same of layers of the text model that stay plain: `ignore` misses them
-    RENAMED_TOWERS = auto()  # the same of layers of a tower, which stay plain: `ignore` must name the whole tower
+    RENAMED_TOWERS = auto()  # the same of layers of a tower that stay plain: `ignore` must name the whole tower
     # It computes with a weight otherwise than by F.linear, the only product of torchao's tensors.
     USED_DIRECTLY = auto()
     USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
     WRAPS_TEXT = auto()  # beside its towers it has a text model that computes as the type in its text_config does
+    STACKED_BY_MLX = auto()  # mlx-lm stacks its experts, and changes nothing else
     RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
 
 
+# Of some types, expressions for parts of the names of weights, and what transformers has in their place in memory.
+IN_MEMORY: dict[str, dict[str, str]] = {
+    "axk2": {r"W_down": "mlp.fc1", r"W_up": "mlp.fc2", r"\.q_b_proj\.": ".q_gate_proj."},
+    "deepseek_v4": {
+        r"^layers\.": "model.layers.", r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.",
+        r"\.w(q_a|kv|o_a|o_b)\.": r".\1_proj.", r"\.wgate\.": ".gate_proj.",
+        r"\.indexer\.compressor\.": ".compressor.indexer.",
+        r"\.indexer\.weights_proj\.": ".compressor.indexer.scorer.weights_proj.",
+        r"\.indexer\.wq_b\.": ".compressor.indexer.q_b_proj.", r"\.wq_b\.": ".q_b_proj.",
+        r"\.shared_experts\.w1\.": ".shared_experts.gate_proj.",
+        r"\.shared_experts\.w2\.": ".shared_experts.down_proj.",
+        r"\.shared_experts\.w3\.": ".shared_experts.up_proj.",
+    },
+    "hy_v3": {r"\.shared_mlp\.": ".shared_experts."},
+    "kimi_linear": {r"\.f_([ab])_proj\.": r".forget_gate.f_\1_proj.", r"\.block_sparse_moe\.": ".mlp."},
+    "laguna": {r"\.shared_expert\.": ".shared_experts."},
+    "step3p7": {r"^model\.layers\.": "model.language_model.layers.", r"\.share_expert\.": ".mlp.shared_experts."},
+}  # fmt: skip
 # A row of the table may state its traits itself; where little else is known of a type, a word here is shorter.
 TYPES_WITH: dict[Trait, str] = {
     Trait.TRANSPOSED: "clvp decision_transformer gpt2 imagegpt openai-gpt",
@@ -47,21 +66,20 @@ TYPES_WITH: dict[Trait, str] = {
     **dict.fromkeys((Trait.EXPERTS_EITHER_WAY, Trait.VLLM_TAKES_SINGLE_EXPERTS), "qwen3_vl_moe qwen3_vl_moe_text"),
     Trait.RESHAPED: """
 bailing_hybrid depth_pro dinov2 dinov2_with_registers gradium_phonon_tts gte hrm_text inkling_mm_model
-jina_embeddings_v3 kimi_linear minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2
-tipsv2 tipsv2_vision_model unlimited_ocr
+jina_embeddings_v3 minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2 tipsv2
+tipsv2_vision_model unlimited_ocr
 """,
+    Trait.JOINED_PLAIN: "glm5_next glm5_next_text kimi_linear olmo_hybrid step3p7",
     Trait.RENAMED: """
-altclip audio-spectrogram-transformer axk2 beit cohere_asr cosmos3_edge cosmos3_omni csm d_fine deepseek_v4 deit
-dinov3_vit ernie4_5_vl_moe glm5_next glm5_next_text granite_speech granite_speech_plus grounding-dino hy_v3 hy_v4 ijepa
-inkling2 inkling2_text kimi_k25 kyutai_speech_to_text laguna lfm3 lfm3_vl lfm3_vl_vision lw_detr mask2former maskformer
-mimi mistral_large4 mistral_large4_text mm-grounding-dino nemotron_h_omni oneformer paddleocr_vl pi0 pixio
-pp_doclayout_v3 pp_doclayout_v4 rf_detr rt_detr rt_detr_v2 sam3_tracker sam3_tracker_video sam3_video segformer step3p7
-swin t5gemma2 timesfm2_5 tipsv2_text_model ultrabert ultravbert vibevoice_asr video_llava vision-encoder-decoder vit
-vit_mae vit_msn vivit
+altclip audio-spectrogram-transformer beit cohere_asr cosmos3_edge cosmos3_omni csm d_fine deit dinov3_vit
+ernie4_5_vl_moe glm5_next glm5_next_text granite_speech granite_speech_plus grounding-dino hy_v4 ijepa inkling2
+inkling2_text kyutai_speech_to_text lfm3 lfm3_vl lfm3_vl_vision lw_detr mask2former maskformer mimi mistral_large4
+mistral_large4_text mm-grounding-dino nemotron_h_omni oneformer paddleocr_vl pi0 pixio pp_doclayout_v3 pp_doclayout_v4
+rf_detr rt_detr rt_detr_v2 sam3_tracker sam3_tracker_video sam3_video segformer swin t5gemma2 timesfm2_5
+tipsv2_text_model ultrabert ultravbert vibevoice_asr video_llava vision-encoder-decoder vit vit_mae vit_msn vivit
 """,
-    Trait.RENAMED_PLAIN: "axk2",
-    Trait.RENAMED_TOWERS: "altclip cosmos3_edge kimi_k25",
-    Trait.USED_DIRECTLY: "falcon rwkv wavlm",
+    Trait.RENAMED_TOWERS: "altclip cosmos3_edge kimi_k25 step3p7",
+    Trait.USED_DIRECTLY: "deepseek_v4 falcon rwkv wavlm",
     Trait.USED_EARLY: """
 bit blt bridgetower chinese_clip_vision_model clap clipseg clvp cvt d_fine deimv2 depth_pro dinov2
 dinov2_with_registers dinov3_vit falcon falcon_mamba fastspeech2_conformer fastspeech2_conformer_with_hifigan
@@ -73,10 +91,13 @@ swin2sr switch_transformers t5 timesformer tipsv2_vision_model udop umt5 videopr
 vjepa2 xclip xlstm
 """,
     Trait.WRAPS_TEXT: """
-gemma3n gemma4 kimi_k25 lfm2_vl llama4 minimax_m3_vl mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
-qwen3_vl_moe step3p7
+gemma3n gemma4 idefics3 internvl kimi_k25 kimi_vl lfm2_vl llama4 llava minimax_m3_vl mistral3 qwen2_5_vl qwen2_vl
+qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm step3p7
 """,
-    Trait.RUN_BY_MLX: "gpt2 laguna llama4",
+    Trait.STACKED_BY_MLX: """
+afmoe deepseek_v2 dots1 glm4_moe minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe
+""",
+    Trait.RUN_BY_MLX: "gpt2 kimi_linear llama4 minimax_m3_vl",
     Trait.EXAMINED: """
 afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba bart beam bert
 bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blip-2 bloom blt camembert
