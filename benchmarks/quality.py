@@ -88,7 +88,7 @@ FUSED, APART = "fused weights alike", "taken apart"
 CALIBRATED_RATES = (2.125, 3.125, 4.125)
 ON_TEXT = "text"
 STATES = 8
-CALIBRATIONS = ((SELF, STATES), (ON_TEXT, STATES), (SELF, 64))
+CALIBRATIONS = ((SELF, STATES), (ON_TEXT, STATES), (SELF, 64), (SELF, 256))
 MASTERS, TRELLIS, VARIANTS, CALIBRATED, POLAR = "masters", "trellis", "variants", "calibrated", "polar"
 ABLATION, OTHERS = "ablation", "peers"
 

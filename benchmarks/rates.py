@@ -1,9 +1,9 @@
 """Rates of the trellis codec, uniform and fitted to a size, beside fits of whole bit widths: loss at equal size.
 
-    python benchmarks/decisions.py MODEL_DIR [MODEL_DIR...]
+    python benchmarks/rates.py MODEL_DIR [MODEL_DIR...]
 
-Measured as in benchmarks/fit.py, with sensitivities measured on random tokens. Each target is a number of bits per
-quantized weight. *Left over* is how far below the target the bytes of the quantized weights are.
+Measured as in benchmarks/fit.py, with sensitivities on a sample of the model itself. Each target is a number of bits
+per quantized weight. *Left over* is how far below the target the bytes of the quantized weights are.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ import argparse
 import importlib.util
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attention
 import calibrated
@@ -44,7 +45,7 @@ import running
 import scaling
 import strips
 import throughput
-from harness import Document, machine_line
+from harness import Cell, Document, machine_line, table
 
 from pqweights.planning.options import SELF
 
@@ -214,48 +215,95 @@ def draw_fit(document: Document, panels: Panels) -> None:
         panel.legend(fontsize="small")
 
 
+# The benchmarks whose rows are compared by size, and what is shown of them.
+BY_SIZE = ("quality", "formats", "gguf_types", "calibrated")
+SHORT_TYPES = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M")
+MEASURES = {"kl": ".5f", "perplexity": ".3f", "top1": ".1%"}
+
+
+class Sized(NamedTuple):
+    """A quantized model by its size: what it is called, bits per parameter, and its row."""
+
+    name: str
+    bits: float
+    row: Document
+
+    @staticmethod
+    def of(row: Document, name: str, counts: dict[str, int], part: str) -> Sized:
+        """Everything outside the part that is quantized takes 16 bits."""
+        bits = row.get("bits_per_weight") or row["bits"]
+        return Sized(name, (bits * counts[part] + 16 * (counts["all"] - counts[part])) / counts["all"], row)
+
+
+def by_size(
+    of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document, model: str
+) -> dict[str, list[Sized]]:
+    """Our masters, types of llama.cpp and ik_llama.cpp, and calibrated tools, by who made them."""
+    counts = of_quality["settings"][model]["parameters"]
+    trellis = [row for row in rows_with(of_quality["rows"], model, part=quality.TRELLIS) if quality.is_plain(row)]
+    own = rows_with(of_quality["rows"], model, part=quality.CALIBRATED, sample=SELF, states=quality.STATES)
+    result = {
+        "pqweights, trellis": [Sized.of(row, f"{row['bits']:g}", counts, "quantized") for row in trellis],
+        "pqweights, calibrated": [Sized.of(row, f"{row['bits']:g}", counts, "quantized") for row in own],
+    }
+    for who in (gguf_types.THEIRS, gguf_types.THEIRS_WITH_DATA):
+        rows = [row for row in rows_with(of_types["models"], model, what=who) if row["kl"] is not None]
+        result[who] = [Sized(row["type"], 8 * row["bytes"] / counts["all"], row) for row in rows]
+    rows = rows_with(of_formats["rows"], model, who=formats.IK)
+    result[formats.IK] = [Sized.of(row, row["format"], counts, "linear") for row in rows]
+    for row in rows_with(of_tools["rows"], model, kind=calibrated.PEERS, calibrated=True):
+        part = "quantized" if row["format"] == calibrated.MLX else "linear"
+        result.setdefault(row["what"], []).append(Sized.of(row, row["format"], counts, part))
+    return result
+
+
 def draw_calibration(
     of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document, panels: Panels
 ) -> None:
-    """KL divergence against the size of the whole model: our masters, types of llama.cpp, and calibrated tools."""
+    """KL divergence against the size of the whole model, by who made it."""
     styles = (f"C{color}{marker}" for color, marker in itertools.product(range(4, 8), "v<>pPX*"))
-    tools = dict.fromkeys(
-        row["what"] for row in of_tools["rows"] if row["calibrated"] and row["kind"] == calibrated.PEERS
-    )
-    style_of = dict(zip(tools, styles, strict=False))
+    style_of: defaultdict[str, str] = defaultdict(lambda: next(styles))
+    style_of |= {"pqweights, trellis": "C1o-", "pqweights, calibrated": "C3o-", formats.IK: "C2D--"}
+    style_of |= {gguf_types.THEIRS: "C0s--", gguf_types.THEIRS_WITH_DATA: "C0^--"}
     legend: dict[str, Any] = {}
-    for panel, (model, about) in zip(panels, of_quality["settings"].items(), strict=False):
-        counts = about["parameters"]
-        trellis = [row for row in rows_with(of_quality["rows"], model, part=quality.TRELLIS) if quality.is_plain(row)]
-        own = rows_with(of_quality["rows"], model, part=quality.CALIBRATED, sample=SELF, states=quality.STATES)
-        lines = {
-            "pqweights, trellis": ("C1o-", [sized(row, counts, "quantized") for row in trellis]),
-            "pqweights, calibrated": ("C3o-", [sized(row, counts, "quantized") for row in own]),
-        }
-        for who, style in ((gguf_types.THEIRS, "C0s--"), (gguf_types.THEIRS_WITH_DATA, "C0^--")):
-            rows = [row for row in rows_with(of_types["models"], model, what=who) if row["kl"] is not None]
-            lines[who] = style, [(8 * row["bytes"] / counts["all"], row["kl"]) for row in rows]
-        rows = rows_with(of_formats["rows"], model, who=formats.IK)
-        lines[formats.IK] = "C2D--", [sized(row, counts, "linear") for row in rows]
-        for row in rows_with(of_tools["rows"], model, kind=calibrated.PEERS, calibrated=True):
-            part = "quantized" if row["format"] == calibrated.MLX else "linear"
-            lines.setdefault(row["what"], (style_of[row["what"]], []))[1].append(sized(row, counts, part))
-        for label, (style, points) in lines.items():
-            (legend[label],) = panel.plot(*zip(*sorted(points), strict=True), style, markersize=5)
+    for panel, model in zip(panels, of_quality["settings"], strict=False):
+        for label, models in by_size(of_quality, of_formats, of_types, of_tools, model).items():
+            points = sorted((each.bits, each.row["kl"]) for each in models)
+            (legend[label],) = panel.plot(*zip(*points, strict=True), style_of[label], markersize=5)
         panel.set(title=model, xlabel="bits per parameter of the model", ylabel="KL(original || model), nats per token")
         panel.set(yscale="log", xlim=(1.5, 9))
     panels[-1].legend(legend.values(), legend.keys(), fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def table_by_size(of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document) -> dict[str, str]:
+    """A table for each model, the smallest first."""
+    sections = {}
+    for model in of_quality["settings"]:
+        groups = by_size(of_quality, of_formats, of_types, of_tools, model)
+        listed = sorted((each.bits, who, each.name, each.row) for who, models in groups.items() for each in models)
+        lines: list[list[Cell]] = [
+            [f"{bits:.2f}", who, name, *(quality.number(row.get(of), form) for of, form in MEASURES.items())]
+            for bits, who, name, row in listed
+        ]
+        header = ["bits per parameter", "", "", "KL", "perplexity", "top-1"]
+        if "calibration-short" not in sections:
+            sections["calibration-short"] = short_by_size(listed)
+        sections[f"calibration-by-size-{model}"] = table(header, lines)
+    return sections
+
+
+def short_by_size(listed: list[tuple[float, str, str, Document]]) -> str:
+    """Calibrated masters between the types of llama.cpp, in a line. listed: as in table_by_size"""
+    shown = {"pqweights, calibrated": ("2.125", "3.125", "4.125"), gguf_types.THEIRS_WITH_DATA: SHORT_TYPES}
+    chosen = [(bits, who, name, row["kl"]) for bits, who, name, row in listed if name in shown.get(who, ())]
+    names = [f"{who.partition(',')[0]} {name}" for _, who, name, _ in chosen]
+    sizes, divergences = [f"{bits:.2f}" for bits, *_ in chosen], [f"{kl:.4f}" for *_, kl in chosen]
+    return table(["", *names], [["bits per parameter", *sizes], ["KL divergence", *divergences]])
+
+
 def rows_with(rows: list[Document], model: str, **fields: Any) -> list[Document]:
     """The rows of a model that have these fields."""
     return [row for row in rows if row["model"] == model and all(row.get(key) == fields[key] for key in fields)]
-
-
-def sized(row: Document, counts: dict[str, int], part: str) -> tuple[float, float]:
-    """Bits per parameter of the whole model, of which everything outside the part takes 16, and KL divergence."""
-    bits = row.get("bits_per_weight") or row["bits"]
-    return (bits * counts[part] + 16 * (counts["all"] - counts[part])) / counts["all"], row["kl"]
 
 
 # file name -> the benchmarks that it shows, the number of panels, the function that draws them
@@ -266,7 +314,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], int, Callable[..., None]]] = {
     "peers": (("peers",), 3, draw_peers),
     "scaling": (("scaling",), 2, draw_scaling),
     "quality": (("quality",), 2, draw_quality),
-    "calibration": (("quality", "formats", "gguf_types", "calibrated"), 2, draw_calibration),
+    "calibration": (BY_SIZE, 2, draw_calibration),
     "fit": (("fit",), 3, draw_fit),
 }
 
@@ -315,6 +363,8 @@ def all_sections(documents: dict[str, Document], folder: Path) -> dict[str, str]
         sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
         if name in COMPARED:
             sections |= COMPARED[name](read_machines(folder, name, document))
+    if all(name in documents for name in BY_SIZE):
+        sections |= table_by_size(*(documents[name] for name in BY_SIZE))
     return sections
 
 

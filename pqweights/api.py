@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import open_local
 from pqweights.common.parameters import takes
 from pqweights.errors import OptionError
 from pqweights.exports import get_target
@@ -114,7 +114,7 @@ def _inputs(
     where = master.folder if master.original is None else master.original
     if not isinstance(where, Path):
         raise OptionError(f"`calibrate`: expected a model on this machine, found {where}; copy it here first")
-    checkpoint = master.opened[0] if master.original is None else open_local(where)
+    checkpoint = master.opened[0] if master.original is None else open_local_source(where)
     store.check_apart(where)
     with inputs_of(where, checkpoint, store, asked, run.threads) as inputs:
         yield inputs

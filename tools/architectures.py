@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.names import names_in_memory
 from pqweights.planning.roles import classify
 
@@ -82,7 +83,7 @@ def _moved(model: Any, has_vision: bool) -> list[str]:
     for weight in _loaded_weights(model, rounded):
         if weight.is_reshaped:
             found.append(f"reshaped: {weight.name} -> {weight.loaded}")
-        elif weight.loaded not in names_in_memory(weight.name, has_vision):
+        elif weight.loaded not in names_in_memory(weight.name, has_vision, described(model.config.model_type)):
             found.append(f"renamed: {weight.name} -> {weight.loaded}")
     return found
 

@@ -32,7 +32,8 @@ runtime would compute otherwise, before a weight is quantized.
   with transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
 - **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
 - **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`). The vectors that
-  llama.cpp makes of an image with those of gemma3, qwen2_vl, qwen2_5_vl, qwen3_vl and mistral3 were compared.
+  llama.cpp makes of an image were compared, but for types with the tower of another: qwen3_vl_moe, qwen3_5, qwen3_5_moe
+  (that of qwen3_vl) and smolvlm (that of idefics3).
 - **no**: refused, with the reason.
 - blank: not examined; the export warns, or refuses the type.
 
@@ -40,7 +41,8 @@ runtime would compute otherwise, before a weight is quantized.
 FOOT = """
 Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
 as that type is. Layers that predict further tokens (`mtp.*`, layers behind the last one) are in the GGUF files of
-{drafting}; of other types they are left out.
+{drafting}; of other types they are left out. EmbeddingGemma, a gemma3 that attends both ways, is refused
+by mlx.
 """
 
 
@@ -67,20 +69,20 @@ def outcomes() -> dict[str, dict[str, str]]:
         if model.llama_cpp is not None:
             rows.setdefault(name.removesuffix("_text"), {})["gguf"] = WRITTEN
     ran = [case.published.get("model_type") or type_of(f"{case.name}{'Text' if case.text else ''}Config")
-           for case in built.CASES.values()]  # fmt: skip
+            for case in built.CASES.values()]  # fmt: skip
     ran += [text_type(f"{case.name}Config") for case in built.CASES.values() if case.vision is not None]
     ran += [type_of(f"{case.name}Config") for case in (*encoders.CASES.values(), *encoders.ANSWERING.values())]
     for name in ran:
         rows.setdefault(name, {})["gguf"] = RUN
-    for name in TOWERS:
+    for name in (key for key in TOWERS if " " not in key):
         text = rows.setdefault(name, {})
         text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"
+    for name in known.OF_THE_HUB:
+        rows.setdefault(name, {}).update(vllm=WRITTEN, mlx=RUN)
     for about in known.ARCHITECTURES.values():
-        if about.takes not in ("ids", "seq2seq", "image and ids"):
-            continue
         row = rows.setdefault(type_of(about.config), {})
         for target in TARGETS[1:]:
-            found = RUN if about.expected[target] in (known.LOADS, known.IN_VLLM) else REFUSED
+            found = {known.LOADS: RUN, known.IN_VLLM: WRITTEN}.get(about.expected[target], REFUSED)
             row[target] = RUN if RUN in (found, row.get(target)) else found
     return rows
 

@@ -8,6 +8,7 @@ type is ignored.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 
 from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.conventions import PARTS
-from pqweights.checkpoint.models.names import draft_layers
+from pqweights.checkpoint.models.names import draft_layers, predicts_further
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
@@ -31,8 +32,9 @@ GUARD = (
     "'pqweights[transformers]'), or convert it with `pqweights export --target bf16`"
 )
 
-# How many layers predict further tokens, in the configurations of DeepSeek, GLM and others, Qwen3.5, and MiniMax.
-DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+# How many layers predict further tokens, in the configurations of DeepSeek, GLM and others, Qwen3.5, and MiniMax, which
+# says by one more key whether there are any.
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules", "use_mtp")
 
 # The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {
@@ -90,7 +92,7 @@ def edited_config(
     dtype: the dtype of the result's model, BF16, F16, F32 or F64
     old_dtype: that of the source's model; a nested configuration that names another dtype keeps it
     quantization: the quantization_config of the result
-    tensors: those of a result that declares how many of its layers predict further tokens, if the source does not
+    tensors: those of a result that declares how many of its layers predict further tokens
 
     The dtype is stated wherever transformers looks for it: without one, transformers takes the dtype of the first
         tensor that it meets, which would be that of our float16 norms. The key `transformers_weights` is dropped,
@@ -106,11 +108,24 @@ def edited_config(
             place["torch_dtype"] = place["dtype"]
     if quantization is not None:
         result["quantization_config"] = quantization
-    text = result["text_config"] if isinstance(result.get("text_config"), dict) else result
-    drafts = draft_layers((tensor.name for tensor in tensors), text_model(config).layers)
-    if drafts and not any(text.get(key) for key in DRAFTS):
-        text[DRAFTS[0]] = drafts
+    if tensors:
+        declare_drafts(result, [tensor.name for tensor in tensors])
     return result
+
+
+def declare_drafts(config: dict[str, Any], names: Sequence[str]) -> None:
+    """State in a configuration how many layers predict further tokens. names: those of the model's tensors
+
+    A number that it states stays, as families count differently, unless there is no such layer.
+    """
+    layers = text_model(config).layers
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    stated = [(place, key) for place in _places(config) for key in DRAFTS if place.get(key)]
+    if not stated and (drafts := draft_layers(names, layers)):
+        text[DRAFTS[0]] = drafts
+    if not any(predicts_further(name, layers or sys.maxsize) for name in names):
+        for place, key in stated:
+            place[key] = type(place[key])()
 
 
 def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Meta
 
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.mlx_stacks import STACK, stacks_of
 from pqweights.checkpoint.packed import DecodedTensor, NestedScales, PackedSourceTensor, TableTensor, TransposedTensor
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.common.documents import Document, Number, Size, read_document
@@ -174,12 +175,12 @@ class _PackedSource:
         scales = self._stored.get(f"{module}.scales")
         if module == name or codes.dtype != "U32" or scales is None:
             return None
-        if ".switch_mlp." in name:
+        if STACK.fullmatch(name):
             raise SourceError(
-                f"{codes.file}: tensor {name!r}: a stack of experts of MLX, whose names and order are not those of the "
-                "model; give the original checkpoint"
+                f"{codes.file}: tensor {name!r}: a stack of experts of MLX, in a model that mlx-lm changes in other "
+                "ways, too; give the original checkpoint"
             )
-        own = self._settings.get(module)
+        own = next((of for path in (module, *stacks_of(module)) if (of := self._settings.get(path))), None)
         how = {**self._settings, **own} if isinstance(own, dict) else self._settings
         mode, size = how.get("mode", "affine"), how.get("group_size")
         usual, dtype = MLX_MODES.get(mode, (0, None)) if isinstance(mode, str) else (0, None)

@@ -20,6 +20,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.mlx_stacks import with_single_experts
+from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
 from pqweights.checkpoint.packed_sources import PACKED_METHODS, packed_tensors, scales_of, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
@@ -84,6 +87,8 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
     if config is None:
         _refuse_part_of_master(stored)
     _refuse_method(settings)
+    if settings.get("quant_method") == "mlx" and has_trait((config or {}).get("model_type"), Trait.STACKED_BY_MLX):
+        stored = with_single_experts(stored)
     tensors: list[LogicalTensor] = [*packed_tensors(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
     others = {name: tensor for name, tensor in stored.items() if name not in taken}

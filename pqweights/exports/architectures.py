@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models import has_trait, text_config
 from pqweights.checkpoint.models.conventions import TOWERS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
@@ -31,10 +31,6 @@ _REFUSALS: dict[str, tuple[tuple[Trait, str], ...]] = {
     VLLM: (
         (Trait.TRANSPOSED, _TRANSPOSED),
         (Trait.RESHAPED, _RESHAPED),
-        (
-            Trait.RENAMED_PLAIN,
-            "transformers renames layers that stay plain as it loads them, and would look for packed ones",
-        ),
     ),
 }
 
@@ -49,6 +45,15 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
         model_type, reason = refusal
         raise ExportError(
             f"config.json: {target} cannot hold a model of type {model_type}: {reason}; {other_targets(target, config)}"
+        )
+
+
+def check_attention(config: Mapping[str, Any]) -> None:
+    """Raise ExportError for an encoder of a type of which mlx-lm has the decoder."""
+    if text_config(config).get("use_bidirectional_attention") is True:
+        raise ExportError(
+            "config.json: mlx-lm's models attend to what comes before alone, and this one attends both ways "
+            f"(use_bidirectional_attention); {other_targets(MLX, config)}"
         )
 
 
@@ -75,6 +80,8 @@ def _refusal(target: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the model_type that a target cannot store, and the reason; None if there is none."""
     for model_type, is_tower in _model_types(config):
         for trait, reason in _REFUSALS[target]:
+            if target == VLLM and has_trait(model_type, Trait.VLLM_ALONE):
+                continue  # a warning says that transformers cannot
             # compressed-tensors also fails at plain weights that transformers cuts.
             counts = not is_tower or (target == VLLM and trait == Trait.RESHAPED)
             if counts and has_trait(model_type, trait):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -82,10 +83,19 @@ class Compensation:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the largest factors take, float32 [K, K], with the moments of a layer."""
-        squares = [math.prod((*tensor.shape[:-2], tensor.shape[-1] ** 2)) for tensor, _ in self.rounded]
+        """The memory that the largest factors take, float32 [K, K], with the moments of a layer.
+
+        Weights of one module with as many inputs count as reading the same, such as q, k and v.
+        """
+        of_layers: dict[str, dict[tuple[str, int], int]] = {}
+        for tensor, _ in self.rounded:
+            module, size = tensor.name.removesuffix(".weight").rpartition(".")[0], tensor.shape[-1]
+            layer = re.match(r".*?\.\d+\.|", tensor.name)
+            squares = math.prod((*tensor.shape[:-2], size, size))
+            of_layers.setdefault(layer[0] if layer else "", {})[module, size] = squares
         largest = max((tensor.shape[-1] ** 2 for tensor, _ in self.rounded), default=0)
-        return 4 * (max(squares, default=0) + (KEPT_FACTORS + 1) * largest)
+        moments = max((sum(of.values()) for of in of_layers.values()), default=0)
+        return 4 * (moments + (KEPT_FACTORS + 1) * largest)
 
     @cached_property
     def sources(self) -> dict[str, tuple[int | str, ...]]:

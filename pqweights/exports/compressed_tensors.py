@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pqweights.checkpoint.models import text_model
-from pqweights.checkpoint.models.names import tower_of
+from pqweights.checkpoint.models import described, text_model
+from pqweights.checkpoint.models.names import renamed, tower_of
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.exports.architectures import renames_towers, uses_weights_early
 from pqweights.exports.bf16 import role_of
@@ -105,8 +105,11 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], chosen: Mapping[str,
     """Return expressions that match the layers that stay plain, and no others."""
     rounded = [name for name in layers if name in chosen]
     plain = sorted(set(layers) - set(rounded), key=layers.index)
-    result = ["lm_head", *patterns([name for name in plain if _is_numbered(name)], rounded)]
-    model = text_model(checkpoint.config)
+    by_type, model = described((checkpoint.config or {}).get("model_type")), text_model(checkpoint.config)
+    numbered, others = [*filter(_is_numbered, plain)], [*rounded]
+    for names in (numbered, others):
+        names += [other for name in [*names] if (other := renamed(name, by_type)) != name]
+    result = ["lm_head", *patterns(numbered, others)]
     has_routers = any(role_of(tensor, model) == "router" for tensor in checkpoint.tensors)
     if has_routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.config import declare_drafts, edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.models import described, text_config, text_model
 from pqweights.checkpoint.models.description import ModelDescription
+from pqweights.checkpoint.models.mlx_lm import UNWRAPPED
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
@@ -32,7 +33,7 @@ from pqweights.common.markdown import fenced
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
 from pqweights.exports.architectures import MLX as MLX_TARGET
-from pqweights.exports.architectures import other_targets
+from pqweights.exports.architectures import check_attention, other_targets
 from pqweights.exports.assignment import (
     NOTHING,
     PLAIN,
@@ -115,10 +116,13 @@ class MlxFormat:
         _check_packages()
         model = self._model(checkpoint)
         outputs = _outputs(model)
-        fused_with = _fused_with_kept(model)
+        text = text_model(checkpoint.config)
+        fused_with = _fused_with_kept(model, text)
         stay = self._plain_in_source(checkpoint)
-        decisions = self._decisions(model, outputs, {name for names in fused_with.values() for name in names}, stay)
+        fused = {name for names in fused_with.values() for name in names}
+        decisions = self._decisions(model, outputs, text, fused=fused, stay=stay)
         used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
+        declare_drafts(model.config, sorted(used))
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
         return Outline(
@@ -234,7 +238,13 @@ class MlxFormat:
         return None if size is None else _rounding(QuantizedModule(self.bits, size, self.mode), self.qparams)
 
     def _decisions(
-        self, model: MlxModel, outputs: tuple[LogicalTensor, ...], fused: Collection[str], stay: Collection[str]
+        self,
+        model: MlxModel,
+        outputs: tuple[LogicalTensor, ...],
+        text: ModelDescription,
+        *,
+        fused: Collection[str],
+        stay: Collection[str],
     ) -> dict[str, Rounding | Stays]:
         """Decide what becomes of each weight.
 
@@ -250,9 +260,8 @@ class MlxFormat:
             elif tensor.name not in decisions and is_encoded(tensor):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
-                known = text_model(model.config)
                 as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
-                why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, known)
+                why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, text)
                 decisions[tensor.name] = Stays(self.groups.why_not(columns) or why)
         if not model.quantized:
             reasons = (str(decision.reason) for decision in decisions.values())
@@ -324,11 +333,11 @@ def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
     return tuple(outputs)
 
 
-def _fused_with_kept(model: MlxModel) -> dict[str, list[str]]:
+def _fused_with_kept(model: MlxModel, text: ModelDescription) -> dict[str, list[str]]:
     """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
-    result, known = dict[str, list[str]](), text_model(model.config)
+    result = dict[str, list[str]]()
     for name, output in model.outputs.items():
-        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, known))
+        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, text))
         if kept and any(map(is_encoded, output.sources)):
             result.setdefault(kept[0], []).append(name)
     return result
@@ -431,17 +440,19 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     """See ExportTarget; mlx-lm is asked for its models by its files, as to import it takes a second."""
     source = master.source
     config = _config(source, model_dtype(source.config, source.tensors))
-    model_type = config["model_type"]
+    mlx = described(config["model_type"]).mlx
+    model_type = text_config(config).get("model_type") if mlx.layout == UNWRAPPED else mlx.module
+    model_type = model_type or config["model_type"]
     package = importlib.util.find_spec("mlx_lm")
     if importlib.util.find_spec("mlx") is None or package is None or not package.submodule_search_locations:
         raise MissingDependencyError(f"it needs mlx and mlx-lm: {pip_install('mlx')}")
     folder = Path(package.submodule_search_locations[0])
-    if (folder / "models" / f"{model_type}.py").is_file():
-        return
     # Some types are those of another module, by tables of literals that only an import would give.
-    if f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
+    is_file = (folder / "models" / f"{model_type}.py").is_file()
+    if not is_file and f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
         advice = other_targets(MLX_TARGET, config)
-        raise ExportError(f"mlx-lm does not support this model ({model_type!r}); {advice}")
+        raise ExportError(f"mlx-lm does not support this model ({config['model_type']!r}); {advice}")
+    check_attention(config)
 
 
 def _outlines(checkpoint: Checkpoint, settings: Sequence[MlxFormat]) -> list[Outline]:

@@ -29,11 +29,20 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from pqweights.checkpoint.models import described, text_model
-from pqweights.checkpoint.models.description import STACKED, TURNED, UNPREFIXED
+from pqweights.checkpoint.models.mlx_lm import (
+    AS_PUBLISHED,
+    NESTED,
+    STACKED,
+    TURNED,
+    UNPREFIXED,
+    UNWRAPPED,
+    MlxDifferences,
+)
+from pqweights.checkpoint.models.names import tower_of
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.exports.architectures import MLX, other_targets
+from pqweights.exports.architectures import MLX, check_attention, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
@@ -46,7 +55,6 @@ ROPE = ("rope_theta", "partial_rotary_factor")
 COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
     "intermediate_size": lambda config: int(config["expand"] * config["hidden_size"]),  # Mamba2
-    "block_dim": lambda config: config["hidden_size"],  # LFM2
 }
 # What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -121,11 +129,18 @@ def read_model(
     with checked():
         config = _loaded(config, generation_config)
     _add_old_names(config)
+    known = text_model(config)
+    mlx = described(config["model_type"]).mlx
+    if mlx.layout == NESTED:
+        config["text_config"] = {**config}
+    elif mlx.layout == UNWRAPPED:
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config |= config.pop("text_config") | outer
+    config["model_type"] = mlx.module or config["model_type"]
     with checked():
-        building = _Building(config, _builder(config), tensors, dtypes)
+        building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
         model, outputs = building.load()
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    known = text_model(config)
     kept = {p.removesuffix(".weight") for p, o in outputs.items() if any(kept_by_recipe(s, known) for s in o.sources)}
     in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
@@ -133,12 +148,12 @@ def read_model(
     with checked():
         if mix is not None:
             predicate = mixed_quant_predicate_builder(mix, model, default.group_size)
-        model, described = quantize(model, predicate, kept)
+        model, stated = quantize(model, predicate, kept)
         if choose is not None:
             chosen = choose(outputs, _quantized(model))
             plain = kept | {path for path, how in chosen.items() if how is None}
-            model, described = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
-        quantized, config = _quantized(model), _saved(described, "vision_tower" in getattr(model, "model", {}))
+            model, stated = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
+        quantized, config = _quantized(model), _saved(stated, "vision_tower" in getattr(model, "model", {}))
     return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in))
 
 
@@ -146,6 +161,7 @@ class _Building(NamedTuple):
     """What a model is built of, again and again: its configuration, its class, and the checkpoint's tensors."""
 
     config: dict[str, Any]
+    layout: str | None
     build: Callable[[], Any]
     tensors: Mapping[str, LogicalTensor]
     dtypes: Mapping[str, str]
@@ -154,7 +170,7 @@ class _Building(NamedTuple):
         """Return a model with placeholders, and its parameters before quantization."""
         model = self.build()
         # With the sanitize of this very model: some models drop parts of themselves in it.
-        outputs = trace(_sanitize(model, self.config["model_type"]), self.tensors, self.dtypes)
+        outputs = trace(_sanitize(model, self.layout), self.tensors, self.dtypes)
         model.eval()
         model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
         _cast(model, self.config)
@@ -165,7 +181,7 @@ class _Building(NamedTuple):
         names = [name for name, output in outputs.items() if output.segments is None]
         needed = {tensor.name for name in names for tensor in outputs[name].sources}
         weights = {n: (_load if n in needed else placeholder)(t, self.dtypes[n]) for n, t in self.tensors.items()}
-        result = _sanitize(self.build(), self.config["model_type"])(weights)
+        result = _sanitize(self.build(), self.layout)(weights)
         mx.eval([result[name] for name in names])
         return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
 
@@ -270,10 +286,9 @@ def _quantized(model: Any) -> dict[str, QuantizedModule]:
     }
 
 
-def _sanitize(model: Any, model_type: str) -> Sanitize:
+def _sanitize(model: Any, layout: str | None) -> Sanitize:
     """Return the model's own sanitize, if it has one, behind what converts the layout of transformers to its own."""
     own: Sanitize = getattr(model, "sanitize", lambda weights: weights)
-    layout = described(model_type).mlx.layout
     if layout is None:
         return own
     convert = CONVERTERS[layout]
@@ -298,10 +313,11 @@ def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
     return saved
 
 
-def _builder(config: dict[str, Any]) -> Callable[[], Any]:
+def _builder(config: dict[str, Any], mlx: MlxDifferences) -> Callable[[], Any]:
     """Return a function that makes the model, without memory for its parameters."""
     model_class, arguments_class = mlx_lm_utils._get_classes(config)
-    _add_computed(config, arguments_class)
+    check_attention(config)
+    _add_computed(config, arguments_class, mlx)
     arguments = arguments_class.from_dict(config)
     return lambda: model_class(arguments)
 
@@ -315,6 +331,11 @@ def _add_old_names(config: dict[str, Any]) -> None:
     for settings in (config, config.get("text_config")):
         if not isinstance(settings, dict):
             continue
+        mlx = described(settings.get("model_type")).mlx
+        with contextlib.suppress(KeyError):
+            settings.update(mlx.computed(settings))
+        for key, value in mlx.constants.items():
+            settings.setdefault(key, value)
         for old, new in RENAMED.items():
             if new in settings:
                 settings.setdefault(old, settings[new])
@@ -326,19 +347,19 @@ def _add_old_names(config: dict[str, Any]) -> None:
             for key in ROPE:
                 if key in rope:
                     settings.setdefault(key, rope[key])
-            for old, new in described(settings.get("model_type")).mlx.rope_names.items():
+            for old, new in mlx.rope_names.items():
                 if new in rope:
                     settings.setdefault(old, rope[new])
             plain = rope.get("rope_type", "default") == "default"
             settings.setdefault("rope_scaling", None if plain else rope)
 
 
-def _add_computed(config: dict[str, Any], arguments_class: Any) -> None:
+def _add_computed(config: dict[str, Any], arguments_class: Any, mlx: MlxDifferences) -> None:
     """Add settings that mlx-lm reads, and that transformers computes from others or has in another place.
 
     Only those are added without which mlx-lm refuses the model.
     """
-    mlx, text = described(config["model_type"]).mlx, config.get("text_config") or {}
+    text = config.get("text_config") or {}
     for field in dataclasses.fields(arguments_class):
         compute = COMPUTED.get(field.name)
         has_right_default = field.default is not dataclasses.MISSING and not mlx.other_head_dim
@@ -403,6 +424,27 @@ def _stacked_experts(weights: Weights) -> Weights:
     return rest
 
 
+def _experts_as_published(weights: Weights) -> Weights:
+    """Turn the stacks of experts of Qwen3 VL that transformers 5 saved, [experts, out, in], to those as published."""
+    result = dict(weights)
+    for name, up in weights.items():
+        down_name = name.replace("gate_up_proj", "down_proj")
+        if name.endswith(".experts.gate_up_proj") and up.shape[-1] != 2 * weights[down_name].shape[-2]:
+            result |= {turned: weights[turned].swapaxes(-1, -2) for turned in (name, down_name)}
+    return result
+
+
+def _nested(weights: Weights) -> Weights:
+    """Name a text model alone as within its model of images and text."""
+    return {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+
+
+def _unwrapped(weights: Weights) -> Weights:
+    """Name the text model of one of images and text as it is named alone, and leave the rest out."""
+    text = {name: weight for name, weight in weights.items() if tower_of(name) is None}
+    return {re.sub("(language|text)_model[.]", "", name, count=1): weight for name, weight in text.items()}
+
+
 def _unprefixed_gpt2(weights: Weights) -> Weights:
     """Convert GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
     return {name.removeprefix("transformer."): w for name, w in weights.items()}
@@ -413,4 +455,7 @@ CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
     UNPREFIXED: _unprefixed_gpt2,
     TURNED: _unfused_gpt_oss,
     STACKED: _stacked_experts,
+    AS_PUBLISHED: _experts_as_published,
+    NESTED: _nested,
+    UNWRAPPED: _unwrapped,
 }

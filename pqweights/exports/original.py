@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
-from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import target_name
@@ -37,7 +38,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     target.assignment.check_model(None if manifest is None else manifest.source_fingerprint)
     if source.original is not None:
         given = source.original
-        original = open_local(given) if isinstance(given, Path) else open_address(given)
+        original = open_local_source(given) if isinstance(given, Path) else open_address(given)
         _check_original(f"`source` {given}", original, master=source.checkpoint, manifest=manifest)
     if source.inputs is not None and not (source.rounding == GPTQ or source.fold):
         raise OptionError("`calibrate`: expected `rounding` gptq or `fold` as well, which use it")

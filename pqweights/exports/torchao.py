@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.names import names_in_memory
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
@@ -208,13 +209,14 @@ class TorchaoFormat:
         """The metadata from which torchao rebuilds its tensors. chosen: of the weights that are rounded."""
         result = {"format": "pt"}
         names = []
-        has_vision = "vision_config" in (checkpoint.config or {})
+        config = checkpoint.config or {}
+        has_vision, model = "vision_config" in config, described(config.get("model_type"))
         for tensor in checkpoint.tensors:
             if tensor.name not in chosen:
                 continue
             choice = chosen[tensor.name]
             rebuilt = json.dumps(self.formats[choice.format].tensor(tensor.shape, choice.size))
-            for name in names_in_memory(tensor.name, has_vision):
+            for name in names_in_memory(tensor.name, has_vision, model):
                 result[name] = rebuilt
                 names.append(name)
         return result | {"tensor_names": json.dumps(names)}

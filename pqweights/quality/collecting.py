@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -60,6 +62,46 @@ class RowSample:
         return self._windows[: self._seen]
 
 
+class ProductSums:
+    """The sum of x x' over rows x of K channels, in blocks on its diagonal.
+
+    Rows are kept until they would take more memory than the sum does: an expert sees few of a sample's tokens.
+
+    parts: the channels of each block
+    """
+
+    def __init__(self, parts: Sequence[slice]) -> None:
+        self.parts = parts
+        self._rows: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add rows [n, K] f32, which stay as they are."""
+        self._rows.append(rows)
+        if sum(map(len, self._rows)) >= self.parts[0].stop:
+            self._add_up()
+
+    def include(self, others: Sequence[torch.Tensor]) -> None:
+        """Add the blocks of another sum."""
+        for own, block in zip(self.blocks, others, strict=True):
+            own += block
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """The blocks, which may be changed."""
+        self._add_up()
+        return self._sums
+
+    def _add_up(self) -> None:
+        sizes = [part.stop - part.start for part in self.parts]
+        self._sums = self._sums or [torch.zeros(size, size) for size in sizes]
+        if self._rows:
+            rows = torch.cat(self._rows)
+            self._rows.clear()
+            for part, block in zip(self.parts, self._sums, strict=True):
+                block.addmm_(rows[:, part].T, rows[:, part])
+
+
 class VectorInputs:
     """The inputs of one vector, which come window by window.
 
@@ -72,7 +114,7 @@ class VectorInputs:
         self.rows, self.held_back = RowSample(rows, size), RowSample(held_back, size)
         self.tokens, self._windows = 0, 0
         self._squares: Doubles = np.zeros(size)
-        self._sum = torch.zeros((size, size) if with_moments else (0, 0))
+        self._sum = ProductSums([slice(0, size)]) if with_moments else None
 
     def add(self, rows: torch.Tensor) -> None:
         """Add rows [n, K] f32 of a window."""
@@ -82,8 +124,8 @@ class VectorInputs:
             self.held_back.add(values, self._windows)
             return
         self.tokens += len(rows)
-        if len(self._sum):
-            self._sum.addmm_(rows.T, rows)
+        if self._sum is not None:
+            self._sum.add(rows.clone())
         self.rows.add(values, self._windows)
         with np.errstate(over="ignore", invalid="ignore"):
             self._squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
@@ -101,5 +143,6 @@ class VectorInputs:
         return (self._squares / max(self.tokens, 1)).astype(np.float32)
 
     def moments(self) -> Floats:
-        """Return the mean of x x', [K, K]."""
-        return (self._sum / max(self.tokens, 1)).numpy()
+        """Return the mean of x x', [K, K], if its sum is kept."""
+        assert self._sum is not None
+        return (self._sum.blocks[0] / max(self.tokens, 1)).numpy()

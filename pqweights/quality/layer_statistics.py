@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from pqweights.codecs.column_encoding import DAMPING, best_damping, moment_blocks
 from pqweights.planning.inputs import WeightInputs
+from pqweights.quality.collecting import ProductSums
 from pqweights.quality.layered import ModelMatrix, StoredMatrices
 
 Doubles = npt.NDArray[np.float64]
@@ -34,78 +35,60 @@ HELD_BACK, HELD_EVERY = 256, 3
 UNCORRELATED = 64
 
 
-@dataclass(eq=False)
 class InputMoments:
-    """The sum of x x' over inputs x of K channels, of many channels in blocks on its diagonal.
+    """The moments of inputs x of K channels, of many channels in blocks on its diagonal.
 
-    Rows are kept until they would take more memory than the sum does: an expert sees few of a sample's tokens. Rows of
-    zeros are left out: some models compute with them for the tokens that an expert does not get.
+    Rows of zeros are left out: some models compute with them for the tokens that an expert does not get.
 
     parts: the channels of each block
     """
 
-    parts: Sequence[slice]
-    count: int = 0
-    _rows: list[Tensor] = field(default_factory=list)
-    _sums: list[Tensor] = field(default_factory=list)
-    _batches: int = 0
-    _held: list[Tensor] = field(default_factory=list)
+    def __init__(self, parts: Sequence[slice]) -> None:
+        self.count = 0
+        self._sums = ProductSums(parts)
+        self._batches = 0
+        self._held: list[Tensor] = []
+
+    @property
+    def parts(self) -> Sequence[slice]:
+        """The channels of each block."""
+        return self._sums.parts
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [rows, K]."""
         rows = rows[rows.any(1)]
-        self._rows.append(rows)
+        self._sums.add(rows)
         self._batches += 1
         if self._batches % HELD_EVERY == 0:
             self._held.append(rows[-HELD_BACK:])
         self.count += len(rows)
-        if sum(map(len, self._rows)) >= self.parts[0].stop:
-            self._add_up()
 
     def include(self, other: InputMoments) -> None:
         """Add the inputs that others have, of which none are left out to find a damping."""
-        other._add_up()
         self.count += other.count
-        for number, total in enumerate(other._sums):
-            if number < len(self._sums):
-                self._sums[number] += total
-            else:
-                self._sums.append(total.clone())
+        self._sums.include(other._sums.blocks)
 
     def damping(self) -> float:
         """Return the damping of H that suits inputs that are left out of it; the usual one if there are none."""
-        self._add_up()
         held = torch.cat(self._held) if self._held else torch.empty(0, 0)
         if not len(held):
             return DAMPING
         others = [held[:, part] for part in self.parts]
         seen = [
-            (total - own.T @ own).div_(self.count - len(held)) for total, own in zip(self._sums, others, strict=True)
+            (total - own.T @ own).div_(self.count - len(held))
+            for total, own in zip(self._sums.blocks, others, strict=True)
         ]
         return best_damping([block.numpy() for block in seen], [own.numpy() for own in others])
 
     def mean(self) -> list[Tensor]:
         """Return the blocks of H, off their diagonals shrunk for few inputs; what was added is forgotten."""
-        self._add_up()
-        result, self._sums = self._sums, []
+        result, self._sums = self._sums.blocks, ProductSums(self.parts)
         added = UNCORRELATED if self.count < self.parts[-1].stop else 0
         for block in result:
             squares = block.diagonal() / self.count
             block.div_(self.count + added)
             block.diagonal().copy_(squares)
         return result
-
-    def _add_up(self) -> None:
-        if not self._rows:
-            return
-        rows = torch.cat(self._rows)
-        self._rows.clear()
-        for number, part in enumerate(self.parts):
-            own = rows[:, part]
-            if number < len(self._sums):
-                self._sums[number].addmm_(own.T, own)
-            else:
-                self._sums.append(own.T @ own)
 
 
 class Collected(Protocol):

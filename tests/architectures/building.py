@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import Array
 from known_architectures import Architecture
+from safetensors.torch import load_file, save_file
 
 import pqweights
 from pqweights.checkpoint.readers import EncodedTensor
@@ -20,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 # Settings that a model reads although the class of its configuration does not name them.
 READ_BY_MODEL = ("position_buckets", "rope_theta")
 # transformers cuts or joins some of their weights as it loads them; these are decoded where others stay packed.
-REARRANGED = ("GteConfig", "HrmTextConfig")
+REARRANGED = ("GteConfig", "HrmTextConfig", "JinaEmbeddingsV3Config", "NomicBertConfig")
 IDS = [5, 77, 3, 9, 100, 42, 7, 7]
 
 
@@ -36,10 +38,20 @@ def build(about: Architecture, folder: Path) -> None:
             elif not parameter.any():
                 parameter.normal_(0, 0.05)
     model.save_pretrained(folder)
+    if about.published:
+        rename(folder / "model.safetensors", about.published)
     path = folder / "config.json"
     saved = json.loads(path.read_bytes())
     _drop_unknown(saved, about.settings, config)
     path.write_text(json.dumps(saved))
+
+
+def rename(path: Path, published: dict[str, str]) -> None:
+    """Give tensors the names that they have in published files."""
+    tensors = load_file(path)
+    for pattern, name in published.items():
+        tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _drop_unknown(saved: dict[str, Any], settings: dict[str, Any], config: Any) -> None:

@@ -81,7 +81,9 @@ TRANSPOSED = "it stores its linear weights transposed"
 RESHAPED = "transformers cuts or joins its weights"
 RENAMED = "transformers renames its layers"
 DIRECTLY = "computes with its weights directly"
-IN_VLLM = "written for vLLM alone"  # which no test here has; test_vllm_formats.py compares the files
+# vLLM is not here; test_vllm_formats.py compares files of Qwen3 VL with those of its text model.
+IN_VLLM = "written for vLLM alone"
+BOTH_WAYS = "attends both ways"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Architecture:
     settings: arguments of the config
     takes: what the model is called with: "ids", "seq2seq", "image", "image and ids", "sound" or "features"
     expected: what is expected of each target: LOADS, IN_VLLM, or a pattern of its refusal
+    published: patterns in the names of tensors that transformers saves, and what published files have in their place
     """
 
     model: str
@@ -99,6 +102,7 @@ class Architecture:
     settings: dict[str, Any]
     takes: str
     expected: dict[str, str]
+    published: dict[str, str]
 
 
 def A(
@@ -110,12 +114,13 @@ def A(
     vllm: str = LOADS,
     torchao: str = LOADS,
     mlx: str = UNKNOWN_TO_MLX,
+    published: dict[str, str] | None = None,
     **settings: Any,
 ) -> Architecture:
     """Return an architecture whose classes are named by a stem, with the settings of some groups and its own."""
     merged = {key: value for group in (*groups, settings) for key, value in group.items()}
     expected = {"bf16": LOADS, "vllm": vllm, "torchao": torchao, "mlx": mlx}
-    return Architecture(f"{stem}{head}", f"{config or stem}Config", merged, takes, expected)
+    return Architecture(f"{stem}{head}", f"{config or stem}Config", merged, takes, expected, published or {})
 
 
 GENERATES = "ForConditionalGeneration"
@@ -129,8 +134,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Blt", TOKENS, BLT, encoder_config={**BLT, "intermediate_size": 150}, decoder_config=BLT, global_config=BLT,
         patcher_config=BLT, encoder_hash_byte_group_vocab=64, encoder_hash_byte_group_size=[3], use_cache=False,
     ),
+    "roberta": A("Roberta", ENCODER, head="ForMaskedLM"),
+    "camembert": A("Camembert", ENCODER, head="ForMaskedLM"),
+    "xlm-roberta": A("XLMRoberta", ENCODER, head="ForMaskedLM"),
+    "distilbert": A(
+        "DistilBert", head="ForMaskedLM", vocab_size=VOCABULARY, dim=WIDTH, hidden_dim=WIDE, n_layers=2, n_heads=4,
+        max_position_embeddings=64
+    ),
+    "eurobert": A("EuroBert", TEXT, head="ForMaskedLM"),
+    "nomic_bert": A("NomicBert", ENCODER, head="Model", vllm=IN_VLLM, torchao=RESHAPED),
+    "jina_embeddings_v3": A("JinaEmbeddingsV3", ENCODER, head="ForMaskedLM", vllm=RESHAPED, torchao=RESHAPED),
+    "EmbeddingGemma": A(
+        "Gemma3Text", TEXT, head="Model", config="Gemma3Text", mlx=BOTH_WAYS, use_bidirectional_attention=True
+    ),
+    "embedding_gemma2": A(
+        "EmbeddingGemma2", head="Model",
+        text_config={**TEXT, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    ),
     "gte": A("Gte", ENCODER, head="ForMaskedLM", vllm=RESHAPED, torchao=RESHAPED),
     "t5": A("T5", T5, head=GENERATES, takes="seq2seq"),
+    "mt5": A("MT5", T5, head=GENERATES, takes="seq2seq"),
     "bart": A("Bart", SEQ2SEQ, head=GENERATES, takes="seq2seq"),
     "whisper": A(
         "Whisper", SEQ2SEQ, head=GENERATES, takes="features", num_mel_bins=16, max_source_positions=32,
@@ -164,9 +187,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": A("Qwen2Moe", TEXT, EXPERTS, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
     "qwen3_moe": A("Qwen3Moe", TEXT, EXPERTS, mlx=LOADS),
     "qwen3_next": A("Qwen3Next", TEXT, EXPERTS, DELTA_NET, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
-    "qwen3_5": A("Qwen3_5", TEXT, DELTA_NET, config="Qwen3_5Text"),
+    "qwen3_5": A("Qwen3_5", TEXT, DELTA_NET, config="Qwen3_5Text", mlx=LOADS),
     "qwen3_5_moe": A(
-        "Qwen3_5Moe", TEXT, EXPERTS, DELTA_NET, config="Qwen3_5MoeText", shared_expert_intermediate_size=WIDTH
+        "Qwen3_5Moe", TEXT, EXPERTS, DELTA_NET, config="Qwen3_5MoeText", mlx=LOADS,
+        shared_expert_intermediate_size=WIDTH
     ),
     "gemma": A("Gemma", TEXT, mlx=LOADS),
     "gemma2": A("Gemma2", TEXT, mlx=LOADS),
@@ -176,8 +200,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=0
     ),
     "gemma3n_text": A(
-        "Gemma3n", TEXT, config="Gemma3nText", vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=32,
-        num_kv_shared_layers=0, activation_sparsity_pattern=[0.0, 0.0],
+        "Gemma3n", TEXT, config="Gemma3nText", mlx=LOADS, vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=32, num_kv_shared_layers=0, activation_sparsity_pattern=[0.0, 0.0],
         layer_types=["sliding_attention", "full_attention"]
     ),
     "phi": A("Phi", TEXT, mlx=LOADS),
@@ -193,7 +217,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": A("Granite", TEXT, mlx=LOADS),
     "granitemoe": A("GraniteMoe", TEXT, EXPERTS, mlx=LOADS),
     "granitemoehybrid": A(
-        "GraniteMoeHybrid", TEXT, EXPERTS, mlx="Unknown layer type", shared_intermediate_size=WIDTH,
+        "GraniteMoeHybrid", TEXT, EXPERTS, mlx=LOADS, shared_intermediate_size=WIDTH,
         layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16
     ),
     "deepseek_v2": A(
@@ -201,11 +225,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         num_experts_per_tok=2
     ),
     "deepseek_v3": A("DeepseekV3", TEXT, EXPERTS, MLA, mlx=LOADS),
+    "deepseek_v32": A("DeepseekV32", TEXT, EXPERTS, MLA, mlx=LOADS, index_n_heads=4, index_head_dim=64),
+    "deepseek_v4": A(
+        "DeepseekV4", TEXT, EXPERTS, torchao=DIRECTLY, num_key_value_heads=1, head_dim=64, n_routed_experts=4,
+        q_lora_rank=WIDTH, o_groups=2, o_lora_rank=WIDTH, index_n_heads=4, index_head_dim=32,
+        layer_types=["sliding_attention", "compressed_sparse_attention"], mlp_layer_types=["hash_moe", "moe"],
+        published={r"^model\.": "", r"^embed_tokens": "embed", r"^hc_head\.hc_": "hc_head_"}
+    ),
+    "mimo_v2_flash": A("MiMoV2Flash", TEXT, EXPERTS, SLIDING, mlx=LOADS, n_routed_experts=4, v_head_dim=32),
+    "axk2": A("AXK2", TEXT, EXPERTS, MLA),
     "kimi_linear": A(
-        "KimiLinear", TEXT, EXPERTS, vllm=RESHAPED, torchao=RESHAPED,
-        mlx="settings that config.json does not have: 'rope_theta' and 'linear_attn_config'", num_key_value_heads=4,
-        kv_lora_rank=WIDTH, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, linear_head_dim=32,
-        linear_num_heads=4, layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "dense"]
+        "KimiLinear", TEXT, EXPERTS, vllm=IN_VLLM, mlx=LOADS, num_key_value_heads=4, kv_lora_rank=WIDTH,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, linear_head_dim=32, linear_num_heads=4,
+        num_experts_per_tok=3, layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+        published={r"(layers\.0)\.block_sparse_moe": r"\1.mlp"}
     ),
     "glm": A("Glm", TEXT, mlx=LOADS),
     "glm4": A("Glm4", TEXT, mlx=LOADS),
@@ -215,6 +248,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": A("Ernie4_5", TEXT, mlx=LOADS),
     "ernie4_5_moe": A("Ernie4_5_Moe", TEXT, mlx=LOADS, moe_num_experts=4, moe_k=2, moe_intermediate_size=WIDTH),
     "arcee": A("Arcee", TEXT),
+    "afmoe": A("Afmoe", TEXT, EXPERTS, SLIDING, mlx=LOADS, num_dense_layers=1, num_shared_experts=1),
+    "apertus": A("Apertus", TEXT, mlx=LOADS),
+    "helium": A("Helium", TEXT, mlx=LOADS),
+    "internlm3": A("Llama", TEXT, config="InternLM3", mlx=LOADS),
+    "mellum": A("Mellum", TEXT, EXPERTS, mlx=LOADS),
+    "solar_open": A("SolarOpen", TEXT, EXPERTS, mlx=LOADS, n_routed_experts=4),
     "seed_oss": A("SeedOss", TEXT, mlx=LOADS),
     "ministral3": A("Ministral3", TEXT, mlx=LOADS),
     "granitemoeshared": A("GraniteMoeShared", TEXT, EXPERTS, shared_intermediate_size=WIDTH),
@@ -223,12 +262,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         topk_group=1
     ),
     "glm4_moe_lite": A("Glm4MoeLite", TEXT, MLA, mlx=LOADS),
-    # Published files of these two have settings that transformers does not write.
     "glm_moe_dsa": A(
-        "GlmMoeDsa", TEXT, MLA, mlx="'topk_method', 'scoring_func', and 'moe_layer_freq'", num_experts_per_tok=2,
-        index_n_heads=4, index_head_dim=64
+        "GlmMoeDsa", TEXT, MLA, mlx=LOADS, num_experts_per_tok=2, moe_intermediate_size=WIDTH, index_n_heads=4,
+        index_head_dim=64
     ),
-    "minimax_m2": A("MiniMaxM2", TEXT, EXPERTS, mlx="'shared_intermediate_size' and 'rotary_dim'"),
+    "minimax_m2": A("MiniMaxM2", TEXT, EXPERTS, mlx=LOADS),
     "mistral4": A("Mistral4", TEXT, MLA, mlx=LOADS, num_experts_per_tok=2, head_dim=48, rope_parameters={
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32,
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3}),
@@ -250,9 +288,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "interleave_moe_layer_step": 2},
         vision_config={**IMAGE, "vision_output_dim": WIDTH, "projector_input_dim": WIDTH, "projector_output_dim": WIDTH}
     ),
-    "laguna": A("Laguna", TEXT, EXPERTS, torchao=RENAMED, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
-    "hy_v3": A("HYV3", TEXT, EXPERTS, torchao=RENAMED),
-    "exaone_moe": A("ExaoneMoe", TEXT, EXPERTS, mlx="settings that config.json does not have: 'is_moe_layer'"),
+    "laguna": A("Laguna", TEXT, EXPERTS, mlx=LOADS, shared_expert_intermediate_size=WIDTH),
+    "hy_v3": A("HYV3", TEXT, EXPERTS),
+    "exaone_moe": A("ExaoneMoe", TEXT, EXPERTS, mlx=LOADS),
     "hrm_text": A("HrmText", TEXT, vllm=RESHAPED, torchao=RESHAPED),
     "gpt_oss": A("GptOss", TEXT, EXPERTS, mlx=LOADS, intermediate_size=WIDTH, sliding_window=32),
     "jamba": A(
@@ -273,6 +311,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": A("Mamba2", MAMBA, mlx=LOADS, num_heads=8, head_dim=32, n_groups=1),
     "falcon_mamba": A("FalconMamba", MAMBA, mlx=LOADS),
     "falcon_h1": A("FalconH1", TEXT, MAMBA2, mlx=LOADS, mamba_d_ssm=WIDTH, mamba_n_heads=4),
+    "olmo_hybrid": A("OlmoHybrid", TEXT, DELTA_NET, vllm=IN_VLLM, mlx="no place for 7 tensors"),
     "rwkv": A(
         "Rwkv", TOKENS, torchao=DIRECTLY, hidden_size=WIDTH, attention_hidden_size=WIDTH, num_hidden_layers=2,
         intermediate_size=WIDE, context_length=64
@@ -313,6 +352,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llava", SEEING, head=GENERATES, vllm=RESHAPED, mlx=LOADS,
         vision_config={**IMAGE, "model_type": "dinov2", "mlp_ratio": 2}
     ),
+    "llava_onevision": A(
+        "LlavaOnevision", SEEING, head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**IMAGE, "model_type": "siglip_vision_model"}
+    ),
+    "internvl": A(
+        "InternVL", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={**IMAGE, "image_size": [32, 32], "patch_size": [16, 16]}, image_token_id=99
+    ),
     "mistral3": A(
         "Mistral3", SEEING, UNTIED, head=GENERATES, mlx=LOADS, text_config={**TEXT, **UNTIED, "model_type": "mistral"},
         vision_config={**IMAGE, "model_type": "pixtral"}
@@ -330,16 +377,48 @@ ARCHITECTURES: dict[str, Architecture] = {
         vision_config={**QWEN_VISION, "hidden_size": WIDTH}
     ),
     "qwen2_5_vl": A("Qwen2_5_VL", QWEN_VL, head=GENERATES, mlx=LOADS, text_config={**TEXT, **MROPE, **UNTIED}),
+    "qwen2_5_omni_thinker": A(
+        "Qwen2_5OmniThinker", head=GENERATES, text_config={**TEXT, **MROPE}, vision_config=QWEN_VISION,
+        audio_config={"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 128,
+            "output_dim": WIDTH, "num_mel_bins": 16}
+    ),
+    "glm4v": A(
+        "Glm4v", QWEN_VL, head=GENERATES, text_config={**TEXT, **MROPE, **UNTIED},
+        vision_config={**QWEN_VISION, "image_size": 32, "patch_size": 8}
+    ),
     "qwen3_vl": A("Qwen3VL", QWEN_VL, head=GENERATES, mlx=LOADS),
     "qwen3_vl_moe": A(
-        "Qwen3VLMoe", QWEN_VL, head=GENERATES, vllm=IN_VLLM, mlx="norm_topk_prob",
+        "Qwen3VLMoe", QWEN_VL, head=GENERATES, vllm=IN_VLLM, mlx=LOADS,
         text_config={**TEXT, **EXPERTS, **UNTIED},
     ),
     "qwen3_5 with images": A(
         "Qwen3_5", head=GENERATES, mlx=LOADS, text_config={**TEXT, **DELTA_NET}, vision_config=QWEN_VISION
     ),
+    "qwen3_5_moe with images": A(
+        "Qwen3_5Moe", head=GENERATES, mlx=LOADS, vision_config=QWEN_VISION,
+        text_config={**TEXT, **EXPERTS, **DELTA_NET, "num_experts_per_tok": 3, "shared_expert_intermediate_size": WIDTH}
+    ),
+    "phi4_multimodal": A(
+        "Phi4Multimodal", TEXT, vision_config={**IMAGE, "crop_size": 32},
+        audio_config={"hidden_size": WIDTH, "intermediate_size": WIDE, "num_blocks": 1, "num_attention_heads": 4,
+            "input_size": 16, "nemo_conv_channels": 32, "ext_pw_out_channel": WIDTH,
+            "depthwise_separable_out_channel": WIDTH}
+    ),
+    "step3p7": A(
+        "Step3p7", head=GENERATES, vllm=IN_VLLM, mlx=LOADS, vision_config={**IMAGE, "mlp_ratio": 2.0},
+        text_config={**TEXT, **EXPERTS, **SLIDING, "n_routed_experts": 4, "share_expert_dim": WIDTH,
+            "mlp_layer_types": ["dense", "sparse"]}
+    ),
+    "minimax_m3_vl": A(
+        "MiniMaxM3Sparse", config="MiniMaxM3VL", head=GENERATES, vllm=RESHAPED, torchao=RESHAPED, mlx=LOADS,
+        text_config={**TEXT, **EXPERTS, "dense_intermediate_size": WIDE, "shared_intermediate_size": WIDTH,
+            "index_head_dim": 32, "mlp_layer_types": ["dense", "sparse"], "rotary_dim": 16, "rope_parameters":
+            {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        vision_config=IMAGE, projector_hidden_size=WIDTH
+    ),
     "kimi_k25": A(
-        "Kimi_K25", head=GENERATES, torchao=RENAMED, mlx="its model has no place for 40 tensors",
+        "Kimi_K25", head=GENERATES, mlx=LOADS,
+        published={r"^(language_model\.model)\.blocks": r"\1.layers", r"^model\.mm_projector": "mm_projector"},
         text_config={**TEXT, **EXPERTS, **MLA, "model_type": "deepseek_v3", "tie_word_embeddings": False},
         tie_word_embeddings=False,
         vision_config={"hidden_size": WIDTH, "intermediate_size": WIDE, "num_hidden_layers": 2,
@@ -347,19 +426,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         image_token_id=99, projection_hidden_size=WIDTH
     ),
     "lfm2_vl": A(
-        "Lfm2Vl", head=GENERATES,
+        "Lfm2Vl", head=GENERATES, mlx=LOADS,
         text_config={**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_ff_dim": WIDE},
         vision_config={**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16}, image_token_id=99
     ),
     "idefics3": A(
-        "Idefics3", head=GENERATES, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE, image_token_id=99
+        "Idefics3", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE,
+        image_token_id=99
     ),
+    "smolvlm": A(
+        "SmolVLM", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE,
+        image_token_id=99
+    ),
+}  # fmt: skip
+
+# Types that transformers knows under another name, or with towers that need further packages: the architecture above
+# that has their text model, and what published files have in the place of parts of its names.
+OF_THE_HUB: dict[str, tuple[str, dict[str, str]]] = {
+    "kimi_k2": ("deepseek_v3", {}), "mimo": ("qwen2", {}),
+    "gemma3n": ("gemma3n_text", {r"^model\.": "model.language_model."}),
 }  # fmt: skip
 
 
 # What the page says of a pattern of refusal.
 IN_SHORT = {
-    LOADS: "yes", IN_VLLM: "in vLLM alone: transformers takes no single experts",
+    LOADS: "yes", IN_VLLM: "written for vLLM alone: transformers does not load it",
     TRANSPOSED: "no: its weights are stored transposed",
     RESHAPED: "no: transformers cuts or joins its weights", RENAMED: "no: transformers renames its layers",
     DIRECTLY: "no: it computes with its weights directly", UNKNOWN_TO_MLX: "no",

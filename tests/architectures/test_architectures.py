@@ -13,11 +13,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from building import IDS, build, check_packed, computed, distance, load, open_master
+from building import IDS, build, check_packed, computed, distance, load, open_master, rename
 from export_decoders import export_weight, from_tiles
 from helpers import Array, as_float32, bf16, f32, gaussian, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import as_loaded, integer_names, quantization
-from known_architectures import ARCHITECTURES, BEGIN, END, IN_VLLM, LOADS, Architecture, markdown, with_table
+from known_architectures import (
+    ARCHITECTURES,
+    BEGIN,
+    END,
+    IN_VLLM,
+    LOADS,
+    OF_THE_HUB,
+    Architecture,
+    markdown,
+    with_table,
+)
+from safetensors.torch import load_file, save_file
 
 from pqweights.checkpoint.models import has_trait
 from pqweights.checkpoint.models.traits import Trait
@@ -143,7 +154,8 @@ def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: P
             pytest.importorskip("mlx_lm")
         command = {"export": str(tmp_path / "master"), "target": target, **OPTIONS.get(target, {})}
         if expected in (LOADS, IN_VLLM):
-            run_command(command, out)
+            report = run_command(command, out)
+            assert any("vLLM alone" in line for line in report.warnings) == (expected == IN_VLLM)
             if expected == LOADS:
                 check(about, tmp_path, out, of_master)
         else:
@@ -154,6 +166,53 @@ def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: P
             advised = set(str(refusal.value).partition("use --target ")[2].split(" or "))
             loading = {other for other, found in about.expected.items() if found in (LOADS, IN_VLLM)}
             assert loading - {"mlx"} <= advised <= loading
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("model_type", OF_THE_HUB)
+def test_type_of_the_hub_alone_is_written_for_vllm_and_computes_in_mlx_lm(model_type: str, tmp_path: Path) -> None:
+    """As the type of transformers that it is does."""
+    pytest.importorskip("mlx_lm")
+    name, published = OF_THE_HUB[model_type]
+    build(ARCHITECTURES[name], tmp_path / "src")
+    expected = computed(ARCHITECTURES[name], load(ARCHITECTURES[name], tmp_path / "src"))
+    config = json.loads((tmp_path / "src" / "config.json").read_bytes())
+    config = {"text_config": config, "model_type": model_type} if published else config | {"model_type": model_type}
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    rename(tmp_path / "src" / "model.safetensors", published)
+    run_command({"quantize": str(tmp_path / "src"), "recipe": "q8"}, tmp_path / "master")
+    for target in ("vllm", "mlx"):
+        run_command(
+            {"export": str(tmp_path / "master"), "target": target, **OPTIONS.get(target, {})}, tmp_path / target
+        )
+    check_mlx(ARCHITECTURES[name], tmp_path, tmp_path / "mlx", expected)
+    assert {*integer_names(tmp_path / "vllm")} < master_weights(tmp_path / "master").keys()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_experts_of_qwen3_vl_moe_as_published_compute_in_mlx_lm(tmp_path: Path) -> None:
+    """Stacks [experts, in, out], which transformers 5 saves as [experts, out, in]."""
+    pytest.importorskip("mlx_lm")
+    about = ARCHITECTURES["qwen3_vl_moe"]
+    build(about, tmp_path / "src")
+    expected = computed(about, load(about, tmp_path / "src"))
+    tensors = load_file(tmp_path / "src" / "model.safetensors")
+    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(turned, tmp_path / "src" / "model.safetensors", metadata={"format": "pt"})
+    run_command({"quantize": str(tmp_path / "src"), "recipe": "q8"}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "mlx", **OPTIONS["mlx"]}, tmp_path / "mlx")
+    check_mlx(about, tmp_path, tmp_path / "mlx", expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["laguna", "kimi_k25"])
+def test_torchao_export_is_whole_where_weights_have_other_names_in_memory(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    build(ARCHITECTURES[name], tmp_path / "src")
+    run_command({"quantize": str(tmp_path / "src"), "recipe": "q8"}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "torchao", "format": "int8"}, tmp_path / "torchao")
+    expected = computed(ARCHITECTURES[name], load(ARCHITECTURES[name], tmp_path / "src"))
+    assert distance(open_model(tmp_path / "torchao").logits(np.array(IDS), len(IDS)), expected[0]) < 0.1
 
 
 def test_page_holds_the_table() -> None:

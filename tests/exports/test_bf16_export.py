@@ -150,6 +150,15 @@ def test_layers_that_predict_further_tokens_are_declared(
     assert "as in the source; a recipe's rule with `role: mtp` quantizes them" in said
 
 
+def test_draft_layers_that_are_not_there_are_not_declared(tmp_path: Path) -> None:
+    """As fine-tuned checkpoints have lost them."""
+    stated = {"num_mtp_modules": 3, "use_mtp": True, "text_config": {DRAFT: 1}}
+    source = write_checkpoint(tmp_path / "model", {WEIGHT: bf16(gaussian(64, 128))}, config=stated)
+    _, exported = master_and_export(source, tmp_path)
+    config = json.loads((exported / "config.json").read_bytes())
+    assert (config["num_mtp_modules"], config["use_mtp"], config["text_config"][DRAFT]) == (0, False, 0)
+
+
 @pytest.mark.parametrize(("alias", "name"), [("mlx-q4", "mlx"), ("vllm-int4", "vllm"), ("torchao-int4", "torchao")])
 def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Path) -> None:
     assert get_target(alias) is get_target(name)

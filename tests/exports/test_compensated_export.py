@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -49,6 +50,26 @@ def test_moments_of_folded_weights_are_those_of_inputs_that_are_divided(driven: 
     size = len(columns)
     assert np.array_equal(found.factor.matrix[:size, :size], expected.factor.matrix[:size, :size])
     assert np.array_equal(found.held_back, expected.held_back)
+
+
+def test_memory_counts_the_moments_of_all_experts_of_a_layer() -> None:
+    def memory(shapes: dict[str, tuple[int, ...]]) -> int:
+        rounded: Any = [(SimpleNamespace(name=name, shape=shape), None) for name, shape in shapes.items()]
+        unused: Any = None
+        return compensation.Compensation(unused, rounded, unused).memory_bytes
+
+    factors, squares = 3 * 2048**2, 2048**2 + 768**2
+    single = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": shape
+        for layer in range(2)
+        for expert in range(128)
+        for part, shape in {"gate_proj": (768, 2048), "up_proj": (768, 2048), "down_proj": (2048, 768)}.items()
+    }
+    assert memory(single) == 4 * (128 * squares + factors)
+    stack = "model.layers.1.mlp.experts"
+    stacks = {f"{stack}.gate_up_proj": (128, 1536, 2048), f"{stack}.down_proj": (128, 2048, 768)}
+    assert memory(stacks) == 4 * (128 * squares + factors)
+    assert memory({"lm_head.weight": (512, 256)}) == 4 * 4 * 256**2 and memory({}) == 0
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,31 @@ def test_an_export_is_a_source_that_exports_to_its_very_bytes(
         assert (found[stored][0], found[stored][1].tobytes()) == (dtype, array.tobytes()), stored
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_stacks_of_experts_are_the_experts_of_the_model(name: str, base: Path, tmp_path: Path) -> None:
+    """Also where one module has other settings; a master without loss exports to the very bytes of the stacks."""
+    source, wide = tmp_path / "source", ("--target", "mlx", "--set", "*.layers.0.*.switch_mlp.down_proj*=q8")
+    done("export", families.master(base, name), source, *wide)
+    checkpoint, weight = open_local(source), export_weight(source)
+    original = read_all(families.model(base, name))
+    assert {tensor.name: tensor.shape for tensor in checkpoint.tensors} == {
+        tensor: array.shape for tensor, (_, array) in original.items()
+    }
+    experts = [tensor for tensor in checkpoint.tensors if ".experts." in tensor.name]
+    assert {tensor.dtype for tensor in experts} == {"MLX4", "MLX8"}
+    for tensor in experts:
+        path, expert, matrix = tensor.name.removesuffix(".weight").rsplit(".", 2)
+        stack = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(matrix, matrix)
+        expected = weight(f"{path.removesuffix('experts')}switch_mlp.{stack}.weight")
+        np.testing.assert_array_equal(values_of(tensor), expected[int(expert)])
+    done("quantize", source, tmp_path / "master", "--lossless")
+    done("export", tmp_path / "master", tmp_path / "out", *wide)
+    exported = read_all(tmp_path / "out")
+    assert {key: array.tobytes() for key, (_, array) in exported.items()} == {
+        key: array.tobytes() for key, (_, array) in read_all(source).items()
+    }
+
+
 def test_tiles_of_torchao_are_refused(base: Path) -> None:
     said = refused("plan", families.exported(base, "llama", "torchao", packing="tile_packed_to_4d"))
     assert "tiles for tinygemm are not read" in said

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.exports.linear import patterns
 
@@ -82,3 +86,30 @@ def test_dots_of_names_match_only_dots() -> None:
         "h.0.c_fc",
         "transformer.h.3.c_fc",
     ]
+
+
+# The modules of draft layers as vLLM's loaders find them (vllm/model_executor/models/*_mtp.py), and the keys by which
+# its speculative configuration counts them.
+DRAFTS = {
+    "qwen3_next": ("num_nextn_predict_layers", ["mtp.fc", "mtp.layers.0.mlp.experts.0.up_proj"]),
+    "qwen3_5": ("mtp_num_hidden_layers", ["mtp.fc", "mtp.layers.0.self_attn.q_proj"]),
+    "glm4_moe": ("num_nextn_predict_layers", ["model.layers.2.eh_proj", "model.layers.2.shared_head.head"]),
+    "deepseek_v3": ("num_nextn_predict_layers", ["model.layers.2.eh_proj", "model.layers.2.self_attn.o_proj"]),
+    "mimo": ("num_nextn_predict_layers", ["model.mtp_layers.0.input_proj", "model.mtp_layers.0.self_attn.q_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_layers_are_kept_named_and_declared(name: str, tmp_path: Path) -> None:
+    key, drafts = DRAFTS[name]
+    kept = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
+    tensors = {tensor: bf16(gaussian(128, 256)) for tensor in weights(*kept, *drafts)}
+    config = {"model_type": name, "num_hidden_layers": 2, "hidden_size": 128, key: 1}
+    source = write_checkpoint(tmp_path / "model", tensors, config=config)
+    run_command({"quantize": str(source)}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "vllm"}, tmp_path / "out")
+    stored, config = read_all(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert config[key] == 1
+    for tensor in weights(*drafts):
+        assert stored[tensor][1].tobytes() == tensors[tensor][1].tobytes()
+    assert matched(config["quantization_config"]["ignore"], [*kept, *drafts]) == drafts

@@ -228,6 +228,20 @@ def test_tensors_that_mlx_lm_does_not_hold_are_named(base: Path, tmp_path: Path)
     assert set(json.loads(shown.stdout)["left_out_tensors"]) == seeing
 
 
+def test_draft_layers_that_are_left_out_are_not_declared(base: Path, tmp_path: Path) -> None:
+    """Below `mtp`, as Qwen3.5 has them; the count stands in the configuration of the text model."""
+    source = families.model(base, "qwen3_5_moe")
+    config = json.loads((source / "config.json").read_bytes())
+    text = config.get("text_config", config)
+    text["mtp_num_hidden_layers"] = 1
+    write_checkpoint(tmp_path / "model", read_all(source) | {"mtp.fc.weight": bf16(gaussian(64, 128))}, config=config)
+    run_command({"quantize": str(tmp_path / "model")}, tmp_path / "master")
+    for target, declared in (("mlx", 0), ("bf16", 1)):
+        run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / target)
+        exported = json.loads((tmp_path / target / "config.json").read_bytes())
+        assert exported.get("text_config", exported)["mtp_num_hidden_layers"] == declared
+
+
 @pytest.mark.parametrize("rule", ["name: lm_head.weight", "role: embedding", 'name: "*.0.self_attn.k_proj.weight"'])
 def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_path: Path) -> None:
     """The rule of mlx-lm would quantize it."""

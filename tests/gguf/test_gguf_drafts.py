@@ -29,12 +29,21 @@ BELOW = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head_norm": "mtp.norm",
 }  # fmt: skip
+# Of Nemotron-H, where attention and experts are layers of their own.
+FOLDED = {
+    "eh_proj": "mtp.layers.0.eh_proj", "enorm": "mtp.layers.0.enorm", "hnorm": "mtp.layers.0.hnorm",
+    "shared_head_norm": "mtp.layers.1.final_layernorm",
+}  # fmt: skip
 # As llama.cpp's conversion/hunyuan.py expects those of HY V3.
 NORM_BEHIND = {part: BEHIND[part] for part in ("eh_proj", "enorm", "hnorm")}
 NORM_BEHIND["shared_head_norm"] = "layers.{}.final_layernorm"
+# And conversion/step3.py those of Step 3.5.
+IN_TRANSFORMER = {part: name.replace("shared_head", "transformer.shared_head") for part, name in BEHIND.items()}
+IN_TRANSFORMER["shared_head_head"] = "layers.{}.transformer.shared_head.output"
 PUBLISHED = {
     "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "deepseek v3.2": BEHIND,
     "qwen3 next": BELOW, "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "hy v3": NORM_BEHIND,
+    "step3p5": IN_TRANSFORMER, "nemotron h moe": FOLDED, "nemotron h latent": FOLDED,
 }  # fmt: skip
 
 
@@ -44,16 +53,20 @@ DENSE = ("exaone moe",)  # the layer has no experts, and is like the first one
 def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[str, Tensor]:
     """Add a layer that predicts further tokens, with the weights of another; return what it has beside those."""
     tensors = read_all(folder)
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    hidden, rows = tensors["model.norm.weight"][1].shape[0], tensors["model.embed_tokens.weight"][1].shape[0]
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    hidden, rows = text["hidden_size"], text["vocab_size"]
+    layers = text.get("num_hidden_layers") or len(text["layers_block_type"])
+    text["mtp_layer_types"] = ["sliding_attention"]
     shapes = {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (rows, hidden), "shared_head_head": (rows, hidden)}
     own = {part: f32(gaussian(*shapes.get(part, (hidden,)), seed=9)) for part in parts}
-    path = "" if parts is BELOW else "model."
+    path = "" if parts in (BELOW, FOLDED) else "model."
     added = {f"{path}{parts[part].format(layers)}.weight": value for part, value in own.items()}
-    copied = "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."
-    other = f"model.layers.{like}."
-    added |= {name.replace(other, copied): value for name, value in tensors.items() if name.startswith(other)}
-    config = json.loads((folder / "config.json").read_text())
+    copies = {f"model.layers.{like}.": "mtp.layers.0." if parts is BELOW else f"model.layers.{layers}."}
+    if parts is FOLDED:
+        copies = {f"backbone.layers.{like - 1 + half}.": f"mtp.layers.{half}." for half in range(2)}
+    for other, copied in copies.items():
+        added |= {name.replace(other, copied): value for name, value in tensors.items() if name.startswith(other)}
     shutil.rmtree(folder)
     write_checkpoint(folder, tensors | added, config=config)
     return own
@@ -73,15 +86,22 @@ def test_draft_layers_are_blocks_behind_the_last_one(name: str, tmp_path: Path) 
     own = add_draft_layer(tmp_path, PUBLISHED[name], like=like)
     model = converted(tmp_path)
     assert metadata(model)[f"{model.architecture}.block_count"] == layers + 1
-    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and not model.left_out
-    found, offset = all_values(model), np.float32("qwen" in name)  # of its norms
+    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and model.left_out == without.left_out
+    found, offset = all_values(model), np.float32(name.startswith(("qwen", "step")))  # of its norms
     for part, value in own.items():
         stored = as_float32(value) + (offset if part.endswith("norm") else 0)
         np.testing.assert_array_equal(found.pop(f"blk.{layers}.nextn.{part}.weight"), stored)
     for tensor, value in all_values(without).items():
         np.testing.assert_array_equal(found[tensor], value)
-        if tensor.startswith(f"blk.{like}."):
-            np.testing.assert_array_equal(found[tensor.replace(f".{like}.", f".{layers}.", 1)], value)
+        of_layer = like - 1 if PUBLISHED[name] is FOLDED and tensor.startswith(f"blk.{like - 1}.") else like
+        if tensor.startswith(f"blk.{of_layer}."):
+            same = tensor.replace(f".{of_layer}.", f".{layers}.", 1)
+            same = (
+                same.replace("attn_norm", "post_attention_norm")
+                if (of_layer, PUBLISHED[name]) == (like, FOLDED)
+                else same
+            )
+            np.testing.assert_array_equal(found[same], value)
     path = write_gguf(tmp_path)
     logits = open_model(path).logits(np.array(ids), len(ids))
     assert np.abs(logits - expected).max() < 2e-4 * expected.std()

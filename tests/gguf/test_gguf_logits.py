@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,15 +54,32 @@ def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) ->
     assert difference(name, "F32", tmp_path) < bound
 
 
-@pytest.mark.parametrize("name", ["glm dsa", "deepseek v3.2"])
-def test_most_tokens_attend_to_those_that_transformers_chooses(name: str, tmp_path: Path) -> None:
+# A layer that chooses 40 of 200 tokens, or 4 of 13 blocks, which llama.cpp does with flash attention only.
+ONE = {"num_hidden_layers": 1, "index_topk": 40}
+BLOCKS = {"index_block_size": 16, "index_topk_blocks": 4, "num_hidden_layers": 2}
+BLOCKS |= {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
+OF_FOUR = {"num_hidden_layers": 2, "index_topk": 10, "mlp_layer_types": ["moe"] * 2}
+OF_FOUR |= {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dtype", "bound"),
+    [
+        ("glm dsa", ONE, "float32", BOUNDS["F32"]),
+        ("deepseek v3.2", ONE, "float32", BOUNDS["F32"]),
+        ("deepseek v4", OF_FOUR, "float32", BOUNDS["F32"]),
+        ("minimax m3", BLOCKS, "auto", BOUNDS["F16"]),
+    ],
+)
+def test_most_tokens_attend_to_those_that_transformers_chooses(
+    name: str, settings: dict[str, Any], dtype: str, bound: float, tmp_path: Path
+) -> None:
     """Where the scores of two are nearly equal, llama.cpp may choose the other: it compares them in half precision."""
-    case = CASES[name]
-    one = replace(case, settings=case.settings | {"num_hidden_layers": 1, "index_topk": 40}, tokens=200)
-    ids = gguf_cases.token_ids(one.tokens)
-    expected = gguf_cases.logits(gguf_cases.saved(one, tmp_path), ids)
-    found = open_model(write_gguf(tmp_path)).logits(np.array(ids), len(ids))
-    same = np.abs(found - expected).max(axis=1) < BOUNDS["F32"] * expected.std()
+    case = replace(CASES[name], settings=CASES[name].settings | settings, tokens=200)
+    ids = gguf_cases.token_ids(case.tokens)
+    expected = gguf_cases.logits(gguf_cases.saved(case, tmp_path), ids)
+    found = open_model(write_gguf(tmp_path), dtype=dtype).logits(np.array(ids), len(ids))
+    same = np.abs(found - expected).max(axis=1) < bound * expected.std()
     assert same[:40].all() and same.mean() > 0.9
 
 

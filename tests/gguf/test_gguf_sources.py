@@ -15,6 +15,7 @@ import pytest
 from commands import answer, done, refused
 from export_decoders import values_of
 from gguf_files import write_gguf, write_llama
+from helpers import as_float32, read_all
 
 from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.gguf.sources import MODEL_TYPES
@@ -156,6 +157,25 @@ def test_what_is_not_known_is_refused(change: Any, said: str, llama: Path, tmp_p
     folder = source_of(llama, tmp_path / "src", "F16")
     change(folder)
     assert said in refused("plan", folder)
+
+
+def test_a_file_is_calibrated_and_exported_from_as_the_model(llama: Path, tmp_path: Path) -> None:
+    """A file in F32 has the weights of the model, so that every result has the same bytes."""
+    with_config(vocab_size=264)(llama)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number % 97}" for number in range(4096)))
+    calibrated = ("--recipe", "t4", "--calibrate", text, "--calibration-tokens", 2048)
+    exported = ("--target", "gguf", "--type", "q4_0")
+    results = {}
+    for source in (llama, source_of(llama, tmp_path / "src", "F32")):
+        master, out = (tmp_path / f"{part}-{source.name}" for part in ("master", "out"))
+        done("quantize", source, master, *calibrated)
+        done("export", master, out, *exported, "--source", source)
+        results[source.name] = (read_all(master), next(out.glob("*.gguf")).read_bytes())
+    (weights, file), (others, other_file) = results.values()
+    assert weights.keys() == others.keys() and file == other_file
+    for name in weights:  # norms are in F32 in the file
+        assert np.array_equal(as_float32(weights[name]), as_float32(others[name])), name
 
 
 def test_lossless_names_gguf(llama: Path, tmp_path: Path) -> None:

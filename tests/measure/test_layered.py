@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,58 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
             assert g is not None and g.shape == (256,)
 
 
+def test_statistics_of_experts_that_get_rows_of_zeros_are_those_of_their_tokens(tmp_path_factory: Any) -> None:
+    """Llama 4 multiplies all tokens with all experts, and those that an expert does not get are zeros."""
+    model, layer = opened(families.model(tmp_path_factory.getbasetemp(), "llama4")), 1
+    with model.loaded(OUTSIDE), torch.no_grad():
+        hidden, calls = model.begin(IDS)
+    hidden, seen = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).requires_grad_(), list[Any]()
+
+    def look(module: Any, given: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append((given[0].detach(), gradient)))
+
+    with model.loaded(layer):
+        experts = next(
+            module for path, module in model.model.named_modules() if path.endswith(f"{layer}.feed_forward.experts")
+        )
+        hook = experts.register_forward_hook(look)
+        with LayerStatistics(model.parameters_of(layer), moments_of_inputs) as statistics:
+            model.run(layer, hidden, calls[layer]).square().sum().backward()
+        hook.remove()
+        ((inputs, gradients),) = seen
+        name, found = f"model.layers.{layer}.feed_forward.experts", dict[ModelMatrix, InputMoments]()
+        for matrices, read in statistics.inputs():
+            found |= dict.fromkeys(matrices, read)
+        assert not statistics.along_rows(f"{name}.gate_up_proj")
+        counts = []
+        for expert, (rows, of_rows) in enumerate(
+            zip(inputs.chunk(4), gradients.reshape(inputs.shape).chunk(4), strict=True)
+        ):
+            used = rows.any(1)
+            counts.append(int(used.sum()))
+            read = found[ModelMatrix(f"{name}.gate_up_proj", expert)]
+            assert read.count == counts[-1] == found[ModelMatrix(f"{name}.down_proj", expert)].count
+            expected = shrunk(rows.T.double() @ rows.double() / max(1, read.count), read.count)
+            assert torch.allclose(read.mean()[0].double(), expected, rtol=1e-4, atol=1e-5)
+            g = statistics.mean_squares(ModelMatrix(f"{name}.down_proj", expert), IDS.numel())
+            assert g is not None
+            np.testing.assert_allclose(g, of_rows[used].square().sum(0).double().numpy() / IDS.numel(), rtol=1e-4)
+        assert sum(counts) == IDS.numel() and min(counts) > 0
+
+
+def test_inputs_of_a_stack_are_those_of_all_its_experts() -> None:
+    rows, parts = torch.randn(60, 9, generator=torch.Generator().manual_seed(5)), [slice(0, 6), slice(6, 9)]
+    whole, pooled = InputMoments(parts), InputMoments(parts)
+    whole.add(rows)
+    for some in rows.split([20, 3, 37]):
+        moments = InputMoments(parts)
+        moments.add(some)
+        pooled.include(moments)
+    assert pooled.count == whole.count == 60
+    for found, expected in zip(pooled.mean(), whole.mean(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5)
+
+
 def _cut(call: LayerCall, batch: slice) -> LayerCall:
     """The call of a layer for fewer windows."""
     windows = len(IDS)
@@ -236,6 +289,29 @@ def test_matrices_of_experts_are_where_the_model_says(name: str, tmp_path_factor
                 assert place is not None
                 found = place.of(parameters[place.matrix.parameter])
                 np.testing.assert_array_equal(found.numpy(), as_float32(tensors[expert]))
+
+
+def test_stacks_that_transformers_transposes_if_they_need_it_are_those_of_the_model(tmp_path: Path) -> None:
+    """Published Qwen3-VL-MoE has [E, in, out], and what transformers writes has [E, out, in]."""
+    settings = families.EXPERTS | {"moe_intermediate_size": 384, "hidden_size": 128, "num_hidden_layers": 1}
+    own = families.build(families.seeing("Qwen3VLMoe", (), sees=True, **settings), tmp_path / "own")
+    tensors = read_all(own)
+    stacks = [name for name, (_, values) in tensors.items() if ".experts." in name and values.ndim == 3]
+    published = {
+        name: (dtype, values.swapaxes(1, 2)) if name in stacks else (dtype, values)
+        for name, (dtype, values) in tensors.items()
+    }
+    shutil.copytree(own, tmp_path / "published", ignore=shutil.ignore_patterns("*.safetensors"))
+    write_checkpoint(tmp_path / "published", published)
+    assert len(stacks) == 2
+    for folder, stored in ((own, tensors), (tmp_path / "published", published)):
+        model = opened(folder)
+        with model.loaded(0):
+            for name in stacks:
+                assert model.matrices_of(name).transposed is (folder != own)
+                parameter = model.parameter_of(name)
+                assert parameter is not None
+                np.testing.assert_array_equal(model.part_of(name, parameter).detach().numpy(), as_float32(stored[name]))
 
 
 def test_a_configuration_without_sizes_is_refused_before_anything_is_computed(

@@ -71,6 +71,7 @@ CASES: dict[str, Case] = {
     "t5 encoder gated": Case(
         name="T5", head="EncoderModel", sizes=T5_SIZES, settings={"d_kv": 24, "feed_forward_proj": "gated-gelu"}
     ),
+    "umt5 encoder": Case(name="UMT5", head="EncoderModel", sizes=T5_SIZES, settings={"d_kv": 24}),
 }  # fmt: skip
 
 SCORING = {
@@ -89,6 +90,7 @@ ANSWERING = {
         settings={"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     "mt5": Case(name="MT5", head="ForConditionalGeneration", sizes=T5_SIZES),
+    "umt5": Case(name="UMT5", head="ForConditionalGeneration", sizes=T5_SIZES),
 }  # fmt: skip
 
 

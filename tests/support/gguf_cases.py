@@ -36,7 +36,8 @@ V4 = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "q_lora_rank": 24,
     "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 16,
     "index_n_heads": 4, "index_head_dim": 64, "partial_rotary_factor": 0.25, "sliding_window": 32,
-    "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "swiglu_limit": 0.5, "layer_types": ["sliding_attention",
+    "mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "swiglu_limit": 0.5, "hc_sinkhorn_iters": 5,
+    "layer_types": ["sliding_attention",
     "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
 }  # fmt: skip
 DELTA_NET = WIDE_HEADS | {
@@ -282,6 +283,10 @@ CASES = {
     ),
     "nemotron h": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "nemotron h moe": Case(name="NemotronH", settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"]}),
+    "nemotron h latent": Case(
+        name="NemotronH",
+        settings=MAMBA_H | {"layers_block_type": ["mamba", "attention", "moe"], "moe_latent_size": 32},
+    ),
     "qwen2 vl": Case(
         name="Qwen2VL", settings={"rms_norm_eps": 1e-9}, rope={"mrope_section": [2, 3, 3]}, vision=VISION
     ),

@@ -24,7 +24,7 @@ from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SETTINGS
+from pqweights.checkpoint.models.llama_cpp import SETTINGS, SLIDING
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
@@ -82,6 +82,7 @@ class GgufModel:
         held = {source.name for tensor in tower.tensors for source in sources_of(tensor)}
         return replace(
             self,
+            notes=(*self.notes, *filter(None, [tower.remark])),
             left_out={name: reason for name, reason in self.left_out.items() if name not in held},
             tower_metadata=tuple(_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
             tower=tower.tensors,
@@ -179,9 +180,11 @@ def _notes(
         )
     if settings.architecture.chosen:
         chosen = settings.number(settings.architecture.chosen)
+        by_flash = settings.architecture.chosen_by_flash
         yield (
             f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
             "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"
+            f"{', or attends to all without flash attention' if by_flash else ''}"
         )
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
@@ -239,7 +242,7 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
     writer.add_vocab_size(_rows(tensors))
     if settings.draft_layers:
         writer.add_nextn_predict_layers(settings.draft_layers)
-    layers = windowed_layers(settings) + [False] * settings.draft_layers
+    layers = windowed_layers(settings) + [architecture.draft_type == SLIDING] * settings.draft_layers
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period

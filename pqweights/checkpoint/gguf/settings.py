@@ -89,7 +89,7 @@ class Settings:
         if key.isdigit():
             return int(key)
         value, most = self.get(key), MOST.get(key, MOST_OF_ANY)
-        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):  # one for each layer
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(f"expected a positive number as {key}, found {value!r}")
@@ -112,10 +112,10 @@ class Settings:
     def numbers(self, key: str) -> list[float]:
         """Return a number for each layer, 0 for those without one. Raises ExportError for anything else."""
         values, layers = self.get(key), self.number("num_hidden_layers")
-        fitting = isinstance(values, list) and len(values) == layers
+        fitting = isinstance(values, list) and len(values) >= layers  # those that predict further tokens may follow
         if not fitting or not all(value in (None, 0) or is_positive(value) for value in values):
             raise self.refusal(f"expected a number for each of {layers} layers as {key}, found {values!r:.80}")
-        return [float(value or 0) for value in values] + [0.0] * self.draft_layers
+        return [float(value or 0) for value in [*values, *[0] * self.draft_layers][: layers + self.draft_layers]]
 
     def product(self, expression: str) -> float:
         """Return the product of keys as in Scaled.by. Raises ExportError if one is no positive number."""
@@ -254,6 +254,8 @@ def _check_layer_types(settings: Settings) -> None:
     if types is not None and not fitting:
         expected = " or ".join(sorted(known))
         raise settings.refusal(f"expected {expected} for each of {layers} layers as layer_types, found {types!r:.80}")
+    if missing := settings.architecture.needed_types.difference(types or ()):
+        raise settings.refusal(f"llama.cpp stops without any layer of the kind {' and '.join(sorted(missing))}")
     key = settings.architecture.period_key
     if key and layer_types(settings) != layer_types(replace(settings, values={**settings.values, "layer_types": None})):
         raise settings.refusal(f"llama.cpp has full attention in every {settings.number(key)}th layer only")
@@ -385,6 +387,8 @@ def windowed_layers(settings: Settings) -> list[bool]:
         return [False] * settings.number("num_hidden_layers")
     types = settings.get("layer_types")
     period = settings.get("sliding_window_pattern") or settings.architecture.window_period
+    if not types and not period:
+        raise settings.refusal("expected the kind of each layer as layer_types, found none")
     windowed = [layer == SLIDING for layer in types] if types else _all_but_each(settings, period)
     if any(windowed) and not settings.get("sliding_window"):
         raise settings.refusal(

@@ -20,7 +20,7 @@ from pqweights.checkpoint.companions import check_links, companions, top_level_f
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
-from pqweights.checkpoint.gguf.file import SUFFIX, open_gguf
+from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf
 from pqweights.checkpoint.gguf.rope import add_rope
 from pqweights.checkpoint.gguf.settings import Settings, read_settings
 from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors, with_draft_layers
@@ -28,7 +28,7 @@ from pqweights.checkpoint.gguf.views import ConstantTensor, InterleavedTensor, O
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
-from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import ByteReads, LocalStorage, check_not_interrupted
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.checkpoint.weight_files import read_json_object
@@ -52,6 +52,16 @@ IN_LAYER = (
 )
 OF_EXPERTS = tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))
 FOLLOWS = "follows from the configuration"
+
+
+def open_local_source(path: Path, *, allow_pickle: bool = False, include: Sequence[str] = ()) -> Checkpoint:
+    """Open a checkpoint on this machine, in safetensors or GGUF. The arguments are those of `open_local`.
+
+    Raises what `open_local` and `open_gguf_source` raise.
+    """
+    if is_gguf(path):
+        return open_gguf_source(path, include)
+    return open_local(path, allow_pickle, include=include)
 
 
 def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:

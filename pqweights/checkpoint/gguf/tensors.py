@@ -101,13 +101,13 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     wrapped = any(tensor.name.startswith(tuple(TEXT_PREFIXES)) for tensor in tensors)
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
-    layers = settings.number("num_hidden_layers")
+    layers, folded = settings.number("num_hidden_layers"), settings.architecture.folded_drafts
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
         name = re.sub(f"^{settings.architecture.prefix}", "", name)
         name = next((name.removesuffix(old) + new for old, new in OLD_NORMS.items() if name.endswith(old)), name)
         drafts = predicts_further(name, layers)
-        behind = name_behind(name, layers) if drafts and settings.draft_layers else None
+        behind = name_behind(name, layers, folded) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
         elif re.fullmatch(settings.architecture.unused, name):
@@ -133,7 +133,11 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     """Return the settings of a model with its layers that predict further tokens, if llama.cpp has room for them."""
     layers = settings.number("num_hidden_layers")
     names = (_text_name(tensor.name)[0] for tensor in tensors)
-    drafts = whole_draft_layers(names, layers) if settings.architecture.drafts else 0
+    architecture = settings.architecture
+    drafts = whole_draft_layers(names, layers, architecture.folded_drafts) if architecture.drafts else 0
+    kind = architecture.draft_type
+    if kind and settings.get("draft_layer_types") != [kind] * drafts:
+        drafts = 0
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 

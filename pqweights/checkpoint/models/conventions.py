@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # Where the text model lies in models of images and text, as transformers 5 and as earlier versions wrote them, and what
 # the names of the text model alone begin with.
-TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+TEXT_PREFIXES = {"model.language_model.": "model.", "model.text_model.": "model.", "language_model.": ""}
 # A whole name: the prefix of all layers of the text model, the number of one, and what follows.
 LAYER = re.compile(r"((?:|model\.|backbone\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
 HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
@@ -24,7 +24,8 @@ STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|d
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")
 
 VISION = re.compile(
-    r"visual|vision\w*|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|vit_large_projector|embed_vision|embed_audio"
+    r"visual|vision\w*|vit_\w+|image_\w+|audio\w*|speech\w*|multi_modal_projector|mm_projector|patch_merge_mlp|"
+    r"connector|embed_vision|embed_audio"
 )
 MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
 # A whole name below `mtp`: the number of the layer and what follows, or what there is beside the layers.

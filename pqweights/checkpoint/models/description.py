@@ -9,30 +9,8 @@ from typing import Any
 from pqweights.checkpoint.models.conventions import FUSED, FusedLayer
 from pqweights.checkpoint.models.layers import LayerFlow
 from pqweights.checkpoint.models.llama_cpp import Architecture
+from pqweights.checkpoint.models.mlx_lm import MlxDifferences
 from pqweights.checkpoint.models.traits import Trait
-
-# What is done to the tensors of transformers before mlx-lm's own sanitize.
-UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlxDifferences:
-    """Where mlx-lm differs from transformers.
-
-    layout: UNPREFIXED, TURNED or STACKED: what its sanitize expects, and transformers does not write
-    other_head_dim: whether its default for head_dim is not that of transformers
-    head_in_text: whether the text_config of a model of images and text must say whether the head is tied
-    tied: what it takes if that does not say it, where it is known
-    vocabulary: its default for the size, which it looks for in the outer configuration only
-    rope_names: keys, and the keys in rope_parameters under which transformers 5 writes them
-    """
-
-    layout: str | None = None
-    other_head_dim: bool = False
-    head_in_text: bool = False
-    tied: bool | None = None
-    vocabulary: int | None = None
-    rope_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +26,7 @@ class ModelDescription:
     fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
+    in_memory: expressions for parts of the names of weights, and what transformers has in their place in memory
     traits: what else is true of it
     layers: how many the text model of one configuration has, if it says; no row of the table has it
     """
@@ -59,6 +38,7 @@ class ModelDescription:
     roles: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedLayer, ...] = FUSED
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
     traits: frozenset[Trait] = frozenset()
     layers: int | None = None
 

@@ -115,8 +115,10 @@ class Architecture:
     reshaped: the shapes of parameters that it holds with other dimensions
     final_norm: the name of the last norm
     layer_types: the kinds of layers that it has, and beside them
+    needed_types: those of which it needs at least one
     with_experts: the kind that layers with experts have, and no others
     chosen: to how many tokens a layer attends, which are chosen by scores, as in Setting.key
+    chosen_by_flash: whether llama.cpp attends to all tokens without flash attention
     equal: what must be equal, as in Setting.key
     multiples: keys, and the number of which llama.cpp needs a multiple
     uneven: an expression for tensors that not all layers of a kind have
@@ -154,6 +156,8 @@ class Architecture:
     joined_experts: whether gate and up of experts are one tensor
     alternating: whether the rows of gate and up alternate in stacks of experts
     drafts: whether it has room for layers that predict further tokens
+    draft_type: the kind that they must have, of draft_layer_types, if they may have others
+    folded_drafts: expressions for names of two layers below `mtp` that it takes for one, and what they are called in it
     stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
     """
@@ -174,8 +178,10 @@ class Architecture:
     reshaped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     final_norm: str = "output_norm.weight"
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
+    needed_types: frozenset[str] = frozenset()
     with_experts: str = ""
     chosen: str = ""
+    chosen_by_flash: bool = False
     equal: tuple[tuple[str, str], ...] = ()
     multiples: Mapping[str, int] = field(default_factory=dict)
     uneven: str = ""
@@ -212,6 +218,8 @@ class Architecture:
     joined_experts: bool = False
     alternating: bool = False
     drafts: bool = False
+    draft_type: str = ""
+    folded_drafts: Mapping[str, str] = field(default_factory=dict)
     stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 

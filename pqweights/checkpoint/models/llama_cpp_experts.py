@@ -115,6 +115,7 @@ GLM_DSA = replace(
     values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
 )
 DEEPSEEK32 = replace(GLM_DSA, label="deepseek32", rope=DEEPSEEK2.rope, yarn_mscale=1.0)
+COMPRESSING = frozenset({"compressed 4", "compressed 128"})
 # Hyper-connections, and attention to compressed tokens, of which an indexer chooses some.
 DEEPSEEK4 = Architecture(
     name="DEEPSEEK2",
@@ -156,7 +157,7 @@ DEEPSEEK4 = Architecture(
         "ATTN_Q_A": ("q_lora_rank", "hidden_size"), "ATTN_Q_B": ("num_attention_heads * head_dim", "q_lora_rank"),
         "ATTN_KV": ("head_dim", "hidden_size"),
     },
-    layer_types=frozenset({"compressed 0", "compressed 4", "compressed 128"}),
+    layer_types=COMPRESSING | {"compressed 0"}, needed_types=COMPRESSING,
     chosen="index_topk * 4", multiples={"head_dim": 64, "index_head_dim": 64},
     rope=frozenset({"default", "yarn"}), partial_rope=True,
     values=SILU | {"scoring_func": ("sqrtsoftplus",), "norm_topk_prob": (True,), "attention_bias": (False, None)},
@@ -204,6 +205,7 @@ MIMO2 = Architecture(
     },
     rope=frozenset({"default"}),
     partial_rope=True,
+    needed_types=frozenset({SLIDING}),
     windows=LAYERS,
     window_listed=True,
     equal=tuple((f"swa_{key}", key) for key in ("head_dim", "v_head_dim", "num_attention_heads")),
@@ -211,11 +213,14 @@ MIMO2 = Architecture(
 )  # fmt: skip
 STEP35 = Architecture(
     name="STEP35",
-    modules={r"moe\.router_bias": "moe.router_bias.bias"},
+    modules={
+        r"moe\.router_bias": "moe.router_bias.bias",
+        r"transformer\.shared_head\.norm": "shared_head.norm", r"transformer\.shared_head\.output": "shared_head.head",
+    },
     settings=(
         *EXPERTS, EXPERT_WIDTH, DENSE_FIRST, SIGMOID, SCALED._replace(key="moe_router_scaling_factor"),
         NORMED._replace(key="norm_expert_weight"),
-        Setting("head_count", "num_sliding_attention_heads", only=f"{SLIDING}.*", other="num_attention_heads"),
+        Setting("head_count", "num_sliding_attention_heads", only=f"({SLIDING}|draft).*", other="num_attention_heads"),
         Setting("expert_shared_feed_forward_length", "share_expert_dim"),
         Setting("swiglu_clamp_exp", "swiglu_limits", real=True, listed=True, optional=True),
         Setting("swiglu_clamp_shexp", "swiglu_limits_shared", real=True, listed=True, optional=True),
@@ -226,6 +231,8 @@ STEP35 = Architecture(
     windows=LAYERS,
     window_listed=True,
     own_head=True,
+    drafts=True,
+    draft_type=SLIDING,
     values=SILU | {"attention_bias": (False, None), "use_bidirectional_attention": (False, None)}
     | {"use_head_wise_attn_gate": (True, None), "moe_router_activation": ("sigmoid", None)},
 )  # fmt: skip
@@ -260,6 +267,7 @@ MINIMAX_M3 = Architecture(
     layer_types=frozenset({"full_attention", "minimax_m3_sparse"}),
     with_experts="minimax_m3_sparse",
     chosen="index_topk_blocks * index_block_size",
+    chosen_by_flash=True,
     equal=(("shared_intermediate_size", "intermediate_size"), ("index_n_heads", "num_key_value_heads")),
     rope=frozenset({"default"}),
     partial_rope=True,

@@ -203,16 +203,25 @@ _DENSE_NEMOTRON_H = Architecture(
     },
     layer_types=frozenset({FULL, LINEAR_ATTENTION, "mlp"}),
     biases=frozenset({"SSM_CONV1D"}),
-    values={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "moe_latent_size": (None,)},
+    values={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",)},
 )
 NEMOTRON_H = replace(
     _DENSE_NEMOTRON_H,
     name="NEMOTRON_H_MOE",
     settings=(
         *_DENSE_NEMOTRON_H.settings, *EXPERTS, *GROUPS, EXPERT_WIDTH, SHARED, SIGMOID, SCALED, NORMED,
-        Setting("feed_forward_length", "moe_intermediate_size", only="moe.*"),
+        Setting("head_count_kv", "num_key_value_heads", only=f"{FULL}.*|draft"),
+        Setting("feed_forward_length", "moe_intermediate_size", only="moe.*|draft"),
         Setting("expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size"),
+        Setting("moe_latent_size", "moe_latent_size", optional=True),
     ),
+    drafts=True,
+    # Attention, and experts with the last norm.
+    folded_drafts={
+        r"mtp\.layers\.1\.norm(\..*)": r"second_norm\1",
+        r"mtp\.layers\.1\.final_layernorm(\..*)": r"shared_head.norm\1",
+        r"mtp\.layers\.[01]\.(.*)": r"\1",
+    },
     layer_types=frozenset({FULL, LINEAR_ATTENTION, "moe"}),
     dense=_DENSE_NEMOTRON_H,
 )  # fmt: skip

@@ -153,18 +153,27 @@ def _whole(part: str, layers: tuple[conventions.FusedLayer, ...], in_masters: bo
     return next((layer.whole for layer in fitting if re.fullmatch(layer.parts, part)), part)
 
 
-def names_in_memory(weight: str, has_vision: bool) -> list[str]:
-    """Return the names under which transformers may look for a weight.
+def renamed(weight: str, model: ModelDescription) -> str:
+    """Return the name that transformers gives a weight as it loads a model of a type, but for prefixes."""
+    for expression, replacement in model.in_memory.items():
+        weight = re.sub(expression, replacement, weight)
+    return weight
+
+
+def names_in_memory(weight: str, has_vision: bool, model: ModelDescription = UNKNOWN) -> list[str]:
+    """Return the names under which transformers may look for a weight, first that in the file.
 
     They are names of parameters, which are not always those in the file. A text model may be loaded from the checkpoint
     of a model with vision, and older checkpoints have other prefixes.
     """
-    if weight.startswith("backbone."):
-        return [weight, "model." + weight.removeprefix("backbone.")]
-    if has_vision and weight.startswith("model.layers."):
-        return [weight, "model.language_model." + weight.removeprefix("model.")]
+    name = renamed(weight, model)
+    names = [weight, name]
+    if name.startswith("backbone."):
+        names.append("model." + name.removeprefix("backbone."))
+    elif has_vision and name.startswith("model.layers."):
+        names.append("model.language_model." + name.removeprefix("model."))
     for prefix in ("model.language_model.", "language_model.model."):
-        if weight.startswith(prefix):
-            rest = weight.removeprefix(prefix)
-            return list(dict.fromkeys([weight, f"model.language_model.{rest}", f"model.{rest}"]))
-    return [weight]
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            names += [f"model.language_model.{rest}", f"model.{rest}"]
+    return list(dict.fromkeys(names))

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_encoders, llama_cpp_hybrids, table_experts
 from pqweights.checkpoint.models.defaults import LLAMA, OWN_HEAD, SILU, TIED, sizes
-from pqweights.checkpoint.models.description import STACKED, UNKNOWN, UNPREFIXED, MlxDifferences
+from pqweights.checkpoint.models.description import UNKNOWN
 from pqweights.checkpoint.models.description import ModelDescription as Row
-from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
+from pqweights.checkpoint.models.mlx_lm import MLX_DIFFERENCES
+from pqweights.checkpoint.models.traits import IN_MEMORY, TYPES_WITH, Trait
 
 _QWEN = LLAMA | {"use_sliding_window": False}
 _SPARSE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
@@ -61,6 +62,11 @@ _ROBERTA = Row(
     },
 )  # fmt: skip
 
+_MT5 = sizes(512, 1024, 8, 6, 512) | {
+    "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32, "feed_forward_proj": "gated-gelu",
+    "relative_attention_max_distance": 128,
+}  # fmt: skip
+
 # What is known of a type beyond its traits in TYPES_WITH.
 _ROWS: dict[str, Row] = {
     "arcee": Row(
@@ -102,7 +108,6 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "falcon_h1": Row(
-        mlx=MlxDifferences(other_head_dim=True),
         llama_cpp=llama_cpp_hybrids.FALCON_H1, defaults=sizes(4096, 14336, 32, 32, 8192) | LLAMA | {
             "key_multiplier": 1.0, "attention_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
             "lm_head_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_in_multiplier": 1.0,
@@ -123,7 +128,7 @@ _ROWS: dict[str, Row] = {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
     ),
-    "gemma3": replace(_GEMMA3, mlx=MlxDifferences(vocabulary=262208)),
+    "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "gemma3n_text": Row(
         llama_cpp=llama_cpp.GEMMA3N, defaults=sizes(2048, 16384, 35, 8, 32768) | TIED | {
@@ -146,10 +151,6 @@ _ROWS: dict[str, Row] = {
             "rms_norm_eps": 1.5625e-07,
         },
     ),
-    "gpt2": Row(mlx=MlxDifferences(layout=UNPREFIXED)),
-    "gpt_neox": Row(mlx=MlxDifferences(
-        rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
-    )),
     "granite": Row(
         llama_cpp=llama_cpp.GRANITE,
         defaults=sizes(4096, 11008, 32, 32, 2048) | LLAMA | dict.fromkeys(_MULTIPLIERS, 1.0),
@@ -226,12 +227,7 @@ _ROWS: dict[str, Row] = {
             "sliding_window": 128, "classifier_pooling": "cls",
         },
     ),
-    "mt5": Row(
-        llama_cpp=llama_cpp_encoders.MT5, defaults=sizes(512, 1024, 8, 6, 512) | {
-            "head_dim": 64, "rms_norm_eps": 1e-6, "relative_attention_num_buckets": 32,
-            "feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 128,
-        },
-    ),
+    "mt5": Row(llama_cpp=llama_cpp_encoders.MT5, defaults=_MT5),
     "nemotron_h": Row(
         llama_cpp=llama_cpp_hybrids.NEMOTRON_H, defaults=OWN_HEAD | {
             "num_attention_heads": 32, "max_position_embeddings": 4096, "hidden_size": 4096,
@@ -264,13 +260,13 @@ _ROWS: dict[str, Row] = {
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
         defaults=sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32},
     ),
-    "qwen2_5_vl": replace(_QWEN2_VL, mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_moe": Row(llama_cpp=llama_cpp.QWEN2_MOE, defaults=sizes(2048, 5632, 24, 16, 32768) | _QWEN | _SPARSE | {
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     }),
-    "qwen2_vl": replace(_QWEN2_VL, mlx=MlxDifferences(head_in_text=True, tied=True)),
+    "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
@@ -279,7 +275,6 @@ _ROWS: dict[str, Row] = {
     "qwen3_5": Row(flow=layers.QWEN3_5, defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
     "qwen3_5_moe": Row(
         flow=layers.QWEN3_5, defaults=sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED,
-        mlx=MlxDifferences(layout=STACKED),
     ),
     "qwen3_5_moe_text": Row(
         flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
@@ -316,7 +311,7 @@ _ROWS: dict[str, Row] = {
             "norm_topk_prob": True, "attention_bias": False,
         },
     ),
-    "qwen3_vl": replace(_QWEN3_VL, mlx=MlxDifferences(head_in_text=True)),
+    "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "qwen3_vl_moe_text": _QWEN3_VL_MOE,
     "qwen3_vl_text": _QWEN3_VL,
@@ -342,12 +337,17 @@ _ROWS: dict[str, Row] = {
             "relative_attention_max_distance": 128,
         },
     ),
+    "umt5": Row(llama_cpp=llama_cpp_encoders.T5, defaults=_MT5),  # every layer has its own biases of positions
     "xlm-roberta": _ROBERTA,
 }  # fmt: skip
 
 
-def _with_traits() -> dict[str, Row]:
+def _completed() -> dict[str, Row]:
     models = {**_ROWS, **table_experts.ROWS}
+    for model_type, differences in MLX_DIFFERENCES.items():
+        models[model_type] = replace(models.get(model_type, UNKNOWN), mlx=differences)
+    for model_type, names in IN_MEMORY.items():
+        models[model_type] = replace(models.get(model_type, UNKNOWN), in_memory=names)
     for trait, types in TYPES_WITH.items():
         for model_type in types.split():
             model = models.get(model_type, UNKNOWN)
@@ -355,4 +355,4 @@ def _with_traits() -> dict[str, Row]:
     return models
 
 
-MODELS = _with_traits()
+MODELS = _completed()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.gguf.file import is_gguf, open_gguf
-from pqweights.checkpoint.header import gguf_refused
 from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
@@ -84,16 +83,14 @@ def read_model(path: Path) -> Folder:
 
 
 def read_folder(path: Path) -> Folder:
-    """Read the configuration of a model's folder.
+    """Read the configuration of a model's folder, whatever its weights are.
 
-    Raises SourceError if the folder does not hold a model, also for GGUF, MasterError if a run into it was interrupted.
+    Raises SourceError if the folder does not hold a model, MasterError if a run into it was interrupted.
     """
     if is_interrupted(path):
         raise MasterError(f"{path}: {describe_interrupted(local_work_folder(path))}")
     if not path.exists():
         raise SourceError(f"{path}: no such folder")
-    if is_gguf(path):
-        raise gguf_refused(str(path))
     config = read_config(path)
     if config is None:
         raise SourceError(f"{path}: expected a model folder, found no {CONFIG_FILE} in it")

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.file import open_gguf
-from pqweights.checkpoint.models import has_trait
+from pqweights.checkpoint.models import described, has_trait
+from pqweights.checkpoint.models.names import names_in_memory
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import LocalStorage
@@ -279,11 +280,15 @@ def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
     package("torchao", "torchao")
     torch = package("torch", "torchao")
     stored, metadata = _stored(folder.path)
-    # Each weight that is listed has its description, which names the tensors that it is stored as.
-    parts = set()
+    # Each weight that is listed has its description, which names the tensors that it is stored as; behind its name are
+    # those that it may have in memory.
+    parts, others = set[str](), set[str]()
+    has_vision, known = "vision_config" in folder.config, described(folder.config.get("model_type"))
     for name in json.loads(metadata.get("tensor_names", "[]")):
-        module, _, parameter = name.rpartition(".")
-        parts |= {f"{module}._{parameter}_{part}" for part in json.loads(metadata[name])["_tensor_data_names"]}
+        if name not in others:
+            others |= {*names_in_memory(name, has_vision, known)}
+            module, _, parameter = name.rpartition(".")
+            parts |= {f"{module}._{parameter}_{part}" for part in json.loads(metadata[name])["_tensor_data_names"]}
     _refuse(folder.path, "torchao", missing=parts - stored)  # transformers would raise a RuntimeError
     model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the INT4 kernel takes nothing else
     modules = _torchao_modules(folder, model)

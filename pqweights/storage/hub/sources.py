@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pqweights.checkpoint.gguf.file import is_gguf
-from pqweights.checkpoint.gguf.sources import open_gguf_source
+from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_local
+from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import HubError, SourceError
@@ -107,10 +106,7 @@ def open_source(
         address = address_of(source)
         if address is not None:
             return open_address(address, allow_pickle, include=include)
-        path = Path(local_path(source))
-        if is_gguf(path):
-            return open_gguf_source(path, include)
-        return open_local(path, allow_pickle, include=include)
+        return open_local_source(Path(local_path(source)), allow_pickle=allow_pickle, include=include)
     hub = access.hub()
     storage = HubStorage(hub, hub.repository(repository, access.revision), low_disk)
     return open_checkpoint(storage, allow_pickle, include=include)

@@ -1,0 +1,50 @@
+"""Settings that mlx-lm reads, out of what transformers makes of published configurations: they are those published.
+
+Published files: moonshotai/Kimi-Linear-48B-A3B-Instruct, LGAI-EXAONE/K-EXAONE-236B-A23B, MiniMaxAI/MiniMax-M2,
+stepfun-ai/Step-3.5-Flash and XiaomiMiMo/MiMo-V2-Flash, with fewer layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pqweights.checkpoint.models import described
+
+transformers = pytest.importorskip("transformers")
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_linear": ("KimiLinearConfig", {
+        "num_hidden_layers": 5, "first_k_dense_replace": 1, "linear_attn_config": {
+            "full_attn_layers": [4], "head_dim": 128, "kda_layers": [1, 2, 3, 5], "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+    }),
+    "exaone_moe": ("ExaoneMoeConfig", {"num_hidden_layers": 3, "is_moe_layer": [False, True, True]}),
+    "minimax_m2": ("MiniMaxM2Config", {"num_hidden_layers": 2, "head_dim": 128, "rotary_dim": 64}),
+    "step3p5": ("Step3p7TextConfig", {
+        "num_hidden_layers": 4, "num_attention_groups": 8, "moe_num_experts": 288, "moe_top_k": 8,
+        "moe_layers_enum": "2,3", "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8},
+        "rope_theta": [5e6, 1e4, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    }),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", {
+        "num_hidden_layers": 7, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+        "rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "layernorm_epsilon": 1e-5,
+        "head_dim": 192, "v_head_dim": 128, "num_attention_heads": 64, "num_key_value_heads": 4, "swa_head_dim": 192,
+        "swa_v_head_dim": 128, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "n_shared_experts": None,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_settings_of_mlx_lm_are_those_of_published_files(model_type: str) -> None:
+    name, published = PUBLISHED[model_type]
+    config, mlx = getattr(transformers, name), described(model_type).mlx
+    keys = config().to_dict().keys()  # transformers also writes what it does not know
+    written = {key: value for key, value in config(**published).to_dict().items() if key in keys}
+    found = written | mlx.constants | mlx.computed(written)
+    assert {key: found.get(key) for key in published} == published
