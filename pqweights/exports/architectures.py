@@ -80,6 +80,8 @@ def _refusal(target: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the model_type that a target cannot store, and the reason; None if there is none."""
     for model_type, is_tower in _model_types(config):
         for trait, reason in _REFUSALS[target]:
+            if target == VLLM and has_trait(model_type, Trait.VLLM_ALONE):
+                continue  # a warning says that transformers cannot
             # compressed-tensors also fails at plain weights that transformers cuts.
             counts = not is_tower or (target == VLLM and trait == Trait.RESHAPED)
             if counts and has_trait(model_type, trait):

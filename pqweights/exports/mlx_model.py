@@ -442,7 +442,7 @@ def _nested(weights: Weights) -> Weights:
 def _unwrapped(weights: Weights) -> Weights:
     """Name the text model of one of images and text as it is named alone, and leave the rest out."""
     text = {name: weight for name, weight in weights.items() if tower_of(name) is None}
-    return {name.replace("language_model.", "", 1): weight for name, weight in text.items()}
+    return {re.sub("(language|text)_model[.]", "", name, count=1): weight for name, weight in text.items()}
 
 
 def _unprefixed_gpt2(weights: Weights) -> Weights:

@@ -44,9 +44,9 @@ STATED_NAME = "vllm-int4"
 LADDER = ("w4a16", "w8a16", "nvfp4", "fp8")
 # What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
 BASIS = "plain"
-JOINED = (
-    "this export is for vLLM alone: transformers (5.23) joins weights that stay plain as it loads them, and loses them "
-    "beside packed ones"
+RESHAPED = (
+    "this export is for vLLM alone: transformers (5.23) cuts or joins weights of this type of model as it loads them, "
+    "which does not work with packed ones, nor with plain ones beside them"
 )
 UNSTACKED = "the experts of this model stay plain; --format mxfp4-gpt-oss rounds them, and nothing else"
 
@@ -146,8 +146,8 @@ def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[st
     stacks = (tensor for tensor in checkpoint.tensors if is_stack(tensor) and tensor.name not in linear.chosen)
     if (checkpoint.config or {}).get("model_type") == OF_STACKS and any(stacks):
         return (UNSTACKED,)
-    if has_trait((checkpoint.config or {}).get("model_type"), Trait.JOINED_PLAIN):
-        return (JOINED,)
+    if has_trait((checkpoint.config or {}).get("model_type"), Trait.VLLM_ALONE):
+        return (RESHAPED,)
     if Trait.VLLM_TAKES_SINGLE_EXPERTS in linear.model.traits:
         return ("vLLM alone loads this export: transformers (5.23) takes no single experts of this type of model",)
     experts = [t.name for t in checkpoint.tensors if role_of(t, linear.model) == "expert" and len(t.shape) == 2]

@@ -142,7 +142,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         max_position_embeddings=64
     ),
     "eurobert": A("EuroBert", TEXT, head="ForMaskedLM"),
-    "nomic_bert": A("NomicBert", ENCODER, head="Model", vllm=RESHAPED, torchao=RESHAPED),
+    "nomic_bert": A("NomicBert", ENCODER, head="Model", vllm=IN_VLLM, torchao=RESHAPED),
     "jina_embeddings_v3": A("JinaEmbeddingsV3", ENCODER, head="ForMaskedLM", vllm=RESHAPED, torchao=RESHAPED),
     "EmbeddingGemma": A(
         "Gemma3Text", TEXT, head="Model", config="Gemma3Text", mlx=BOTH_WAYS, use_bidirectional_attention=True
@@ -431,7 +431,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         vision_config={**IMAGE, "model_type": "siglip2_vision_model", "num_patches": 16}, image_token_id=99
     ),
     "idefics3": A(
-        "Idefics3", head=GENERATES, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE, image_token_id=99
+        "Idefics3", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE,
+        image_token_id=99
+    ),
+    "smolvlm": A(
+        "SmolVLM", head=GENERATES, mlx=LOADS, text_config={**TEXT, "model_type": "llama"}, vision_config=IMAGE,
+        image_token_id=99
     ),
 }  # fmt: skip
 

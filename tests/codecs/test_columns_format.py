@@ -32,6 +32,7 @@ from pqweights.codecs.columns import (
     HadamardTrellisColumns,
     Orientation,
     bits_of,
+    decode_codes,
     decode_columns,
 )
 from pqweights.codecs.protocol import VALUE_DTYPES, DamagedBlock
@@ -112,6 +113,27 @@ def test_decoded_bits_are_those_of_an_independent_decoder(shape: tuple[int, int]
         changed = codes if step is None else with_step(codes, step)
         for dtype in VALUE_DTYPES:
             assert whole(changed, dtype) == independent(changed, dtype), (step, dtype)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES)
+def test_superblocks_are_decoded_alike_whatever_comes_before_and_after(dtype: str) -> None:
+    """Superblocks are decoded two by two; here with the next strip's, and with one that has more tiles, or none."""
+    codes = column_writer.encoded(gaussian(300, 1537, seed=9), 1.5, seed=2)
+    cut, size = codes.cut, item_bytes(dtype)
+    together = np.frombuffer(whole(codes, dtype), dtype=np.uint8).reshape(300, 1537, size)
+    ends = np.append(0, np.cumsum(codes.lengths))
+    for number, length in enumerate(codes.lengths.reshape(-1)):
+        strip, columns = number // cut.superblocks, cut.columns_of(number % cut.superblocks)
+        alone = ColumnCodes(
+            codes.trellis[ends[number] : ends[number + 1]],
+            np.array([[length]], dtype=np.int32),
+            codes.row_scales[strip * 128 : (strip + 1) * 128],
+            codes.column_scales[columns.start : columns.stop],
+        )
+        out = np.empty(len(alone.row_scales) * len(columns) * size, dtype=np.uint8)
+        decode_codes(alone, len(columns), dtype, out)
+        own = together[strip * 128 : (strip + 1) * 128, columns.start : columns.stop]
+        assert out.tobytes() == own.tobytes(), number
 
 
 def example_of_the_page() -> tuple[ColumnCodes, str]:

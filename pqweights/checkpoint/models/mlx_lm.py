@@ -116,7 +116,9 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "gpt_oss": MlxDifferences(layout=TURNED),
     "granitemoehybrid": MlxDifferences(computed=_granite_hybrid),
     "kimi_linear": MlxDifferences(constants={"rope_theta": 10000.0}, computed=_kimi_linear),  # it has no RoPE
-    **dict.fromkeys(("internvl", "lfm2_vl", "llava_onevision", "step3p7"), MlxDifferences(layout=UNWRAPPED)),
+    **dict.fromkeys(
+        ("idefics3", "internvl", "lfm2_vl", "llava_onevision", "smolvlm", "step3p7"), MlxDifferences(layout=UNWRAPPED),
+    ),
     "lfm2": MlxDifferences(computed=_lfm2),
     "mimo_v2_flash": MlxDifferences(computed=_mimo),
     "minimax_m2": MlxDifferences(constants={"shared_intermediate_size": 0}, computed=_minimax),

@@ -27,7 +27,9 @@ class Trait(Enum):
     # transformers cuts a stored weight into several, or joins several, without regard to packed codes; of those that it
     # joins it even loses the plain ones of a compressed-tensors checkpoint.
     RESHAPED = auto()
-    JOINED_PLAIN = auto()  # the same of weights that stay plain alone, which a checkpoint for torchao keeps
+    # vLLM has code of its own to load it, so its exports are written although transformers does not load them: it is
+    # RESHAPED, or only weights that stay plain are joined, which exports for torchao survive.
+    VLLM_ALONE = auto()
     RENAMED = auto()  # layers have other names in memory than in the file, and torchao's metadata has those in memory
     RENAMED_TOWERS = auto()  # the same of layers of a tower that stay plain: `ignore` must name the whole tower
     # It computes with a weight otherwise than by F.linear, the only product of torchao's tensors.
@@ -69,7 +71,7 @@ bailing_hybrid depth_pro dinov2 dinov2_with_registers gradium_phonon_tts gte hrm
 jina_embeddings_v3 minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2 tipsv2
 tipsv2_vision_model unlimited_ocr
 """,
-    Trait.JOINED_PLAIN: "glm5_next glm5_next_text kimi_linear olmo_hybrid step3p7",
+    Trait.VLLM_ALONE: "glm5_next glm5_next_text kimi_linear nomic_bert olmo_hybrid step3p7",
     Trait.RENAMED: """
 altclip audio-spectrogram-transformer beit cohere_asr cosmos3_edge cosmos3_omni csm d_fine deit dinov3_vit
 ernie4_5_vl_moe glm5_next glm5_next_text granite_speech granite_speech_plus grounding-dino hy_v4 ijepa inkling2
@@ -101,31 +103,30 @@ afmoe deepseek_v2 dots1 glm4_moe minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3
     Trait.EXAMINED: """
 afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba bart beam bert
 bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blip-2 bloom blt camembert
-chameleon codegen cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge
-cosmos3_omni cpmant ctrl cwm data2vec-text dbrx deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
-deepseek_vl deepseek_vl_hybrid diffllama diffusion_gemma doge dots1 dots3_note dots3_note_text electra emu3
-encoder-decoder ernie ernie4_5 ernie4_5_moe ernie4_5_vl_moe evolla exaone4 exaone4_5 exaone_moe falcon falcon_h1
-falcon_mamba fast_vlm flex_olmo flint florence2 fsmt fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text gemma3n
-gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text git glm
-glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa glm_ocr glmasr glmga got_ocr2 gpt-sw3 gpt2
-gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite4_vision granite_docling granite_speech
-granite_speech_plus granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text
-hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 hyperclovax hyperclovax_vision_v2 idefics idefics2 idefics3
-inkling2 inkling2_text inkling_mm_model inkling_text instructblip instructblipvideo internlm3 internvl iquestcoder
-jais2 jamba janus jetmoe kimi_k25 kimi_linear kolibri1 kosmos-2 kosmos-2.5 kyutai_speech_to_text laguna led lfm2
-lfm2_moe lfm2_vl lfm3 lfm3_vl lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision
-longcat_flash longt5 m2m_100 mamba mamba2 marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minicpm_ocr
-minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral ministral3 mistral mistral3
-mistral4 mistral_large4 mixtral mllama modernbert-decoder molmo2 moshi moss_transcribe_diarize mpt mt5 muse_glimmer
-muse_spark musicflamingo musicgen musicgen_melody mvp nanochat nemo_speechlm nemotron nemotron_h nemotron_h_omni
-nllb-moe olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt ovis2 paddleocr_vl paligemma pegasus pegasus_x perception_lm
-persimmon phi phi3 phi4_multimodal phimoe pi0 pix2struct plbart pp_chart2table pp_formulanet prophetnet qianfan_ocr
-qwen2 qwen2_5_omni qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
-qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker qwen3_vl
-qwen3_vl_moe qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert roformer
-rwkv seamless_m4t seamless_m4t_v2 seed_oss shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 step3p7
-switch_transformers t5 t5gemma t5gemma2 trocr udop umt5 unlimited_ocr vaultgemma vibevoice_asr video_llama_3
-video_llava vipllava vision-encoder-decoder voxtral voxtral_realtime whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet
-xlstm xmod youtu zamba zamba2 zaya
+chameleon codegen cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge cosmos3_omni
+cpmant ctrl cwm data2vec-text dbrx deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
+deepseek_vl_hybrid diffllama diffusion_gemma doge dots1 dots3_note dots3_note_text electra emu3 encoder-decoder ernie
+ernie4_5 ernie4_5_moe ernie4_5_vl_moe evolla exaone4 exaone4_5 exaone_moe falcon falcon_h1 falcon_mamba fast_vlm
+flex_olmo flint florence2 fsmt fun_asr_nano fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4
+gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text git glm glm4 glm46v glm4_moe
+glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa glm_ocr glmasr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo
+gpt_neox gpt_neox_japanese gpt_oss gptj granite granite4_vision granite_docling granite_speech granite_speech_plus
+granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte helium hrm_text hunyuan_v1_dense
+hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 hyperclovax hyperclovax_vision_v2 idefics idefics2 idefics3 inkling2 inkling2_text
+inkling_mm_model inkling_text instructblip instructblipvideo internlm3 internvl iquestcoder jais2 jamba janus jetmoe
+kimi_k25 kimi_linear kolibri1 kosmos-2 kosmos-2.5 kyutai_speech_to_text laguna led lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl
+lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision longcat_flash longt5 m2m_100
+mamba mamba2 marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax
+minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral ministral3 mistral mistral3 mistral4 mistral_large4 mixtral mllama
+modernbert-decoder molmo2 moshi moss_transcribe_diarize mpt mt5 muse_glimmer muse_spark musicflamingo musicgen
+musicgen_melody mvp nanochat nemo_speechlm nemotron nemotron_h nemotron_h_omni nllb-moe nomic_bert olmo olmo2 olmo3
+olmo_hybrid olmoe openai-gpt opt ovis2 paddleocr_vl paligemma pegasus pegasus_x perception_lm persimmon phi phi3
+phi4_multimodal phimoe pi0 pix2struct plbart pp_chart2table pp_formulanet prophetnet qianfan_ocr qwen2 qwen2_5_omni
+qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp qwen4_exp_text
+recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv seamless_m4t seamless_m4t_v2
+seed_oss shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 step3p7 switch_transformers t5 t5gemma t5gemma2
+trocr udop umt5 unlimited_ocr vaultgemma vibevoice_asr video_llama_3 video_llava vipllava vision-encoder-decoder voxtral
+voxtral_realtime whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zamba2 zaya
 """,
 }
