@@ -4,8 +4,8 @@
 
 A weight of N(0,1) whose inputs are correlated is encoded with the feedback of all its columns, at about 3 bits. Rates
 are weights in a second of the processor's time, so that other work on the machine counts less; the rounds of all
-operations take turns, and the tables show medians. The rates of encoding are those of the second half of the rows: the
-Cholesky factor of the moments, which takes as long for one row as for all, is left out.
+operations take turns, and the tables show medians. The Cholesky factor of the moments, which takes as long for one row
+as for all, is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pqweights.kernels.trellis import STATES
 from pqweights.rewrite.task import usable_cores
 
 BITS, STEP = 3.0, 0.42
-HALF = "encode, half of the rows"
 Work = Callable[[], object]
 
 
@@ -38,15 +37,12 @@ def operations(rows: int, size: int, threads: int) -> dict[str, Work]:
     mixed = rng.standard_normal((size, size), dtype=np.float32) / np.float32(size**0.5)
     moments, gradients = np.eye(size, dtype=np.float32) + mixed @ mixed.T, np.ones(rows)
 
-    def encode(states: int = STATES[0], count: int = rows) -> object:
-        return encoded(count, states)
+    inputs = InputFactors.of([moments[part, part] for part in moment_blocks(size)])
 
-    def encoded(count: int, states: int) -> tuple[ColumnCodes, ColumnMeasures]:
-        inputs = InputFactors.of([moments[part, part] for part in moment_blocks(size)])
-        own = gradients[:count]
-        return encode_columns(weight[:count], inputs, gradients=own, step=STEP, states=states, threads=threads)
+    def encode(states: int = STATES[0]) -> tuple[ColumnCodes, ColumnMeasures]:
+        return encode_columns(weight, inputs, gradients=gradients, step=STEP, states=states, threads=threads)
 
-    codes, _ = encoded(rows, STATES[0])
+    codes, _ = encode()
     values = np.empty(2 * weight.size, dtype=np.uint8)
     factors = {"row_factors": np.ones(rows, np.float32), "column_factors": np.ones(size, np.float32)}
 
@@ -61,7 +57,6 @@ def operations(rows: int, size: int, threads: int) -> dict[str, Work]:
     state = coder.first_state()
     return {
         **{f"encode, {states} states": functools.partial(encode, states) for states in STATES[:2]},
-        **{f"{HALF}, {states}": functools.partial(encode, states, rows // 2) for states in STATES[:2]},
         "decode": decode,
         "encode, plain trellis": lambda: coder.encode(plain, [stored], dtype="F32", state=state),
         "decode, plain trellis": lambda: coder.decode([stored], decoded, dtype="BF16", state=state),
@@ -79,10 +74,6 @@ def measure(rows: int, size: int, threads: int, rounds: int) -> list[dict]:
             if turn:  # the first one warms up
                 times[name].append(time.process_time() - begin)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
-    for states in STATES[:2]:
-        medians[f"encode, {states} states"] = 2 * (
-            medians[f"encode, {states} states"] - medians.pop(f"{HALF}, {states}")
-        )
     return [
         {"operation": name, "threads": threads, "weights_per_second": rows * size / seconds}
         for name, seconds in medians.items()

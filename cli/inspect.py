@@ -92,9 +92,8 @@ def _row(tensor: TensorPlan, record: TensorRecord) -> dict[str, str]:
 
     coded: the state in which its codec encoded it, without zeros, and whether its input channels were scaled
     """
-    state = [
-        value if isinstance(value, str) else f"{key} {value}" for key, value in (record.state or {}).items() if value
-    ]
+    stated = ((key, value) for key, value in (record.state or {}).items() if value)
+    state = [key if value is True else value if isinstance(value, str) else f"{key} {value}" for key, value in stated]
     return {
         "tensor": tensor.name,
         "shape": "x".join(map(str, tensor.shape)),

@@ -41,8 +41,9 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "encode": (0,),
     "encode_trellis": (0,),
     "encode_lossless": (0,),
-    "load_columns": (0, 1, 2),
-    "search_columns": (0, 1, 2),
+    "load_columns": (1, 2, 3),
+    "feed_back_columns": (1, 2),
+    "search_columns": (1, 2, 3, 4),
     "pack_columns": (),  # it packs what a search found
     "encode_gguf_affine": (1, 2),
     "encode_gguf_symmetric": (1, 2),

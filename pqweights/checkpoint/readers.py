@@ -305,12 +305,13 @@ class ColumnTensor(EncodedTensor):
         return self.cut.blocks if self.state.transposed else BLOCK_SIZE
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode elements unit by unit, straight into `out` where they are rows from the first of a unit on."""
+        """Decode elements, a unit or two strips at a time, straight into `out` if they are rows from its start on."""
         (height, width), size, end = self.shape[-2:], item_bytes(dtype), start + count
         while start < end:
             matrix, row = divmod(start // width, height)
             first = row // self.unit_rows * self.unit_rows
-            rows, columns = range(first, min(first + self.unit_rows, height)), range(width)
+            units = 1 if self.state.transposed or start > (matrix * height + first) * width else 2
+            rows, columns = range(first, min(first + units * self.unit_rows, height)), range(width)
             stop = min(end, (matrix * height + rows.stop) * width)
             if not self.state.transposed:
                 rows = range(first, -(-stop // width) - matrix * height)
@@ -326,7 +327,7 @@ class ColumnTensor(EncodedTensor):
             start, out = stop, out[byte_count:]
 
     def _decode_part(self, matrix: int, rows: range, columns: range, *, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode rows of a unit, from its first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
+        """Decode rows of a unit or two, from the first one on, to one of VALUE_DTYPES: bytes of [rows, columns].
 
         rows, columns: of the weight as it is stored; whole superblocks
 
@@ -338,7 +339,7 @@ class ColumnTensor(EncodedTensor):
         first, count = columns.start // cut.blocks, -(-len(columns) // cut.blocks)
         at = matrix * cut.strips * cut.superblocks
         at += first * cut.strips if cut.transposed else rows.start // BLOCK_SIZE * cut.superblocks + first
-        ends = self.ends[at : at + 1 + (cut.strips if cut.transposed else count)]
+        ends = self.ends[at : at + 1 + -(-len(rows) // BLOCK_SIZE) * count]
         trellis, _, row_scales, column_scales = self.encoded
         codes = ColumnCodes(
             self._read_items(trellis, int(ends[0]), scratch("trellis", int(ends[-1] - ends[0]))),

@@ -79,7 +79,8 @@ def encode_columns(
     gradients: [N], the mean squared gradients of the outputs; None to weigh all outputs by their relative errors
     step: of the weights, once they are scaled
     states: of the trellis: one of kernels.trellis.STATES
-    threads: that groups of 2048 rows are shared out to; the codes are the same for any number
+    threads: that groups of 2048 rows are shared out to; the groups that are left then are shared by all of them. The
+        codes are the same for any number
 
     Raises ValueError for arrays of other shapes, for what is not finite, or a step that leaves no room for the scales.
     """
@@ -87,18 +88,22 @@ def encode_columns(
     rows, row_exponent = stored_scales(row_scales(gradients))
     scaled_step = _Step.of(step, row_exponent + inputs.exponent)
     groups = range(0, len(weight), columns.GROUP_ROWS)
+    alone = groups[: len(groups) // threads * threads]
     strips: list[list[Bytes]] = [[] for _ in range(ColumnCut.of(weight.shape).strips)]
     errors, weighed = 0.0, 0.0
     for factor in inputs.blocks:
-        job, found = _Job(weight, factor, rows, scaled_step, states), dict[int, tuple[list[list[Bytes]], Doubles]]()
+        job, parts = _Job(weight, factor, rows, scaled_step, states), dict[int, tuple[list[list[Bytes]], Doubles]]()
 
-        def encode_group(start: int, job: _Job = job, found: dict[int, Any] = found) -> None:
-            found[start] = job.encode(slice(start, start + columns.GROUP_ROWS))
+        def encode_group(start: int, job: _Job = job, parts: dict[int, Any] = parts) -> None:
+            parts[start] = job.encode(slice(start, start + columns.GROUP_ROWS))
 
-        map_in_threads(encode_group, groups, min(threads, len(groups)))
-        for strip, superblocks in zip(strips, (own for start in groups for own in found[start][0]), strict=True):
+        map_in_threads(encode_group, alone, threads)
+        if rest := groups[len(alone) :]:
+            parts[rest.start] = job.encode(slice(rest.start, None), threads)
+        found = [parts[start] for start in sorted(parts)]
+        for strip, superblocks in zip(strips, (own for encoded, _ in found for own in encoded), strict=True):
             strip += superblocks
-        plain, damped = np.concatenate([found[start][1] for start in groups], axis=1)
+        plain, damped = np.concatenate([squares for _, squares in found], axis=1)
         errors += float(plain.sum())
         weighed += float(gradients @ (damped - factor.damping * plain))
     codes = ColumnCodes(
@@ -369,28 +374,35 @@ class _Job:
         # From squares of coordinates, rotated back, to those of the weights.
         self.units = np.square(row_factors * np.ldexp(1.0, step.exponent) / BLOCK_SIZE)
 
-    def encode(self, rows: slice) -> tuple[list[list[Bytes]], Doubles]:
-        """Return the superblocks of each strip of up to 2048 rows, and squared errors, plain and by H: [2, rows]."""
+    def encode(self, rows: slice, threads: int = 1) -> tuple[list[list[Bytes]], Doubles]:
+        """Return the superblocks of each strip of some groups, and squared errors, plain and by H: [2, rows]."""
         weight, row_factors, model = self.weight[rows], self.row_factors[rows], encode_model()
-        count = -(-len(weight) // BLOCK_SIZE)
-        group = columns.load(np.ascontiguousarray(weight), row_factors, self.column_factors)
-        squares = np.zeros((2, columns.GROUP_ROWS))
-        strips: list[list[Bytes]] = [[] for _ in range(count)]
+        groups = columns.load(np.ascontiguousarray(weight), row_factors, self.column_factors, threads=threads)
+        squares = np.zeros((2, len(groups) * columns.GROUP_ROWS))
+        strips: list[list[Bytes]] = [[] for _ in range(-(-len(weight) // BLOCK_SIZE))]
         for start in range(0, weight.shape[1], self.blocks):
             own = range(start, min(start + self.blocks, weight.shape[1]))
             found = columns.search(
-                group,
+                groups,
                 own,
                 self.feedback,
                 weights=self.weights[own.start : own.stop],
                 model=model,
                 states=self.states,
                 step=self.step.mantissa,
+                threads=threads,
             )
-            squares += found.squares.transpose(0, 2, 1).reshape(2, -1)
-            packed = columns.pack(found, strips=count, model=model, states=self.states, step=self.step.stored)
-            for strip, superblock in zip(strips, packed, strict=True):
-                strip.append(superblock)
+            squares += np.stack([of.squares for of in found]).transpose(1, 0, 3, 2).reshape(2, -1)
+
+            def pack(number: int, found: list[columns.Found] = found) -> None:
+                of_group = strips[number * columns.STRIPS : (number + 1) * columns.STRIPS]
+                packed = columns.pack(
+                    found[number], strips=len(of_group), model=model, states=self.states, step=self.step.stored
+                )
+                for strip, superblock in zip(of_group, packed, strict=True):
+                    strip.append(superblock)
+
+            map_in_threads(pack, range(len(found)), min(threads, len(found)))
         return strips, squares[:, : len(weight)] * self.units[rows]
 
 

@@ -1,12 +1,15 @@
 """The kernels of the codec hadamard-trellis-columns, called with arrays: groups of 2048 rows to bytes, and back.
 
+Groups that are searched together go on run by run: threads share out what the errors of the columns before a run add to
+it, which is nearly all of the work, and then the groups.
+
 They run on the CPU alone. docs/format.md, section 10, has the bytes and the decoder's arithmetic;
 native/columns_*.cpp are the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ STRIPS = 16
 GROUP_ROWS = STRIPS * BLOCK_SIZE
 # Rows of a tile, columns of a run, and what a matrix of feedback has more rows than columns, as in native/.
 _TILE, _RUN, _SPARE_ROWS = 64, 64, 3
+_GROUP_TILES = GROUP_ROWS // _TILE
 # Words of a stream that a tile of sixteen blocks takes at most.
 _TILE_WORDS = (BLOCK_SIZE + 1) * STRIPS
 
@@ -33,24 +37,26 @@ def most_bytes(blocks: int) -> int:
     return HEADER_BYTES + CLASSES + 4 * STRIPS + 2 * -(-blocks // STRIPS) * _TILE_WORDS
 
 
-def load(rows: Floats, row_factors: Floats, column_factors: Floats) -> Floats:
-    """Return up to 2048 rows [rows, K], multiplied by factors [rows] and [K] and rotated: f32 [32, K, 64].
+def load(rows: Floats, row_factors: Floats, column_factors: Floats, *, threads: int = 1) -> Floats:
+    """Return rows [rows, K], multiplied by factors [rows] and [K] and rotated, in groups: f32 [groups, 32, K, 64].
 
     Raises ValueError for arrays that do not fit together.
     """
     count, columns = rows.shape
-    if not 1 <= count <= GROUP_ROWS or columns < 1:
-        raise ValueError(f"expected 1 to {GROUP_ROWS} rows, found {count} of {columns} columns")
-    group = np.empty((GROUP_ROWS // _TILE, columns, _TILE), dtype=np.float32)
+    if count < 1 or columns < 1:
+        raise ValueError(f"expected rows of columns, found {count} of {columns}")
+    groups = np.empty((-(-count // GROUP_ROWS), _GROUP_TILES, columns, _TILE), dtype=np.float32)
     native.call(
         "load_columns",
+        native.counter(),
         native.array(rows, np.float32, count * columns),
         native.array(row_factors, np.float32, count),
         native.array(column_factors, np.float32, columns),
-        native.array(group, np.float32, group.size, written=True),
+        native.array(groups, np.float32, groups.size, written=True),
         *(count, columns),
+        threads=threads,
     )
-    return group
+    return groups
 
 
 def feedback_room(columns: int) -> Floats:
@@ -76,11 +82,19 @@ class Found:
 
 
 def search(
-    group: Floats, columns: range, feedback: Floats, *, weights: Floats, model: EncodeModel, states: int, step: float
-) -> Found:
-    """Find the numbers of one superblock of each strip, after those of the columns before it.
+    groups: Floats,
+    columns: range,
+    feedback: Floats,
+    *,
+    weights: Floats,
+    model: EncodeModel,
+    states: int,
+    step: float,
+    threads: int = 1,
+) -> list[Found]:
+    """Find the numbers of one superblock of each strip of groups, after those of the columns before it.
 
-    group: as of `load`; the errors take the place of the columns
+    groups: as of `load`; the errors take the place of the columns
     columns: those of the superblock
     feedback: as of `feedback_room`; row k has by what the error of each column before k is multiplied before it is
         added to column k, which gives the target
@@ -90,32 +104,39 @@ def search(
 
     Raises ValueError for arrays that do not fit together, too many columns, or states or a step of another number.
     """
-    size, count = group.shape[1], len(columns)
+    number, _, size, _ = groups.shape
+    count = len(columns)
     if states not in STATES or not 1 <= step <= 2:
         raise ValueError(f"expected one of {STATES} states and a step from 1 to 2, found {states} and {step}")
     if not 0 <= columns.start < columns.stop <= size or columns.step != 1 or count > MOST_BLOCKS:
         raise ValueError(f"expected up to {MOST_BLOCKS} of {size} columns, found {columns}")
-    found = Found(
-        numbers=np.empty((count, BLOCK_SIZE, STRIPS), dtype=np.int16),
-        classes=np.empty((count, STRIPS), dtype=np.uint8),
-        squares=np.zeros((2, BLOCK_SIZE, STRIPS), dtype=np.float32),
-    )
-    native.call(
-        "search_columns",
-        native.array(feedback, np.float32, (size + _SPARE_ROWS) * size),
-        native.array(group, np.float32, GROUP_ROWS * size, written=True),
+    numbers = np.empty((number, count, BLOCK_SIZE, STRIPS), dtype=np.int16)
+    classes = np.empty((number, count, STRIPS), dtype=np.uint8)
+    squares = np.zeros((number, 2, BLOCK_SIZE, STRIPS), dtype=np.float32)
+    starts = np.zeros((number, STRIPS, STRIPS), dtype=np.int32)
+    fed = native.array(feedback, np.float32, (size + _SPARE_ROWS) * size)
+    errors = native.array(groups, np.float32, number * GROUP_ROWS * size)
+    sums = _room("sums", np.float32, number * GROUP_ROWS * _RUN)
+    searched = (
+        fed,
+        native.array(groups, np.float32, number * GROUP_ROWS * size, written=True),
+        replace(sums, kind="r f4"),
         native.array(weights, np.float32, 2 * count),
         native.array(model.limits, np.float64, CLASSES + 1),
         *(native.array(factors, np.float64, CLASSES) for factors in (model.down, model.up)),
         native.array(model.reach, np.int32, CLASSES),
-        native.array(found.numbers, np.int16, found.numbers.size, written=True),
-        native.array(found.classes, np.uint8, found.classes.size, written=True),
-        native.array(found.squares, np.float32, found.squares.size, written=True),
-        _room("sums", np.float32, GROUP_ROWS * _RUN),
-        _room("decisions", np.uint16, BLOCK_SIZE * states),
-        *(size, columns.start, count, states, step),
+        native.array(numbers, np.int16, numbers.size, written=True),
+        native.array(classes, np.uint8, classes.size, written=True),
+        native.array(squares, np.float32, squares.size, written=True),
+        native.array(starts, np.int32, starts.size, written=True),
+        _room("decisions", np.uint16, number * BLOCK_SIZE * states),
     )
-    return found
+    for place in range(0, count, _RUN):
+        run = (number, size, columns.start + place, min(_RUN, count - place))
+        native.call("feed_back_columns", native.counter(), fed, errors, sums, *run, threads=threads)
+        own = (*run, place, count, states, step)
+        native.call("search_columns", native.counter(), *searched, *own, threads=min(threads, number))
+    return [Found(numbers=n, classes=c, squares=s) for n, c, s in zip(numbers, classes, squares, strict=True)]
 
 
 def pack(found: Found, *, strips: int, model: EncodeModel, states: int, step: float) -> list[npt.NDArray[np.uint8]]:

@@ -249,7 +249,7 @@ class LayerwiseCalibration:
         stacks = {weight.name for weight in own if weight.label in known and weight.number is not None}
         pooled = {weight.label for weight in own if weight.name in stacks and weight.label not in known}
         result: dict[str, npt.NDArray[Any]] = {}
-        for weights, read in self._inputs(number, statistics, known.keys(), pooled):
+        for weights, read in self._inputs(number, statistics, set(known), pooled):
             damping, moments, count = read.damping(), read.mean(), read.count
             if weights[0].label in pooled:
                 of_stack = self._gradients_of_stack(number, weights[0].name, statistics, count)

@@ -123,7 +123,7 @@ def test_strips_have_as_many_superblocks_as_their_columns_need() -> None:
 
 
 def test_threads_do_not_change_the_codes() -> None:
-    given = problem(4500, 24)
+    given = problem(4500, 80)
     one, several = given.encode(threads=1), [given.encode(threads=threads) for threads in (2, 5)]
     for codes, measures in several:
         assert measures == one[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from dataclasses import replace
@@ -31,6 +32,7 @@ from pqweights.codecs.columns import (
     HadamardTrellisColumns,
     Orientation,
     bits_of,
+    decode_codes,
     decode_columns,
 )
 from pqweights.codecs.protocol import VALUE_DTYPES, DamagedBlock
@@ -82,6 +84,13 @@ def independent(codes: ColumnCodes, dtype: str) -> bytes:
     return independent_reader.to_bytes(column_writer.values_of_codes(codes).reshape(-1), dtype)
 
 
+@functools.cache
+def coded(shape: tuple[int, ...], transposed: bool) -> tuple[ColumnCodes, npt.NDArray[np.float32]]:
+    """Codes of a weight, and what they decode to."""
+    codes = column_writer.encoded(gaussian(*shape, seed=shape[-1]), 1.5, seed=4, transposed=transposed)
+    return codes, column_writer.values_of_codes(codes).reshape(-1)
+
+
 def read(tensor: ColumnTensor, start: int, stop: int, dtype: str = "F32", more: int = 0) -> bytes:
     """Elements of a weight. more: bytes behind them, which may be used as room"""
     size = (stop - start) * item_bytes(dtype)
@@ -104,6 +113,27 @@ def test_decoded_bits_are_those_of_an_independent_decoder(shape: tuple[int, int]
         changed = codes if step is None else with_step(codes, step)
         for dtype in VALUE_DTYPES:
             assert whole(changed, dtype) == independent(changed, dtype), (step, dtype)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES)
+def test_superblocks_are_decoded_alike_whatever_comes_before_and_after(dtype: str) -> None:
+    """Superblocks are decoded two by two; here with the next strip's, and with one that has more tiles, or none."""
+    codes = column_writer.encoded(gaussian(300, 1537, seed=9), 1.5, seed=2)
+    cut, size = codes.cut, item_bytes(dtype)
+    together = np.frombuffer(whole(codes, dtype), dtype=np.uint8).reshape(300, 1537, size)
+    ends = np.append(0, np.cumsum(codes.lengths))
+    for number, length in enumerate(codes.lengths.reshape(-1)):
+        strip, columns = number // cut.superblocks, cut.columns_of(number % cut.superblocks)
+        alone = ColumnCodes(
+            codes.trellis[ends[number] : ends[number + 1]],
+            np.array([[length]], dtype=np.int32),
+            codes.row_scales[strip * 128 : (strip + 1) * 128],
+            codes.column_scales[columns.start : columns.stop],
+        )
+        out = np.empty(len(alone.row_scales) * len(columns) * size, dtype=np.uint8)
+        decode_codes(alone, len(columns), dtype, out)
+        own = together[strip * 128 : (strip + 1) * 128, columns.start : columns.stop]
+        assert out.tobytes() == own.tobytes(), number
 
 
 def example_of_the_page() -> tuple[ColumnCodes, str]:
@@ -161,14 +191,14 @@ def test_superblocks_hold_each_column_once_and_are_those_of_the_page(rows: int, 
 def test_any_elements_are_those_of_the_whole_weight(data: Any) -> None:
     plain = [((3, 5), False), ((130, 70), False), ((300, 9), False), ((5, 1600), False)]
     shape, transposed = data.draw(st.sampled_from(plain + STACKS))
-    codes = column_writer.encoded(gaussian(*shape, seed=shape[-1]), 1.5, seed=4, transposed=transposed)
+    codes, expected = coded(shape, transposed)
     tensor, _ = tensor_of(codes)
     count = int(np.prod(shape))
     start = data.draw(st.integers(0, count - 1))
     stop = data.draw(st.integers(start, count))
     dtype = data.draw(st.sampled_from(VALUE_DTYPES))
-    found, size = read(tensor, start, stop, dtype, data.draw(st.sampled_from([0, 7, 4096]))), item_bytes(dtype)
-    assert found == independent(codes, dtype)[start * size : stop * size]
+    found = read(tensor, start, stop, dtype, data.draw(st.sampled_from([0, 7, 4096])))
+    assert found == independent_reader.to_bytes(expected[start:stop], dtype)
 
 
 @pytest.mark.parametrize(("shape", "transposed"), STACKS)
@@ -277,7 +307,7 @@ def test_damaged_superblock_is_named_by_its_number() -> None:
 @examples(60)
 def test_damage_of_a_stack_is_found_or_decodes_as_the_page_says(part: int, at: int, to: int, transposed: bool) -> None:
     shape = (2, 40, 130) if transposed else (2, 130, 40)
-    codes = column_writer.encoded(gaussian(*shape, seed=9), 1.5, transposed=transposed)
+    codes, _ = coded(shape, transposed)
     changed = [np.array(own).reshape(-1).view(np.uint8) for own in codes.parts]
     changed[part][at % len(changed[part])] ^= to
     parts = [raw.view(own.dtype).reshape(own.shape) for raw, own in zip(changed, codes.parts, strict=True)]

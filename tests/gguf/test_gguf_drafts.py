@@ -37,10 +37,13 @@ FOLDED = {
 # As llama.cpp's conversion/hunyuan.py expects those of HY V3.
 NORM_BEHIND = {part: BEHIND[part] for part in ("eh_proj", "enorm", "hnorm")}
 NORM_BEHIND["shared_head_norm"] = "layers.{}.final_layernorm"
+# And conversion/step3.py those of Step 3.5.
+IN_TRANSFORMER = {part: name.replace("shared_head", "transformer.shared_head") for part, name in BEHIND.items()}
+IN_TRANSFORMER["shared_head_head"] = "layers.{}.transformer.shared_head.output"
 PUBLISHED = {
     "glm4 moe": BEHIND, "glm4 moe lite": BEHIND, "glm dsa": BEHIND, "deepseek v3": BEHIND, "deepseek v3.2": BEHIND,
     "qwen3 next": BELOW, "qwen3_5": BELOW, "qwen3_5 moe": BELOW, "exaone moe": BELOW, "hy v3": NORM_BEHIND,
-    "nemotron h moe": FOLDED, "nemotron h latent": FOLDED,
+    "step3p5": IN_TRANSFORMER, "nemotron h moe": FOLDED, "nemotron h latent": FOLDED,
 }  # fmt: skip
 
 
@@ -51,8 +54,10 @@ def add_draft_layer(folder: Path, parts: dict[str, str], *, like: int) -> dict[s
     """Add a layer that predicts further tokens, with the weights of another; return what it has beside those."""
     tensors = read_all(folder)
     config = json.loads((folder / "config.json").read_text())
-    hidden, rows = config["hidden_size"], config["vocab_size"]
-    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    text = config.get("text_config", config)
+    hidden, rows = text["hidden_size"], text["vocab_size"]
+    layers = text.get("num_hidden_layers") or len(text["layers_block_type"])
+    text["mtp_layer_types"] = ["sliding_attention"]
     shapes = {"eh_proj": (hidden, 2 * hidden), "embed_tokens": (rows, hidden), "shared_head_head": (rows, hidden)}
     own = {part: f32(gaussian(*shapes.get(part, (hidden,)), seed=9)) for part in parts}
     path = "" if parts in (BELOW, FOLDED) else "model."
@@ -81,8 +86,8 @@ def test_draft_layers_are_blocks_behind_the_last_one(name: str, tmp_path: Path) 
     own = add_draft_layer(tmp_path, PUBLISHED[name], like=like)
     model = converted(tmp_path)
     assert metadata(model)[f"{model.architecture}.block_count"] == layers + 1
-    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and not model.left_out
-    found, offset = all_values(model), np.float32("qwen" in name)  # of its norms
+    assert metadata(model)[f"{model.architecture}.nextn_predict_layers"] == 1 and model.left_out == without.left_out
+    found, offset = all_values(model), np.float32(name.startswith(("qwen", "step")))  # of its norms
     for part, value in own.items():
         stored = as_float32(value) + (offset if part.endswith("norm") else 0)
         np.testing.assert_array_equal(found.pop(f"blk.{layers}.nextn.{part}.weight"), stored)

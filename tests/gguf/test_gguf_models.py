@@ -149,6 +149,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"partial_rotary_factor": 0.125},
     "minimax_m3_vl_text": {"norm_topk_prob": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
+    "umt5": {"max_position_embeddings": 512, "decoder_start_token_id": None},
     "t5": {"max_position_embeddings": 512},
 }
 KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {

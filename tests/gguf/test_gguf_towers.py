@@ -81,6 +81,10 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         "Step3p7", CASES["step3p5"].settings | {"rope_parameters": CASES["step3p5"].rope},
         VIT | {"mlp_ratio": 1.5, "max_position_embeddings": 64}, {},
     ),
+    "minimax_m3_vl": (
+        "MiniMaxM3VL", CASES["minimax m3"].settings | {"rope_parameters": ROPE | CASES["minimax m3"].rope}, VIT,
+        {"projector_hidden_size": 48},
+    ),
     "internvl": ("InternVL", {"model_type": "qwen2"}, VIT | {"image_size": [32, 32], "patch_size": [4, 4]}, {}),
 }  # fmt: skip
 # The names of Kimi's published files, which transformers reads and does not write; those of Kimi-VL.
@@ -111,7 +115,9 @@ def write_tower(name: str, folder: Path) -> Any:
     config = getattr(transformers, f"{class_name}Config")(
         text_config=gguf_cases.SETTINGS | text, vision_config=vision, **outer
     )
-    model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
+    sparse = "Sparse" if class_name == "MiniMaxM3VL" else ""
+    stem = class_name.removesuffix("VL") if sparse else class_name
+    model = getattr(transformers, f"{stem}{sparse}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1 or parameter.min() == parameter.max():
@@ -174,7 +180,7 @@ OF_LAYER = {
         for side in ("input_min", "input_max", "output_min", "output_max")
     },
     "internvl": LAYER | SEPARATE | {"ls1", "ls2"}, "step3p7": LAYER | {"attn_qkv", "ls1", "ls2"},
-    **dict.fromkeys(("llava", "llama4", "lfm2_vl", "idefics3"), LAYER | SEPARATE),
+    **dict.fromkeys(("llava", "llama4", "lfm2_vl", "idefics3", "minimax_m3_vl"), LAYER | SEPARATE),
 }  # fmt: skip
 # And beside the layers.
 PLACED = {"v.patch_embd.weight", "v.position_embd.weight"}
@@ -196,6 +202,8 @@ BESIDE = {
     **dict.fromkeys(("kimi_k25", "kimi_vl", "lfm2_vl"), PLACED | {"v.post_ln.weight", "mm.input_norm.weight",
                                                                   "mm.1.weight", "mm.2.weight"}),
     "step3p7": PLACED | {"v.pre_ln.weight", "mm.0.weight", "mm.1.weight", "mm.model.fc.weight"},
+    "minimax_m3_vl": {"v.patch_embd.weight", "v.patch_embd.weight.1", "v.pre_ln.weight", "mm.1.weight", "mm.2.weight",
+                      "mm.merger.fc1.weight", "mm.merger.fc2.weight"},
     "idefics3": PLACED | {"v.post_ln.weight", "mm.model.fc.weight"},
     "internvl": PLACED | {"v.class_embd", *(f"mm.model.mlp.{number}.weight" for number in (0, 1, 3))},
 }  # fmt: skip
@@ -213,7 +221,7 @@ def test_a_tower_has_the_tensors_and_settings_that_llama_cpp_reads(name: str, tm
     weights = {tensor for tensor in weights if not tensor.endswith("bias")}
     assert weights == {f"v.blk.{layer}.{part}" for layer in range(layers) for part in OF_LAYER[name]}
     assert about["general.architecture"] == "clip" and about["clip.has_vision_encoder"] is True
-    assert about["clip.projector_type"] in {*gguf.VisionProjectorType.__dict__.values(), "mlp"}
+    assert about["clip.projector_type"] in {*gguf.VisionProjectorType.__dict__.values(), "mlp", "minimax_m3"}
     assert about["clip.vision.projection_dim"] == 64
     assert about["clip.vision.image_mean"] == NORMALIZED["image_mean"]
     assert about["clip.vision.image_std"] == NORMALIZED["image_std"]
@@ -310,7 +318,7 @@ def image_features(name: str, model: Any, pixels: Array, patch: int) -> Array:
     # [rows, columns, colors, height, width]
     patches = image[0].unfold(1, patch, patch).unfold(2, patch, patch).permute(1, 2, 0, 3, 4)
     flat = patches.permute(0, 1, 3, 4, 2).flatten(0, 1).flatten(1)[None]
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "minimax")):
         merged = patches.reshape(len(patches) // 2, 2, len(patches) // 2, 2, 3, 1, patch, patch)
         patches = merged.transpose(1, 2).expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(flat.shape[1], -1)
         found = model.model.get_image_features(patches, image_grid_thw=grid)

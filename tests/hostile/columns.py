@@ -86,6 +86,18 @@ STACKS: list[Case] = [
     settings("stacks-of-none", "overrides", UP, "shape", to=[0, 130, 800], export=(UP, "rows and columns")),
     settings("stacks-of-stacks", "overrides", UP, "shape", to=[1, 2, 130, 800], export=(UP, "rows and columns")),
     settings("stacks-beyond-memory", "overrides", UP, "shape", to=[10**9, 130, 10**9], export=(UP, "1000000000")),
+    damaged(
+        "stacks-manifest-transposed-a-string",
+        set_json(MANIFEST, "tensors", 1, "transposed", to="yes"),
+        verify=(MANIFEST,),
+        inspect=(MANIFEST, "transposed"),
+    ),
+    damaged(
+        "stacks-manifest-not-transposed",
+        set_json(MANIFEST, "tensors", 1, "transposed", to=None),
+        verify=(MANIFEST,),
+        inspect=(MANIFEST, "transposed"),
+    ),
     settings("stacks-bits-other", "overrides", DOWN, "bits", to=3.5, export=(DOWN, "bits", "found 3.5")),
 ]
 

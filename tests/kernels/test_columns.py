@@ -64,7 +64,7 @@ def test_each_column_has_the_cheapest_path_for_its_weights_and_the_errors_before
     squares, model = np.zeros((2, STRIPS, 128)), encode_model()
     for own in SUPERBLOCKS:
         of_columns = np.ones((len(own), 2), dtype=np.float32)
-        found = columns.search(group, own, feedback, weights=of_columns, model=model, states=states, step=STEP)
+        (found,) = columns.search(group, own, feedback, weights=of_columns, model=model, states=states, step=STEP)
         ends = dict.fromkeys(range(16), [0] * STRIPS)
         for place, column in enumerate(own):
             targets = wanted[column] + np.einsum("j,jst->st", feedback[column].astype(np.float64), errors)
@@ -96,7 +96,7 @@ def test_blocks_get_the_class_of_their_mean_square() -> None:
     group = columns.load(weights.astype(np.float32), ones, ones[:size])
     feedback = columns.feedback_room(size)
     feedback[:] = 0
-    found = columns.search(
+    (found,) = columns.search(
         group, range(size), feedback, weights=np.ones((size, 2), np.float32), model=encode_model(), states=8, step=1.0
     )
     assert np.array_equal(found.classes[:, 0], np.arange(4, 28) + 7)

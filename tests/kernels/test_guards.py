@@ -74,7 +74,7 @@ def load_columns(rows: int) -> None:
 def search_columns(
     *, size: int = 2, own: range = range(2), weights: int = 2, states: int = 8, step: float = 1.0
 ) -> None:
-    group, feedback = np.zeros((32, size, 64), dtype=np.float32), columns.feedback_room(2)
+    group, feedback = np.zeros((1, 32, size, 64), dtype=np.float32), columns.feedback_room(2)
     factors = np.ones((weights, 2), dtype=np.float32)
     columns.search(group, own, feedback, weights=factors, model=encode_model(), states=states, step=step)
 
@@ -133,7 +133,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "superblocks larger than the encoder's room": lambda: encode_superblocks(1025, 20_000),
     "superblocks of nothing": lambda: encode_superblocks(0),
     "superblocks shorter than a header": lambda: encode_superblocks(4, 6),
-    "more rows than a group": lambda: load_columns(2049),
     "no rows": lambda: load_columns(0),
     "columns beyond the last": lambda: search_columns(own=range(1, 3)),
     "no columns": lambda: search_columns(own=range(1, 1)),
@@ -159,7 +158,7 @@ ALLOWED: dict[str, Callable[[], Any]] = {
     "outputs among others": lambda: product(room=5, column=2),
     "superblocks": lambda: encode_superblocks(1024, 20_000),
     "superblocks to decode": lambda: decode_superblocks(4, 100),
-    "a group": lambda: load_columns(2048),
+    "rows of more than one group": lambda: load_columns(2049),
     "columns": search_columns,
     "columns to pack": lambda: pack_columns(1024),
     "columns to decode": lambda: decode_columns(lengths=[[7, 7]]),

@@ -33,12 +33,14 @@ IDS = torch.tensor(families.IDS)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "gpt_oss"])
 def masters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A master whose linear layers have ready codes, and what those decode to."""
     source, folder = families.model(tmp_path_factory.getbasetemp(), request.param), tmp_path_factory.mktemp("columns")
-    names = [tensor.name for tensor in open_local(source).tensors if tensor.name.endswith("proj.weight")]
-    decoded = column_writer.write_codes(source, folder / "ready", names, rate=4.0)
+    shapes = {tensor.name: tensor.shape for tensor in open_local(source).tensors}
+    stacks = [name for name in shapes if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]  # transposed
+    names = stacks or [name for name in shapes if name.endswith("proj.weight")]
+    decoded = column_writer.write_codes(source, folder / "ready", names, rate=4.0, transposed=stacks)
     quantize(source, folder / "master", load_recipe("q6"), ready=ReadyWeights.open(folder / "ready"))
     return folder / "master", decoded
 

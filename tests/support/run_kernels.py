@@ -345,7 +345,7 @@ def _searched_columns(states: int) -> Iterator[tuple[npt.NDArray[np.float32], co
     weights = np.exp2(np.arange(2 * COLUMNS).reshape(COLUMNS, 2) % 5).astype(np.float32)
     group = column_kernels.load(_strip_rows(900), np.ones(900, np.float32), np.ones(COLUMNS, np.float32))
     for own in (range(OF_FIRST), range(OF_FIRST, COLUMNS)):
-        found = column_kernels.search(
+        (found,) = column_kernels.search(
             group,
             own,
             feedback,
@@ -355,6 +355,25 @@ def _searched_columns(states: int) -> Iterator[tuple[npt.NDArray[np.float32], co
             step=1 + states / 300,
         )
         yield group, found
+
+
+def feed_back_columns() -> Arrays:
+    """Feed the errors of no, few and many columns back to runs of several lengths, of two groups."""
+    rng, size = np.random.default_rng(41), 70
+    feedback = column_kernels.feedback_room(size)
+    feedback[:size] = rng.uniform(-1, 1, (size, size))
+    groups = rng.standard_normal((2, 32, size, 64), dtype=np.float32)
+    for first, count in ((0, 64), (6, 64), (37, 5)):
+        sums = np.empty((2, 32, 64, 64), dtype=np.float32)
+        native.call(
+            "feed_back_columns",
+            native.counter(),
+            native.array(feedback, np.float32, feedback.size),
+            native.array(groups, np.float32, groups.size),
+            native.array(sums, np.float32, sums.size, written=True),
+            *(2, size, first, count),
+        )
+        yield sums
 
 
 def search_columns() -> Arrays:
@@ -498,6 +517,7 @@ KERNELS: dict[str, Callable[[], Arrays]] = {
     "encode_trellis": encode_trellis,
     "decode_trellis": decode_trellis,
     "load_columns": load_columns,
+    "feed_back_columns": feed_back_columns,
     "search_columns": search_columns,
     "pack_columns": pack_columns,
     "decode_columns": decode_columns,

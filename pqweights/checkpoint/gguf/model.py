@@ -24,7 +24,7 @@ from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SETTINGS
+from pqweights.checkpoint.models.llama_cpp import SETTINGS, SLIDING
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
@@ -242,7 +242,7 @@ def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logica
     writer.add_vocab_size(_rows(tensors))
     if settings.draft_layers:
         writer.add_nextn_predict_layers(settings.draft_layers)
-    layers = windowed_layers(settings) + [False] * settings.draft_layers
+    layers = windowed_layers(settings) + [architecture.draft_type == SLIDING] * settings.draft_layers
     if any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
         period = architecture.window_period

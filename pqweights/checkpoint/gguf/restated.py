@@ -152,8 +152,9 @@ def _restate_step(values: dict[str, Any]) -> None:
     """State the kinds of layers of Step 3.5, of which published configurations list bases of rotary embeddings."""
     layers, experts = values.get("num_hidden_layers", 45), values.get("moe_layers_enum")
     layers = min(layers, 512) if isinstance(layers, int) else 0
-    lists = ("layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", "partial_rotary_factors")
-    for key in lists:  # layers that predict further tokens are listed, too
+    types = values.get("layer_types")
+    values["draft_layer_types"] = values.get("mtp_layer_types") or (types[layers:] if isinstance(types, list) else None)
+    for key in ("layer_types", "rope_theta", "partial_rotary_factors"):
         if isinstance(listed := values.get(key), list):
             values[key] = listed[:layers]
     sparse = experts.split(",") if isinstance(experts, str) else experts or range(3, layers)

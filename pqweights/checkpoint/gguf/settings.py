@@ -112,10 +112,10 @@ class Settings:
     def numbers(self, key: str) -> list[float]:
         """Return a number for each layer, 0 for those without one. Raises ExportError for anything else."""
         values, layers = self.get(key), self.number("num_hidden_layers")
-        fitting = isinstance(values, list) and len(values) == layers
+        fitting = isinstance(values, list) and len(values) >= layers  # those that predict further tokens may follow
         if not fitting or not all(value in (None, 0) or is_positive(value) for value in values):
             raise self.refusal(f"expected a number for each of {layers} layers as {key}, found {values!r:.80}")
-        return [float(value or 0) for value in values] + [0.0] * self.draft_layers
+        return [float(value or 0) for value in [*values, *[0] * self.draft_layers][: layers + self.draft_layers]]
 
     def product(self, expression: str) -> float:
         """Return the product of keys as in Scaled.by. Raises ExportError if one is no positive number."""

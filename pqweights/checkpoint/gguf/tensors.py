@@ -135,6 +135,9 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     names = (_text_name(tensor.name)[0] for tensor in tensors)
     architecture = settings.architecture
     drafts = whole_draft_layers(names, layers, architecture.folded_drafts) if architecture.drafts else 0
+    kind = architecture.draft_type
+    if kind and settings.get("draft_layer_types") != [kind] * drafts:
+        drafts = 0
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 

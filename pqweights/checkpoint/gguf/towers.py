@@ -36,7 +36,7 @@ PROCESSORS = (
 )  # fmt: skip
 PARTS = (
     "visual.", "vision_tower.", "vision_model.", "embed_vision.", "multi_modal_projector.", "mm_projector.",
-    "vit_large_projector.", "connector.",
+    "vit_large_projector.", "patch_merge_mlp.", "connector.",
 )  # fmt: skip
 # Keys beside the vision_config that say how a tower computes.
 BESIDE = (
@@ -202,6 +202,9 @@ def _views(name: str, tensor: LogicalTensor, names: Any, tower: Tower, settings:
     elif ".attn_qkv." in known and tower.by_axis:
         heads = settings.number("num_attention_heads")
         yield _rows(known, tensor, _by_axis(_multiple(tensor, 0, 12 * heads), heads))
+    elif tower.three_axes and re.search(r"\.attn_[qk]\.", known):
+        heads = settings.number("num_attention_heads")
+        yield _rows(known, tensor, _three_axes(_multiple(tensor, 0, heads), heads))
     elif tower.interleaved and re.search(r"\.attn_[qk]\.", known):
         heads = settings.number("num_attention_heads")
         yield InterleavedTensor.of(known, tensor, head_rows=_multiple(tensor, 0, 2 * heads) // heads)
@@ -255,6 +258,17 @@ def _by_axis(rows: int, heads: int) -> npt.NDArray[np.int64]:
     queries, keys, values = np.arange(rows).reshape(3, -1)
     moved = (part.reshape(heads, -1, 2, 2).swapaxes(1, 2).reshape(-1) for part in (queries, keys))
     return np.concatenate([*moved, values])
+
+
+def _three_axes(rows: int, heads: int) -> npt.NDArray[np.int64]:
+    """Return the order of rows of queries or keys in which both channels of the pairs of an axis lie together.
+
+    In the checkpoint, the first channels of all axes come before the second ones. What is not turned is last.
+    """
+    numbers = np.arange(rows).reshape(heads, -1)
+    pairs = numbers.shape[1] // 3 // 2
+    turned = numbers[:, : 6 * pairs].reshape(heads, 2, 3, pairs).swapaxes(1, 2).reshape(heads, -1)
+    return np.concatenate([turned, numbers[:, 6 * pairs :]], axis=1).reshape(-1)
 
 
 def _rows(name: str, tensor: LogicalTensor, order: npt.NDArray[np.int64]) -> LogicalTensor:

@@ -156,6 +156,7 @@ class Architecture:
     joined_experts: whether gate and up of experts are one tensor
     alternating: whether the rows of gate and up alternate in stacks of experts
     drafts: whether it has room for layers that predict further tokens
+    draft_type: the kind that they must have, of draft_layer_types, if they may have others
     folded_drafts: expressions for names of two layers below `mtp` that it takes for one, and what they are called in it
     stated_window: whether earlier versions expect the file to say that there is no sliding window
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
@@ -217,6 +218,7 @@ class Architecture:
     joined_experts: bool = False
     alternating: bool = False
     drafts: bool = False
+    draft_type: str = ""
     folded_drafts: Mapping[str, str] = field(default_factory=dict)
     stated_window: bool = False
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

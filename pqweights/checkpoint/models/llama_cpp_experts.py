@@ -213,11 +213,14 @@ MIMO2 = Architecture(
 )  # fmt: skip
 STEP35 = Architecture(
     name="STEP35",
-    modules={r"moe\.router_bias": "moe.router_bias.bias"},
+    modules={
+        r"moe\.router_bias": "moe.router_bias.bias",
+        r"transformer\.shared_head\.norm": "shared_head.norm", r"transformer\.shared_head\.output": "shared_head.head",
+    },
     settings=(
         *EXPERTS, EXPERT_WIDTH, DENSE_FIRST, SIGMOID, SCALED._replace(key="moe_router_scaling_factor"),
         NORMED._replace(key="norm_expert_weight"),
-        Setting("head_count", "num_sliding_attention_heads", only=f"{SLIDING}.*", other="num_attention_heads"),
+        Setting("head_count", "num_sliding_attention_heads", only=f"({SLIDING}|draft).*", other="num_attention_heads"),
         Setting("expert_shared_feed_forward_length", "share_expert_dim"),
         Setting("swiglu_clamp_exp", "swiglu_limits", real=True, listed=True, optional=True),
         Setting("swiglu_clamp_shexp", "swiglu_limits_shared", real=True, listed=True, optional=True),
@@ -228,6 +231,8 @@ STEP35 = Architecture(
     windows=LAYERS,
     window_listed=True,
     own_head=True,
+    drafts=True,
+    draft_type=SLIDING,
     values=SILU | {"attention_bias": (False, None), "use_bidirectional_attention": (False, None)}
     | {"use_head_wise_attn_gate": (True, None), "moe_router_activation": ("sigmoid", None)},
 )  # fmt: skip

@@ -26,6 +26,7 @@ class Tower:
     joined: whether queries, keys and values are one matrix in the file, too
     interleaved: whether rows of queries and keys are permuted, as llama.cpp rotates neighbouring channels
     by_axis: whether they are permuted, as llama.cpp rotates the channels of one axis before those of the other
+    three_axes: whether they are permuted, as it rotates the channels of time, height and width one after another
     colors_last: whether the weights of patches are a matrix, and its columns run over the colors of each pixel
     flat_positions: whether positions, a grid in the checkpoint, are a list
     class_first: whether the first position is that of the class token, which llama.cpp puts last
@@ -45,6 +46,7 @@ class Tower:
     joined: bool = True
     interleaved: bool = False
     by_axis: bool = False
+    three_axes: bool = False
     colors_last: bool = False
     flat_positions: bool = False
     class_first: bool = False
@@ -281,10 +283,22 @@ STEP3P7 = Tower(
     values=_THETA | {"hidden_act": ("quick_gelu",), "understand_projector_stride": (2, None)},
     remark="llama.cpp smooths the positions of its tower for parts of images below image_size, the model does not",
 )  # fmt: skip
+MINIMAX_M3 = Tower(
+    projector="minimax_m3",
+    modules={r"multi_modal_projector\.linear_(\d)": r"mm.\1", r"patch_merge_mlp\.linear_(\d)": r"mm.merger.fc\1"},
+    settings=(*_VIT, _EPS, _GELU, _MERGES),
+    defaults={
+        "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "image_size": 2016, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    values=_THETA | {"hidden_act": ("gelu",), "temporal_patch_size": (2,), "spatial_merge_size": (2,)},
+    three_axes=True,
+)  # fmt: skip
 # By the type of a model, or that and the type in its vision_config.
 TOWERS = {
     "gemma3": GEMMA3, "gemma4": GEMMA4, "qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": QWEN3_VL, "qwen3_5": QWEN3_VL, "qwen3_5_moe": QWEN3_VL, "mistral3": PIXTRAL, "llama4": LLAMA4,
     "kimi_k25": KIMI_K25, "kimi_vl": KIMI_VL, "lfm2_vl": LFM2_VL, "idefics3": IDEFICS3, "smolvlm": IDEFICS3,
-    "internvl": INTERNVL, "step3p7": STEP3P7, "llava": LLAVA, "llava pixtral": PIXTRAL,
+    "internvl": INTERNVL, "step3p7": STEP3P7, "minimax_m3_vl": MINIMAX_M3, "llava": LLAVA, "llava pixtral": PIXTRAL,
 }  # fmt: skip

@@ -211,8 +211,10 @@ class PackedColumns:
 
     @property
     def byte_count(self) -> int:
-        """The size of what is stored, in bytes; of one of a stack its share."""
-        return sum(map(len, self.tensor.mapped.values())) // math.prod(self.tensor.cut.stack)
+        """The size of what is stored, in bytes."""
+        cut, ends = self.tensor.cut, self.tensor.ends
+        count = cut.strips * cut.superblocks
+        return int(ends[(self.matrix + 1) * count] - ends[self.matrix * count]) + 4 * count + cut.rows + cut.columns
 
     @torch.inference_mode()
     def decode(self, start: int, stop: int, out: Tensor) -> None:

@@ -1,6 +1,7 @@
 // Brings weights into the form in which their columns are searched: scaled, and rotated along the rows.
 #include "columns.hpp"
 #include "interface.hpp"
+#include "tiles.hpp"
 
 namespace {
 
@@ -30,16 +31,21 @@ void load_scaled(const Weights& weights, int64_t first, int64_t count, Floats (&
 
 }  // namespace
 
-// values: [rows, columns], at most 2048 rows. row_factors: [rows]. column_factors: [columns]. group: [32, columns, 64].
-void pqweights::load_columns(const float* values, const float* row_factors, const float* column_factors, float* group,
-                             int64_t rows, int64_t columns) {
-    const Weights weights{values, row_factors, column_factors, rows, columns};
-    Floats work[LANES][BLOCK];
-    each_sixteen(columns, [&](int64_t first, int64_t count) {
-        load_scaled(weights, first, count, work);
-        for (int64_t i = 0; i < count && i < LANES; i++) {
-            rotate_blocks(work[i]);
-            each_vector(group, columns, first + i, [&](int t, float* to) ALWAYS { store(work[i][t], to); });
-        }
+// values: [rows, columns]. row_factors: [rows]. column_factors: [columns]. groups: [ceil(rows / 2048), 32, columns, 64].
+void pqweights::load_columns(int64_t* next_tile, const float* values, const float* row_factors,
+                             const float* column_factors, float* groups, int64_t rows, int64_t columns) {
+    constexpr int64_t group_rows = LANES * BLOCK;
+    each_tile(next_tile, (rows + group_rows - 1) / group_rows, columns, TILE, [&](int64_t number, int64_t start, int64_t end) {
+        const int64_t row = number * group_rows;
+        const Weights weights{values + row * columns, row_factors + row, column_factors, rows - row, columns};
+        Floats work[LANES][BLOCK];
+        each_sixteen(end - start, [&](int64_t first, int64_t count) {
+            load_scaled(weights, start + first, count, work);
+            for (int64_t i = 0; i < count && i < LANES; i++) {
+                rotate_blocks(work[i]);
+                each_vector(groups + row * columns, columns, start + first + i,
+                            [&](int t, float* to) ALWAYS { store(work[i][t], to); });
+            }
+        });
     });
 }

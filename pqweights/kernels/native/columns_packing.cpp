@@ -42,7 +42,7 @@ void read_classes(Classes& classes, const uint8_t* of_strip, int64_t blocks) {
 void pqweights::pack_columns(const int16_t* numbers, const uint8_t* strip_classes, const int32_t* zero,
                              const uint32_t* entries, uint8_t* rows, int32_t* lengths, int16_t* tile, uint16_t* words,
                              int64_t blocks, int64_t stride, int64_t states, double step) {
-    const ClassModel model{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, zero, entries, nullptr};
+    const ClassModel model{.zero = zero, .entries = entries};
     const int tiles = int((blocks + LANES - 1) / LANES);
     const int64_t room = tiles * TILE_WORDS + LANES;
     Strip all[LANES];

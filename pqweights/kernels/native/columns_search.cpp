@@ -5,6 +5,7 @@
 #include "columns.hpp"
 #include "interface.hpp"
 #include "row_products.hpp"
+#include "tiles.hpp"
 #include "trellis_search.hpp"
 #include "trellis_step.hpp"
 
@@ -19,7 +20,7 @@ constexpr double MOST_STEPS = 0x1p40;
 struct Group {
     const float* feedback;  // [columns + QUAD - 1, columns]
     float* values;          // [32, columns, 64]: weights, or, where they were searched, errors
-    float* sums;            // [32, RUN, 64]: what is added to the weights of a run
+    const float* sums;      // [32, RUN, 64]: what is added to the weights of a run
     int64_t columns;
 };
 
@@ -41,17 +42,6 @@ struct Found {
 };
 
 // --- what the errors of earlier columns change ---
-
-// Write what the errors of the columns before a run add to those of the run.
-void begin_run(const Group& group, int64_t start, int64_t count) {
-    const int64_t quads = (count + QUAD - 1) / QUAD;
-    for (int tile = 0; tile < GROUP_TILES; tile++) {
-        Quad sums[RUN / QUAD]{};
-        multiply_quads(group.feedback + start * group.columns, group.columns,
-                       group.values + tile * group.columns * TILE, TILE, start, quads, sums);
-        std::memcpy(group.sums + tile * RUN * TILE, sums, sizeof sums);
-    }
-}
 
 // The targets of a column: its weights, and what the errors of all columns before it add, those of the run from `start`
 // on included.
@@ -142,39 +132,59 @@ void search_column(const Group& group, Search& search, int64_t start, int64_t co
     add_squares(decoded, found.error_weight, found.error_sums);
 }
 
+// Search a run from column `first` on, which is number `place` of its superblock.
 template <int state_bits>
-void search_superblock(const Group& group, Search& search, int64_t first, int64_t count, Found found,
-                       const float* weights) {
-    for (int64_t start = 0; start < count; start += RUN) {
-        const int64_t end = start + RUN < count ? start + RUN : count;
-        begin_run(group, first + start, end - start);
-        for (int64_t place = start; place < end; place++) {
-            found.error_weight = weights[2 * place], found.target_weight = weights[2 * place + 1];
-            search_column<state_bits>(group, search, first + start, first + place, place, found);
-            found.numbers += BLOCK * LANES, found.classes += LANES;
-        }
+void search_run(const Group& group, Search& search, int64_t first, int64_t place, int64_t count, Found found,
+                const float* weights) {
+    for (int64_t i = 0; i < count; i++) {
+        found.error_weight = weights[2 * (place + i)], found.target_weight = weights[2 * (place + i) + 1];
+        search_column<state_bits>(group, search, first, first + i, place + i, found);
+        found.numbers += BLOCK * LANES, found.classes += LANES;
     }
 }
 
 }  // namespace
 
-// One superblock of each strip of a group: `count` columns from `first` on.
+// What the errors of the columns before a run add to those of the run, `count` columns from `first` on, up to 64.
 //
 // feedback: [columns + QUAD - 1, columns]; row k has by what the errors of the columns j < k are multiplied before they
-// are added to column k; the last rows mean nothing. group: [32, columns, 64], weights, replaced by errors. weights:
-// [count, 2], those of the squared errors of a column, and of what is left of its targets. limits to reach: see
-// ClassModel. numbers: [count, 128, 16]. classes: [count, 16]. squares: [2, 128, 16]: to which the squared errors of the
-// weights are added, times their weights, and those of the targets. sums: room, [32, 64, 64]. decisions: room,
-// [128, states]. states: of the trellis: 8, 64 or 256. step: of the coordinates in the group.
-void pqweights::search_columns(const float* feedback, float* group, const float* weights, const double* limits,
-                               const double* down, const double* up, const int32_t* reach, int16_t* numbers,
-                               uint8_t* classes, float* squares, float* sums, uint16_t* decisions, int64_t columns,
-                               int64_t first, int64_t count, int64_t states, double step) {
-    const ClassModel model{limits, nullptr, nullptr, down, up, reach, nullptr, nullptr, nullptr};
-    const Group all{feedback, group, sums, columns};
-    Search search{model, decisions, step};
-    const Found found{numbers, classes, squares, squares + BLOCK * LANES, 0, 0};
-    if (states == 8) search_superblock<3>(all, search, first, count, found, weights);
-    else if (states == 64) search_superblock<6>(all, search, first, count, found, weights);
-    else search_superblock<8>(all, search, first, count, found, weights);
+// are added to column k; the last rows mean nothing. groups: [groups, 32, columns, 64], errors in the columns before
+// `first`. sums: [groups, 32, 64, 64].
+void pqweights::feed_back_columns(int64_t* next_tile, const float* feedback, const float* groups, float* sums,
+                                  int64_t group_count, int64_t columns, int64_t first, int64_t count) {
+    each_tile(next_tile, 1, group_count * GROUP_TILES, 1, [&](int64_t, int64_t tile, int64_t) ALWAYS {
+        Quad run[RUN / QUAD]{};
+        multiply_quads(feedback + first * columns, columns, groups + tile * columns * TILE, TILE, first,
+                       (count + QUAD - 1) / QUAD, run);
+        std::memcpy(sums + tile * RUN * TILE, run, sizeof run);
+    });
+}
+
+// Searches a run, up to 64 columns from `first` on, of each of some groups.
+//
+// feedback, groups, sums: see feed_back_columns; weights are replaced by errors. weights: [blocks, 2], those of the
+// squared errors of a column, and of what is left of its targets. limits to reach: see ClassModel. numbers: [groups,
+// blocks, 128, 16]. classes: [groups, blocks, 16]. All these are of superblocks; the run begins with their block `place`.
+// squares: [groups, 2, 128, 16]: to which the squared errors of the weights are added, times their weights, and those
+// of the targets. starts: [groups, 16, 16], see Search; 0 before the first run of superblocks. decisions: room, [groups,
+// 128, states]. states: of the trellis: 8, 64 or 256. step: of the coordinates in the groups.
+void pqweights::search_columns(int64_t* next_tile, const float* feedback, float* groups, const float* sums,
+                               const float* weights, const double* limits, const double* down, const double* up,
+                               const int32_t* reach, int16_t* numbers, uint8_t* classes, float* squares,
+                               int32_t* starts, uint16_t* decisions, int64_t group_count, int64_t columns,
+                               int64_t first, int64_t count, int64_t place, int64_t blocks, int64_t states,
+                               double step) {
+    const ClassModel model{.limits = limits, .down = down, .up = up, .reach = reach};
+    each_tile(next_tile, 1, group_count, 1, [&](int64_t, int64_t number, int64_t) ALWAYS {
+        const int64_t block = number * blocks + place, of_group = GROUP_TILES * TILE;
+        const Group group{feedback, groups + number * of_group * columns, sums + number * of_group * RUN, columns};
+        Search search{model, decisions + number * BLOCK * states, step};
+        float* own = squares + number * 2 * BLOCK * LANES;
+        const Found found{numbers + block * BLOCK * LANES, classes + block * LANES, own, own + BLOCK * LANES, 0, 0};
+        std::memcpy(search.starts, starts + number * LANES * LANES, sizeof search.starts);
+        if (states == 8) search_run<3>(group, search, first, place, count, found, weights);
+        else if (states == 64) search_run<6>(group, search, first, place, count, found, weights);
+        else search_run<8>(group, search, first, place, count, found, weights);
+        std::memcpy(starts + number * LANES * LANES, search.starts, sizeof search.starts);
+    });
 }

@@ -44,11 +44,11 @@ void pqweights::decode_trellis(const uint8_t* rows, const uint32_t* entries, con
         const uint8_t* row = rows + first * stride;
         uint8_t* to = values + first * value_bytes;
         Pair pair;
-        open(pair, {row, first + 1 < superblocks ? row + stride : nullptr}, {stride, stride}, blocks, streams,
-             room_words(stride));
+        open(pair, {row, first + 1 < superblocks ? row + stride : nullptr}, {stride, stride}, {blocks, blocks},
+             streams, room_words(stride));
         for (int k = 0; k < 2; k++)
             if (pair[k].row && !pair[k].tiles) std::memset(to + k * value_bytes, 0, value_bytes);
-        decode_tiles(pair, blocks, classes, [&](int k, int64_t tile, int64_t left) ALWAYS {
+        decode_tiles(pair, {blocks, blocks}, classes, [](int) ALWAYS {}, [&](int k, int64_t tile, int64_t left) ALWAYS {
             finish_tile(pair[k], to + k * value_bytes + tile * LANES * format.block_bytes(), left, format);
         });
         for (int k = 0; k < 2; k++)

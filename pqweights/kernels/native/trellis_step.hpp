@@ -10,16 +10,17 @@ namespace {
 constexpr int MOST_BLOCKS = 1024;
 constexpr double STATE_BITS = 23.625;                // what the state of a lane takes less what it holds, on average
 
-// What the encoder knows of the classes, by number; see codecs/trellis_classes.py.
+// What the encoder knows of the classes, by number, as far as it needs it; see EncodeModel in
+// kernels/trellis.py.
 struct ClassModel {
-    const double* limits;         // [257]: the least mean square, in squares of the step, of a block of this class
-    const double *bits, *slopes;  // a weight of a block with mean square w takes bits + slopes * w
-    const double *down, *up;      // weights are multiplied by down / step before the search, numbers by up * step
-    const int32_t* reach;         // the largest magnitude of a number
-    const int32_t* zero;          // [256, 2], and
-    const uint32_t* entries;      // see EncodeTable in codecs/trellis_tables.py
-    const double* logarithms;     // [257]: -log2(i / 256)
-    double pace;                  // octaves by which find_step changes the step for a bit per weight
+    const double* limits{};        // [257]: the least mean square, in squares of the step, of a block of this class
+    const double *bits{}, *slopes{};  // a weight of a block with mean square w takes bits + slopes * w
+    const double *down{}, *up{};  // weights are multiplied by down / step before the search, numbers by up * step
+    const int32_t* reach{};       // the largest magnitude of a number
+    const int32_t* zero{};        // [256, 2], and
+    const uint32_t* entries{};    // see EncodeTable in codecs/trellis_tables.py
+    const double* logarithms{};   // [257]: -log2(i / 256)
+    double pace{};                // octaves by which find_step changes the step for a bit per weight
 };
 
 // What the choice of classes needs of the blocks, after the rotation.

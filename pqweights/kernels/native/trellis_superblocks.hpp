@@ -25,7 +25,7 @@ struct Place {
     const uint16_t* next;                     // word of the stream
 };
 
-// One of the two that are decoded side by side. Without tiles it decodes to zeros and takes no words.
+// One of the two that are decoded side by side. Without tiles, and behind its last one, it takes no words.
 struct Superblock {
     const uint8_t* row = nullptr;
     int64_t length = 0;                       // in bytes
@@ -39,7 +39,15 @@ struct Superblock {
     Place at;
     Unsigned table, core_bits, tail_bits;     // of each block
     Floats scale, raised;                     // what blocks are multiplied by before the rotation, and after it
-    Floats work[BLOCK];
+    Floats rooms[2][BLOCK];
+    Floats* work = rooms[0];                  // [128]: the tile
+
+    // The tile, which the next one leaves as it is.
+    const Floats* kept_tile() {
+        const Floats* tile = work;
+        work = rooms[work == rooms[0]];
+        return tile;
+    }
 };
 using Pair = Superblock[2];
 
@@ -122,11 +130,13 @@ INLINE void decode_number(Superblock& it, Place& at, const uint32_t* table, int 
     at.next = refill(at.states, at.next);
 }
 
-[[gnu::noinline]] void decode_numbers(Pair& pair, const uint32_t* table) {
+template <class Beside>
+[[gnu::noinline]] void decode_numbers(Pair& pair, const uint32_t* table, Beside beside) {
     Place first = pair[0].at, second = pair[1].at;  // in registers
     for (int t = 0; t < BLOCK; t++) {
         decode_number(pair[0], first, table, t);
         decode_number(pair[1], second, table, t);
+        beside(t);
     }
     pair[0].at = first, pair[1].at = second;
 }
@@ -148,39 +158,43 @@ void prepare_tile(Superblock& it, Truths present, const Tables& tables) {
     }
 }
 
-// Begin with two superblocks of `length` bytes each, at least HEADER_BYTES, from `rows` on; a null pointer for none.
+// Begin with two superblocks of some bytes each, at least HEADER_BYTES, and some blocks; a null pointer for none.
 //
 // streams: room, [2 * most_words].
-INLINE void open(Pair& pair, const uint8_t* const (&rows)[2], const int64_t (&lengths)[2], int64_t blocks,
+INLINE void open(Pair& pair, const uint8_t* const (&rows)[2], const int64_t (&lengths)[2], const int64_t (&blocks)[2],
                  uint16_t* streams, int64_t most_words) {
     for (int k = 0; k < 2; k++) {
         Superblock& it = pair[k];
         it.row = rows[k], it.length = lengths[k];
         it.stream = streams + k * most_words;
         it.at.next = it.end = it.stream;
-        if (it.row) it.status = read_header(it, blocks);
+        if (it.row) it.status = read_header(it, blocks[k]);
     }
 }
 
-// Decode all tiles. finish(k, tile, left): does what is to be done with the work of superblock k of the two, which is a
-// tile rotated back, but for the factors `raised`; from its first block on `left` blocks are left.
-template <class Finish>
-INLINE void decode_tiles(Pair& pair, int64_t blocks, const Tables& tables, Finish finish) {
+// Decode all tiles. beside(t): is called after number t of both, for what does not wait for it. finish(k, tile, left):
+// does what is to be done with the work of superblock k of the two, which is a tile rotated back, but for the factors
+// `raised`; from its first block on `left` blocks are left.
+template <class Beside, class Finish>
+INLINE void decode_tiles(Pair& pair, const int64_t (&blocks)[2], const Tables& tables, Beside beside, Finish finish) {
     const Ints lanes = lanes_of<Ints>([](int lane) ALWAYS { return lane; });
-    for (int64_t tile = 0; tile < pair[0].tiles || tile < pair[1].tiles; tile++) {
-        const int64_t left = blocks - tile * LANES;
-        for (Superblock& it : pair) prepare_tile(it, lanes < int32_t(left < LANES ? left : LANES), tables);
-        decode_numbers(pair, tables.entries);
+    for (int64_t tile = 0; pair[0].tiles || pair[1].tiles; tile++) {
+        for (int k = 0; k < 2; k++) {
+            const int64_t left = blocks[k] - tile * LANES;
+            prepare_tile(pair[k], lanes < int32_t(left < LANES ? left : LANES), tables);
+        }
+        decode_numbers(pair, tables.entries, beside);
         for (int k = 0; k < 2; k++) {
             Superblock& it = pair[k];
-            if (it.at.next > it.end) it.status = BAD_STREAM, it.at.next = it.stream;
             if (!it.tiles) continue;
-            rotate_blocks(it.work);
-            finish(k, tile, left);
+            if (it.at.next > it.end) it.status = BAD_STREAM, it.at.next = it.stream;
+            rotate_blocks(*(Floats(*)[BLOCK])it.work);
+            finish(k, tile, blocks[k] - tile * LANES);
+            if (tile + 1 < it.tiles) continue;
+            if (!ends_well(it)) it.status = BAD_STREAM;
+            it.tiles = 0, it.at.states = splat(LEAST);
         }
     }
-    for (Superblock& it : pair)
-        if (it.tiles && !ends_well(it)) it.status = BAD_STREAM;
 }
 
 }  // namespace
