@@ -350,7 +350,7 @@ def _add_old_names(config: dict[str, Any]) -> None:
 
 
 def _arrange(config: dict[str, Any], mlx: MlxDifferences) -> None:
-    """Put the settings of the text model where mlx-lm looks for them, and name the type under which it has the model."""
+    """Put the settings of the text model where mlx-lm looks for them; name the type under which it has the model."""
     if mlx.layout == NESTED:
         config["text_config"] = {**config}
     elif mlx.layout == UNWRAPPED:
