@@ -118,6 +118,15 @@ def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
     assert "transformers by the length of the text" in note
 
 
+def test_bounds_of_yarn_that_llama_cpp_must_be_told_are_said(tmp_path: Path) -> None:
+    rope = {"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 1}
+    model = converted(write_llama(tmp_path, config={"rope_scaling": rope}))
+    assert metadata(model)["llama.rope.scaling.yarn_beta_fast"] == 1.0
+    assert model.notes == (
+        "llama.cpp computes the YaRN of this model only if it is told: run it with --yarn-beta-fast 1",
+    )
+
+
 @pytest.mark.parametrize("name", ["glm dsa", "deepseek v3.2"])
 def test_the_choice_of_tokens_in_half_precision_is_said(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
