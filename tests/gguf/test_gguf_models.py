@@ -210,8 +210,11 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     base = known.default_theta
     expected["rope_theta"] = base["global"] if isinstance(base, dict) else base
     expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
-    partial = (getattr(known(), "rope_parameters", None) or {}).get("partial_rotary_factor")  # set after the fields are
+    rope = getattr(known(), "rope_parameters", None) or {}  # set after the fields are
+    partial = rope.get("partial_rotary_factor")
     expected |= {} if partial in (None, 1.0) else {"partial_rotary_factor": partial}
+    if any(of.get("rope_type") != "default" for of in rope.values() if isinstance(of, dict)):
+        expected["rope_parameters"] = rope
     found = {"rope_theta": 1e4} | MODELS[model_type].defaults
     assert found == {key: value for key, value in expected.items() if value is not None}
 

@@ -118,6 +118,7 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "falcon_h1": MlxDifferences(other_head_dim=True),
     "gemma3": MlxDifferences(vocabulary=262208),
     "gemma3n_text": MlxDifferences(module="gemma3n", layout=NESTED),
+    "gemma4": MlxDifferences(vocabulary=262144),
     "gemma4_text": MlxDifferences(computed=_gemma4),
     "glm_moe_dsa": MlxDifferences(constants=_BIASED_SIGMOID | {"moe_layer_freq": 1}),
     "gpt2": MlxDifferences(layout=UNPREFIXED),
