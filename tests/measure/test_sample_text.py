@@ -70,7 +70,10 @@ def test_a_data_set_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EvaluationError, match=expected):
         sample_text("some-lab/chats", 1000)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependencyError, match="the data set some-lab/chats needs datasets: pip install"):
+    with pytest.raises(
+        MissingDependencyError,
+        match="some-lab/chats, no such file here, as a data set of the Hub, needs datasets: pip install",
+    ):
         sample_text("some-lab/chats", 1000)
 
 
