@@ -380,6 +380,7 @@ def as_llama_cpp_orders(name: str, vectors: Array) -> Array:
         ("gemma4", {"head_dim": 8}),
         ("kimi_k25", {"num_attention_heads": 3}), ("kimi_k25", {"pos_emb_width": 4}), ("lfm2_vl", {"num_patches": -1}),
         ("internvl", {"norm_type": "rms_norm"}), ("llama4", {"pixel_shuffle_ratio": 4}),
+        ("step3p7", {"mlp_ratio": math.inf}),
     ],
 )  # fmt: skip
 def test_a_configuration_that_does_not_fit_leaves_the_tower_out(
