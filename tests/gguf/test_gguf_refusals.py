@@ -99,6 +99,8 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
         (DELTA_NET | {"layer_types": ["full_attention", "linear_attention"]}, "full attention in every 1th layer"),
         (DELTA_NET | {"layer_types": ["full_attention", "conv"]}, "full_attention or linear_attention for"),
         ({"model_type": "exaone4", "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "windows for 64"),
+        ({"model_type": "jamba", "attn_layer_period": 0}, "expected "),
+        ({"model_type": "gemma3n_text", "intermediate_size": [[1]]}, "llama.cpp computes it with"),
         ({"model_type": "llama4_text", "moe_layers": [1]}, "in every interleave_moe_layer_step-th layer"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "computes every 4th layer without rotary embeddings"),
         (
