@@ -53,7 +53,7 @@ def _joined(files: list[Path]) -> str:
 
 def _of_data_set(name: str, characters: int) -> str:
     """Return the first rows of a data set, as many as have so many characters together."""
-    datasets = package("datasets", "eval", f"the data set {name}")
+    datasets = package("datasets", "eval", f"{name}: no such file here; the data set {name}")
     repository, _, configuration = name.partition(":")
     texts: list[str] = []
     try:
@@ -61,9 +61,10 @@ def _of_data_set(name: str, characters: int) -> str:
             splits = datasets.load_dataset(repository, configuration or None, streaming=True)
             rows = iter(splits["train"] if "train" in splits else next(iter(splits.values())))
             while sum(map(len, texts)) < characters and (row := next(rows, None)) is not None:
-                texts.append("\n".join(_strings(row.get("text") or row)))
-    except (OSError, ValueError) as error:
-        # There is no network, no such data set, several configurations, or files that `datasets` cannot read.
+                texts.append("\n".join(_strings(row.get("text", row))))
+    except Exception as error:
+        # There is no network, no such data set, several configurations, or files that `datasets` cannot read: it raises
+        # errors of its own, and those of all that it reads with.
         said = " ".join(str(error).split())[:200]
         raise EvaluationError(f"{name}: no such file here, and as a data set of the Hub: {said}") from None
     return "\n\n".join(texts)
