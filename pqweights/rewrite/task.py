@@ -164,12 +164,14 @@ class ClusterWork(ABC):
     files: files that a node must be able to read, each with its size
     shared: a file that the driver made where tasks write; None for a result that lies elsewhere
     room: how many bytes a task takes in a folder of its node for what is then sent elsewhere; 0 if there is nothing
+    folder: that of the command, in which its relative paths begin
     """
 
     out: str
     files: tuple[tuple[Path, int], ...]
     shared: Path | None
     room: int = 0
+    folder: Path = field(default_factory=Path.cwd)
 
     @abstractmethod
     def make(self, number: int) -> Any:
