@@ -14,6 +14,10 @@ from pqweights.errors import EvaluationError, MissingDependencyError
 from pqweights.quality.sample_text import sample_text
 
 
+class OwnError(Exception):
+    """As `datasets` has its own."""
+
+
 def having(monkeypatch: pytest.MonkeyPatch, splits: Any) -> list[Any]:
     """Have a `datasets` that finds these splits, or raises them; returns what it is asked for."""
     asked: list[Any] = []
@@ -24,7 +28,8 @@ def having(monkeypatch: pytest.MonkeyPatch, splits: Any) -> list[Any]:
             raise splits
         return splits
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    errors = types.SimpleNamespace(DatasetsError=OwnError)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load, exceptions=errors))
     return asked
 
 
@@ -63,10 +68,6 @@ def test_rows_of_a_data_set_are_read_as_far_as_needed(rows: Any, monkeypatch: py
 def test_a_data_set_without_a_split_for_training_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     having(monkeypatch, {"validation": [{"text": "one"}], "test": [{"text": "two"}]})
     assert sample_text("some-lab/chats", 1000) == "one"
-
-
-class OwnError(Exception):
-    """As `datasets` has its own."""
 
 
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ImportError, OwnError])
