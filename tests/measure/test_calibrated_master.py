@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -161,6 +162,25 @@ def test_layers_are_encoded_by_tasks_of_a_cluster_to_the_same_bytes(
     assert folder_bytes(out) == folder_bytes(master)
     with pytest.raises(OptionError, match="`ray`: expected a folder that all nodes share for a calibrated master, fou"):
         pqweights.quantize(source, "s3://models/out", "t3", calibrate="self", ray="here", **SHORT)
+
+
+def test_a_layer_that_two_tasks_encode_at_once_is_whole(tmp_path: Path) -> None:
+    """As a task does whose node was only believed lost."""
+    codes, others = tmp_path / "codes-0000.safetensors", [lambda: work.make(0)]
+
+    def encode_layer(number: int, step: float, path: Path) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield b"one"
+            if others:
+                others.pop()()
+            yield b"two"
+
+        writer.write_whole(path.parent, path, pieces())
+
+    calibration: Any = SimpleNamespace(threads=torch.get_num_threads(), encode_layer=encode_layer)
+    work = calibrated.LayerWork(out="", files=(), shared=None, calibration=calibration, step=1.0, codes={0: codes})
+    work.make(0)
+    assert not others and codes.read_bytes() == b"onetwo" and list(tmp_path.iterdir()) == [codes]
 
 
 def test_the_same_command_again_finds_the_result(source: Path, master: Path, tmp_path: Path) -> None:
