@@ -131,12 +131,7 @@ def read_model(
     _add_old_names(config)
     known = text_model(config)
     mlx = described(config["model_type"]).mlx
-    if mlx.layout == NESTED:
-        config["text_config"] = {**config}
-    elif mlx.layout == UNWRAPPED:
-        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config |= config.pop("text_config") | outer
-    config["model_type"] = mlx.module or config["model_type"]
+    _arrange(config, mlx)
     with checked():
         building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
         model, outputs = building.load()
@@ -352,6 +347,16 @@ def _add_old_names(config: dict[str, Any]) -> None:
                     settings.setdefault(old, rope[new])
             plain = rope.get("rope_type", "default") == "default"
             settings.setdefault("rope_scaling", None if plain else rope)
+
+
+def _arrange(config: dict[str, Any], mlx: MlxDifferences) -> None:
+    """Put the settings of the text model where mlx-lm looks for them; name the type under which it has the model."""
+    if mlx.layout == NESTED:
+        config["text_config"] = {**config}
+    elif mlx.layout == UNWRAPPED:
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config |= config.pop("text_config", {}) | outer
+    config["model_type"] = mlx.module or config["model_type"]
 
 
 def _add_computed(config: dict[str, Any], arguments_class: Any, mlx: MlxDifferences) -> None:

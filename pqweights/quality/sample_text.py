@@ -53,7 +53,7 @@ def _joined(files: list[Path]) -> str:
 
 def _of_data_set(name: str, characters: int) -> str:
     """Return the first rows of a data set, as many as have so many characters together."""
-    datasets = package("datasets", "eval", f"{name}: no such file here; the data set {name}")
+    datasets = package("datasets", "eval", f"{name}, no such file here, as a data set of the Hub,")
     repository, _, configuration = name.partition(":")
     texts: list[str] = []
     try:

@@ -77,7 +77,10 @@ def test_a_data_set_that_cannot_be_read_is_one_line(error: Any, monkeypatch: pyt
     with pytest.raises(EvaluationError, match=expected):
         sample_text("some-lab/chats", 1000)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependencyError, match=r"^some-lab/chats: no such file here; the data set .* needs d"):
+    with pytest.raises(
+        MissingDependencyError,
+        match="some-lab/chats, no such file here, as a data set of the Hub, needs datasets: pip install",
+    ):
         sample_text("some-lab/chats", 1000)
 
 

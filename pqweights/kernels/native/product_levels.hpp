@@ -121,7 +121,7 @@ INLINE void unpack_bytes(const uint8_t* row, Index (&index)[2]) {
 // Entries of a table of sixteen bytes, by the lowest four bits of indices that are less than 128.
 template <class V>
 INLINE V entries(Bytes table, V index) {
-    constexpr int half = COUNT_OF<V> / 2;
+    [[maybe_unused]] constexpr int half = COUNT_OF<V> / 2;
 #if defined(__AVX2__)
     if constexpr (half == 16) return (V)_mm256_shuffle_epi8((__m256i)cycled<V>(table), (__m256i)index);
     else return joined(entries(table, slice<0, half>(index)), entries(table, slice<half, half>(index)));
