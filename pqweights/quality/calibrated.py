@@ -377,7 +377,7 @@ class LayerwiseCalibration:
 
     def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
         """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
-        own = replace(self, engine=LocalEngine(), progress=_unseen)
+        own = replace(self, engine=LocalEngine(), progress=_unseen, threads=self.engine.threads or self.threads)
         shared = files[0].parent
         return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
 

@@ -179,7 +179,12 @@ class ClusterWork(ABC):
 
 
 class Engine(Protocol):
-    """Makes the shards of a run, or does other tasks, here or on the nodes of a cluster."""
+    """Makes the shards of a run, or does other tasks, here or on the nodes of a cluster.
+
+    threads: how many a task has; None for those of the command
+    """
+
+    threads: int | None
 
     def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
         """Do the tasks with these numbers; yield the number of each when it is done, and what it returned.

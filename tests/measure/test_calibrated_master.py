@@ -164,6 +164,15 @@ def test_layers_are_encoded_by_tasks_of_a_cluster_to_the_same_bytes(
         pqweights.quantize(source, "s3://models/out", "t3", calibrate="self", ray="here", **SHORT)
 
 
+@pytest.mark.parametrize(("of_engine", "expected"), [(None, 2), (3, 3)])
+def test_tasks_have_the_threads_that_are_kept_for_them(of_engine: Any, expected: int, tmp_path: Path) -> None:
+    """Nodes of a cluster may have more or fewer cores than the machine of the command."""
+    engine: Any = SimpleNamespace(threads=of_engine)
+    rest: dict[str, Any] = {"model": None, "ids": None, "weights": {}, "wanted_bits": {}, "states": 8}
+    calibration = calibrated.LayerwiseCalibration(**rest, work=tmp_path, threads=2, engine=engine)
+    assert calibration._layer_work(1.0, {0: tmp_path / "codes-0000"}).calibration.threads == expected
+
+
 def test_a_layer_that_two_tasks_encode_at_once_is_whole(tmp_path: Path) -> None:
     """As a task does whose node was only believed lost."""
     codes, others = tmp_path / "codes-0000.safetensors", [lambda: work.make(0)]
