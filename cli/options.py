@@ -120,13 +120,15 @@ def _parameter(options: Any, name: str) -> inspect.Parameter:
 
 
 def run_continues(source: str, out: str) -> bool:
-    """Whether an interrupted run left something: finished tensors in its folder, or fetched files of a repository."""
+    """Whether an interrupted run left something: in its folder, beside it, or files of a repository."""
     from pqweights.errors import PqweightsError
+    from pqweights.quality.work_folder import folder_beside
     from pqweights.rewrite.identity import is_under_way
     from pqweights.storage import open_store
 
     try:
-        under_way = is_under_way(open_store(out))
+        store = open_store(out)
+        under_way = is_under_way(store) or folder_beside(store, "").exists()
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
     return under_way or _is_fetched(source)

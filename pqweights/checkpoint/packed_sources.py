@@ -172,8 +172,7 @@ class _PackedSource:
     def of_mlx(self, name: str, codes: StoredTensor) -> PackedSourceTensor | None:
         """See of_compressed_tensors."""
         module = name.removesuffix(".weight")
-        scales = self._stored.get(f"{module}.scales")
-        if module == name or codes.dtype != "U32" or scales is None:
+        if module == name or codes.dtype != "U32":
             return None
         if STACK.fullmatch(name):
             raise SourceError(
@@ -197,7 +196,7 @@ class _PackedSource:
         ):
             raise _unlike(codes, "codes", f"U32 [rows, words] of {bits} bits in groups of {size}")
         shape = (*rows, columns // size)
-        scales = self._part(codes, scales.name, SCALE_DTYPES if dtype is None else ("U8",), shape)
+        scales = self._part(codes, f"{module}.scales", SCALE_DTYPES if dtype is None else ("U8",), shape)
         parts = [codes, scales]
         if dtype is None:
             parts.append(self._part(codes, f"{module}.biases", (scales.dtype,), shape))

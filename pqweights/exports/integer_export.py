@@ -211,11 +211,10 @@ def _experts_warnings(outline: Outline, model: ModelDescription) -> tuple[str, .
     by_reason: dict[str, list[LogicalTensor]] = {}
     for tensor in outline.tensors:
         decision = outline.decisions.get(tensor.name)
-        if not isinstance(decision, Stays) or decision.reason == FUSED_WITH_KEPT:
-            continue
+        if not isinstance(decision, Stays) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
+            continue  # of a type that was asked for, or said elsewhere
         if is_encoded(tensor) and role_of(tensor, model) == "expert":
-            reason = "the format stores single linear layers" if len(tensor.shape) > 2 else decision.reason
-            by_reason.setdefault(reason, []).append(tensor)
+            by_reason.setdefault(decision.reason, []).append(tensor)
     return tuple(
         f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
         f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "

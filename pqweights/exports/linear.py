@@ -370,7 +370,7 @@ def _not_linear(tensor: LogicalTensor, model: ModelDescription, rules: LinearRul
     if NEVER_QUANTIZED.search(tensor.name):
         return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
-        return f"fused weights {list(tensor.shape)}: the format stores single linear layers"
+        return "the format stores single linear layers"
     if role == "expert" and rules.experts is not None:
         return rules.experts
     if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):

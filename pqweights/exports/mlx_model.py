@@ -128,11 +128,10 @@ def read_model(
     checked = functools.partial(_checked, config.get("model_type"), other_targets(MLX, config))
     with checked():
         config = _loaded(config, generation_config)
-    _add_old_names(config)
-    known = text_model(config)
-    mlx = described(config["model_type"]).mlx
-    _arrange(config, mlx)
-    with checked():
+        _add_old_names(config)
+        known = text_model(config)
+        mlx = described(config["model_type"]).mlx
+        _arrange(config, mlx)
         building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
         model, outputs = building.load()
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}

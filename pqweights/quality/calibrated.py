@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,9 +100,13 @@ class LayerWork(ClusterWork):
     codes: Mapping[int, Path]
 
     def make(self, number: int) -> None:
-        """Encode a layer."""
+        """Encode a layer, in a file of its own first: a task whose node was only believed lost may do the same."""
         torch.set_num_threads(self.calibration.threads)
-        self.calibration.encode_layer(number, self.step, self.codes[number])
+        path = self.codes[number]
+        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        self.calibration.encode_layer(number, self.step, own)
+        with disk_errors(path):
+            own.replace(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +377,7 @@ class LayerwiseCalibration:
 
     def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
         """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
-        own = replace(self, engine=LocalEngine(), progress=_unseen)
+        own = replace(self, engine=LocalEngine(), progress=_unseen, threads=self.engine.threads or self.threads)
         shared = files[0].parent
         return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
 

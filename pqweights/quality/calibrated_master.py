@@ -173,7 +173,7 @@ def _pooled(experts: Mapping[str, int], ready: ReadyWeights) -> tuple[str, ...]:
     name, count = min(experts), experts[min(experts)]
     return (
         f"tensor {name!r}{_more(experts.keys())}: fewer than {FEWEST_INPUTS} tokens of the sample reached {count} of "
-        f"its {ready.weights[name].shape[0]} experts, which were encoded for the inputs of all its experts",
+        f"its {ready.weights[name].shape[0]} experts, or these do nothing; they were encoded for the inputs of all",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.errors import EvaluationError
-from pqweights.inference.runtimes.packages import package, quiet
+from pqweights.inference.runtimes.packages import REFUSALS, package, quiet
 from pqweights.inference.runtimes.texts import CHARACTERS_PER_TOKEN, decoded
 from pqweights.planning.options import MIXTURE
 
@@ -61,8 +61,8 @@ def _of_data_set(name: str, characters: int) -> str:
             splits = datasets.load_dataset(repository, configuration or None, streaming=True)
             rows = iter(splits["train"] if "train" in splits else next(iter(splits.values())))
             while sum(map(len, texts)) < characters and (row := next(rows, None)) is not None:
-                texts.append("\n".join(_strings(row.get("text") or row)))
-    except (OSError, ValueError) as error:
+                texts.append("\n".join(_strings(row.get("text", row))))
+    except (*REFUSALS, datasets.exceptions.DatasetsError) as error:
         # There is no network, no such data set, several configurations, or files that `datasets` cannot read.
         said = " ".join(str(error).split())[:200]
         raise EvaluationError(f"{name}: no such file here, and as a data set of the Hub: {said}") from None

@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
-
 from pqweights.checkpoint.writer import DiskNeed, check_room, disk_errors
 from pqweights.common.units import size_text
 from pqweights.errors import EvaluationError, RecipeError, SourceError
@@ -40,6 +38,8 @@ def worked_on_in(folder: Path, out: object, key: str, threads: int) -> Iterator[
     key: what the calibration depends on: what is there of another one goes first
     threads: with how many torch computes meanwhile
     """
+    import torch  # others only look for the folder
+
     before = torch.get_num_threads()
     with locked(folder, out):
         stated = folder / "identity"

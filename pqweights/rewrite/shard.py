@@ -304,6 +304,8 @@ class _ShardUnderWay:
 class LocalEngine(Engine):
     """Makes shards with the threads of this process. See Engine."""
 
+    threads = None
+
     def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
         """Do tasks, one after the other."""
         for number in numbers:

@@ -164,12 +164,14 @@ class ClusterWork(ABC):
     files: files that a node must be able to read, each with its size
     shared: a file that the driver made where tasks write; None for a result that lies elsewhere
     room: how many bytes a task takes in a folder of its node for what is then sent elsewhere; 0 if there is nothing
+    folder: that of the command, in which its relative paths begin
     """
 
     out: str
     files: tuple[tuple[Path, int], ...]
     shared: Path | None
     room: int = 0
+    folder: Path = field(default_factory=Path.cwd)
 
     @abstractmethod
     def make(self, number: int) -> Any:
@@ -177,7 +179,12 @@ class ClusterWork(ABC):
 
 
 class Engine(Protocol):
-    """Makes the shards of a run, or does other tasks, here or on the nodes of a cluster."""
+    """Makes the shards of a run, or does other tasks, here or on the nodes of a cluster.
+
+    threads: how many a task has; None for those of the command
+    """
+
+    threads: int | None
 
     def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
         """Do the tasks with these numbers; yield the number of each when it is done, and what it returned.

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import typer
 from helpers import folder_bytes, run_command, small_checkpoint
-from pqweights_cli import interrupts, output
+from pqweights_cli import interrupts, options, output
+
+from pqweights.quality.work_folder import folder_beside
+from pqweights.storage import open_store
 
 AGAIN = "interrupted; run the same command again to continue where it stopped\n"
 NOTHING = "interrupted; no results were kept\n"
@@ -89,6 +92,12 @@ def test_quantize_continues(event: str, name: str, source: Path, master: Path, t
     assert interrupted(event, name, "quantize", source, tmp_path / "out", "--threads", 2) == told(tmp_path / "out")
     run_command({"quantize": str(source)}, tmp_path / "out")
     assert folder_bytes(tmp_path / "out") == folder_bytes(master)
+
+
+def test_a_calibration_continues_what_lies_beside_its_result(source: Path, tmp_path: Path) -> None:
+    assert not options.run_continues(str(source), str(tmp_path / "out"))
+    folder_beside(open_store(tmp_path / "out"), "a").mkdir()
+    assert options.run_continues(str(source), str(tmp_path / "out"))
 
 
 COMMANDS = [

@@ -74,6 +74,16 @@ def test_folders_and_files_that_a_node_does_not_see(tmp_path: Path, monkeypatch:
     assert problem(work(shared=tmp_path / "late")) is None
 
 
+def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "APPEAR_SECONDS", 0.2)
+    monkeypatch.chdir(tmp_path)
+    Path("seen").touch()
+    pickled, gone = (work(shared=Path("seen"), folder=folder) for folder in (tmp_path, tmp_path / "gone"))
+    monkeypatch.chdir("/")
+    assert "does not see what the driver writes" in problem(gone)
+    assert problem(pickled) is None
+
+
 @pytest.mark.parametrize(
     ("error", "refused", "message"),
     [

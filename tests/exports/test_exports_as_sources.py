@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from commands import done, refused
 from export_decoders import export_weight, values_of
-from helpers import read_all
+from helpers import read_all, write_checkpoint
 
 from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.source import open_local
@@ -76,6 +77,16 @@ def test_stacks_of_experts_are_the_experts_of_the_model(name: str, base: Path, t
     assert {key: array.tobytes() for key, (_, array) in exported.items()} == {
         key: array.tobytes() for key, (_, array) in read_all(source).items()
     }
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_codes_of_mlx_without_scales_are_refused(name: str, base: Path, tmp_path: Path) -> None:
+    """They would be kept as they are, of no use to anybody."""
+    tensors = read_all(families.exported(base, name, "mlx", format="q4"))
+    lost = next(key for key in tensors if key.endswith("down_proj.scales"))
+    config = json.loads((families.exported(base, name, "mlx", format="q4") / "config.json").read_text())
+    write_checkpoint(tmp_path, {key: value for key, value in tensors.items() if key != lost}, config=config)
+    assert "is quantized, without all that it is decoded with" in refused("plan", tmp_path)
 
 
 def test_tiles_of_torchao_are_refused(base: Path) -> None:

@@ -354,6 +354,22 @@ def test_model_without_a_type_is_refused(config: dict[str, Any] | None, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "exaone_moe", "mlp_layer_types": 3},
+        {"model_type": "minimax_m2", "head_dim": "x", "rope_parameters": {}},
+        {"model_type": "gemma4_text", "layer_types": ["full_attention"], "per_layer_config": "x"},
+        {"model_type": "lfm2_vl", "text_config": "x"},
+    ],
+)
+def test_settings_of_another_type_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src", {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}, config=config)
+    run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
+    assert f"mlx-lm does not support this model ({config['model_type']!r}): its code fails" in line
+
+
 @pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])
 def test_unexpected_missing_or_misshapen_weights_are_refused(change: str, base: Path, tmp_path: Path) -> None:
     master = small_llama(tmp_path)

@@ -128,6 +128,16 @@ def test_experts_that_stay_plain_are_named_with_their_bytes(
     assert "the master that it is made from is smaller (" in near
 
 
+def test_experts_of_a_type_that_was_asked_for_are_not_remarked(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import gguf_cases
+
+    gguf_cases.saved(gguf_cases.CASES["qwen3 moe"], tmp_path / "src")
+    done("quantize", tmp_path / "src", tmp_path / "master", "--bits", 8)
+    found = warned(tmp_path / "master", tmp_path / "out", "-t", "gguf", "--type", "f16")
+    assert not [text for text in found if text.startswith("experts stay")]
+
+
 @pytest.mark.parametrize(("kept_rows", "is_near"), [(40, False), (60, True)])
 def test_result_of_more_than_half_the_bits_is_remarked(kept_rows: int, is_near: bool, tmp_path: Path) -> None:
     """Integers take 4.125 bits; of half as many weights in BF16 as integers, the result has 8.1."""

@@ -118,6 +118,15 @@ def test_the_choice_of_factors_of_longrope_is_said(tmp_path: Path) -> None:
     assert "transformers by the length of the text" in note
 
 
+def test_bounds_of_yarn_that_llama_cpp_must_be_told_are_said(tmp_path: Path) -> None:
+    rope = {"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 1}
+    model = converted(write_llama(tmp_path, config={"rope_scaling": rope}))
+    assert metadata(model)["llama.rope.scaling.yarn_beta_fast"] == 1.0
+    assert model.notes == (
+        "llama.cpp computes the YaRN of this model only if it is told: run it with --yarn-beta-fast 1",
+    )
+
+
 @pytest.mark.parametrize("name", ["glm dsa", "deepseek v3.2"])
 def test_the_choice_of_tokens_in_half_precision_is_said(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -201,8 +210,11 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     base = known.default_theta
     expected["rope_theta"] = base["global"] if isinstance(base, dict) else base
     expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
-    partial = (getattr(known(), "rope_parameters", None) or {}).get("partial_rotary_factor")  # set after the fields are
+    rope = getattr(known(), "rope_parameters", None) or {}  # set after the fields are
+    partial = rope.get("partial_rotary_factor")
     expected |= {} if partial in (None, 1.0) else {"partial_rotary_factor": partial}
+    if any(of.get("rope_type") != "default" for of in rope.values() if isinstance(of, dict)):
+        expected["rope_parameters"] = rope
     found = {"rope_theta": 1e4} | MODELS[model_type].defaults
     assert found == {key: value for key, value in expected.items() if value is not None}
 

@@ -26,6 +26,7 @@ from helpers import Array, gaussian, read_all, run_command, write_checkpoint
 from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.model import GgufModel
+from pqweights.checkpoint.gguf.towers import BESIDE as STATED_BESIDE
 from pqweights.exports.gguf_types import tower_type
 from pqweights.planning.recipe import parse_recipe
 from pqweights.rewrite.results.verify import verify
@@ -227,6 +228,19 @@ def test_a_tower_has_the_tensors_and_settings_that_llama_cpp_reads(name: str, tm
     assert about["clip.vision.image_std"] == NORMALIZED["image_std"]
 
 
+@pytest.mark.parametrize("name", TOWERS)
+def test_absent_keys_of_a_tower_mean_what_transformers_takes(name: str, tmp_path: Path) -> None:
+    """Published files leave out what is the default of the class, such as the activation of Gemma 3."""
+    config = write_tower(name, tmp_path).config
+    about, stated = tower_of(tmp_path, name)[0], json.loads((tmp_path / "config.json").read_text())
+    for of, part in ((config, stated), (config.vision_config, stated["vision_config"])):
+        for key, default in type(of)().to_dict().items():
+            if (key in STATED_BESIDE or part is not stated) and key != "model_type" and part.get(key, ...) == default:
+                del part[key]
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert tower_of(tmp_path, name)[0] == about
+
+
 def test_what_the_image_processor_says_is_in_the_file(tmp_path: Path) -> None:
     write_tower("idefics3", tmp_path / "idefics")
     sized = NORMALIZED | {"size": {"longest_edge": 96}}
@@ -366,6 +380,7 @@ def as_llama_cpp_orders(name: str, vectors: Array) -> Array:
         ("gemma4", {"head_dim": 8}),
         ("kimi_k25", {"num_attention_heads": 3}), ("kimi_k25", {"pos_emb_width": 4}), ("lfm2_vl", {"num_patches": -1}),
         ("internvl", {"norm_type": "rms_norm"}), ("llama4", {"pixel_shuffle_ratio": 4}),
+        ("step3p7", {"mlp_ratio": math.inf}),
     ],
 )  # fmt: skip
 def test_a_configuration_that_does_not_fit_leaves_the_tower_out(

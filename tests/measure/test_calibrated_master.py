@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -161,6 +162,34 @@ def test_layers_are_encoded_by_tasks_of_a_cluster_to_the_same_bytes(
     assert folder_bytes(out) == folder_bytes(master)
     with pytest.raises(OptionError, match="`ray`: expected a folder that all nodes share for a calibrated master, fou"):
         pqweights.quantize(source, "s3://models/out", "t3", calibrate="self", ray="here", **SHORT)
+
+
+@pytest.mark.parametrize(("of_engine", "expected"), [(None, 2), (3, 3)])
+def test_tasks_have_the_threads_that_are_kept_for_them(of_engine: Any, expected: int, tmp_path: Path) -> None:
+    """Nodes of a cluster may have more or fewer cores than the machine of the command."""
+    engine: Any = SimpleNamespace(threads=of_engine)
+    rest: dict[str, Any] = {"model": None, "ids": None, "weights": {}, "wanted_bits": {}, "states": 8}
+    calibration = calibrated.LayerwiseCalibration(**rest, work=tmp_path, threads=2, engine=engine)
+    assert calibration._layer_work(1.0, {0: tmp_path / "codes-0000"}).calibration.threads == expected
+
+
+def test_a_layer_that_two_tasks_encode_at_once_is_whole(tmp_path: Path) -> None:
+    """As a task does whose node was only believed lost."""
+    codes, others = tmp_path / "codes-0000.safetensors", [lambda: work.make(0)]
+
+    def encode_layer(number: int, step: float, path: Path) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield b"one"
+            if others:
+                others.pop()()
+            yield b"two"
+
+        writer.write_whole(path.parent, path, pieces())
+
+    calibration: Any = SimpleNamespace(threads=torch.get_num_threads(), encode_layer=encode_layer)
+    work = calibrated.LayerWork(out="", files=(), shared=None, calibration=calibration, step=1.0, codes={0: codes})
+    work.make(0)
+    assert not others and codes.read_bytes() == b"onetwo" and list(tmp_path.iterdir()) == [codes]
 
 
 def test_the_same_command_again_finds_the_result(source: Path, master: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Settings that mlx-lm reads, out of what transformers makes of published configurations: they are those published.
 
 Published files: moonshotai/Kimi-Linear-48B-A3B-Instruct, LGAI-EXAONE/K-EXAONE-236B-A23B, MiniMaxAI/MiniMax-M2,
-stepfun-ai/Step-3.5-Flash and XiaomiMiMo/MiMo-V2-Flash, with fewer layers.
+stepfun-ai/Step-3.5-Flash, XiaomiMiMo/MiMo-V2-Flash and google/gemma-4-31B, with fewer layers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attn_layers": [4], "head_dim": 128, "kda_layers": [1, 2, 3, 5], "num_heads": 32,
             "short_conv_kernel_size": 4,
         },
+    }),
+    "gemma4_text": ("Gemma4TextConfig", {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True,
+        "global_head_dim": 512, "num_global_key_value_heads": 2,
     }),
     "exaone_moe": ("ExaoneMoeConfig", {"num_hidden_layers": 3, "is_moe_layer": [False, True, True]}),
     "minimax_m2": ("MiniMaxM2Config", {"num_hidden_layers": 2, "head_dim": 128, "rotary_dim": 64}),

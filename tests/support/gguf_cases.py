@@ -173,7 +173,10 @@ CASES = {
         name="DeepseekV2", rope=SCALED_YARN,
         settings=MLA | ROUTED | {"q_lora_rank": None, "n_routed_experts": 3, "num_hidden_layers": 27},
     ),
-    "kimi k2": Case(name="DeepseekV3", settings=MLA | ROUTED, published={"model_type": "kimi_k2"}),
+    "kimi k2": Case(
+        name="DeepseekV3", settings=MLA | ROUTED, tokens=200, published={"model_type": "kimi_k2"},
+        rope=SCALED_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    ),
     "kimi k2.5": Case(
         name="Kimi_K25", settings=MLA | ROUTED | {"model_type": "deepseek_v3"}, vision=SMALL | {"num_hidden_layers": 1}
     ),
@@ -232,7 +235,8 @@ CASES = {
     ),
     "llama4": Case(
         name="Llama4", settings=WIDE_HEADS | {"intermediate_size_mlp": 80, "num_local_experts": 4,
-        "interleave_moe_layer_step": 2, "num_hidden_layers": 4}, text=True,
+        "interleave_moe_layer_step": 2, "num_hidden_layers": 4}, text=True, tokens=200,
+        rope=LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0},  # as Scout has it: both bounds are 1
     ),
     "granite moe": Case(name="GraniteMoe", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite moe shared": Case(

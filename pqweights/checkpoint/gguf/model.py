@@ -17,7 +17,7 @@ import numpy as np
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
-from pqweights.checkpoint.gguf.rope import add_rope, rope_parameters
+from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
 from pqweights.checkpoint.gguf.settings import Settings, ignored_window, read_settings, value_of, windowed_layers
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokens import Vocabulary
@@ -178,6 +178,9 @@ def _notes(
             "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
             "are a little different, as in every GGUF file of this model"
         )
+    if parameters["rope_type"] == "yarn" and (betas := own_betas(settings, parameters)):
+        asked = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
+        yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {asked}"
     if settings.architecture.chosen:
         chosen = settings.number(settings.architecture.chosen)
         by_flash = settings.architecture.chosen_by_flash

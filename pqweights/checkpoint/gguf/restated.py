@@ -109,6 +109,8 @@ def _restate_periods(values: dict[str, Any]) -> None:
     if values.get("model_type") != "jamba" or not all(isinstance(n, int) for n in (*numbers, layers, width)):
         return
     period, offset, experts, first = numbers
+    if period < 1 or experts < 1:
+        return
     values["layer_types"] = [
         f"{FULL if n % period == offset else LINEAR_ATTENTION}{' moe' if n % experts == first else ''}"
         for n in range(min(layers, 512))
@@ -125,7 +127,11 @@ def _restate_gemma3n(values: dict[str, Any]) -> None:
     pattern = values.get("activation_sparsity_pattern") or [0.95] * 10
     if isinstance(pattern, list) and all(share == (0.95 if n < 10 else 0) for n, share in enumerate(pattern)):
         values["sparse_layers"] = 10
-    if isinstance(widths := values.get("intermediate_size"), list) and len(set(widths)) == 1:
+    if (
+        isinstance(widths := values.get("intermediate_size"), list)
+        and widths
+        and widths.count(widths[0]) == len(widths)
+    ):
         values["intermediate_size"] = widths[0]
 
 

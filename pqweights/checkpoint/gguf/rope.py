@@ -20,7 +20,7 @@ from pqweights.checkpoint.models.llama_cpp import FULL, SLIDING
 DEFAULT_BASE = 10000.0
 # Names that older configurations have.
 OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
-# The only numbers of rotations between which llama.cpp turns from interpolation to extrapolation.
+# The numbers of rotations between which llama.cpp turns from interpolation to extrapolation, unless it is told others.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
 
 Factors = dict[str, npt.NDArray[np.float32]]
@@ -144,10 +144,8 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
 
 def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
     """YaRN (arXiv:2309.00071). llama.cpp multiplies the attention's factor by its own default."""
-    for key, taken in YARN_BETAS.items():
-        value = parameters.get(key) or taken
-        if value != taken:
-            raise settings.refusal(f"llama.cpp computes its YaRN with {key} {taken} only, found {value!r}")
+    for key, value in own_betas(settings, parameters).items():
+        getattr(writer, f"add_rope_scaling_yarn_{key}")(value)
     if parameters.get("truncate") is False and not settings.architecture.rounds_yarn:
         raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
     factor = _number(settings, parameters, "factor")
@@ -171,6 +169,15 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
         attention = _yarn_scale(factor, own) / _yarn_scale(factor, every)
     if attention is not None:
         writer.add_rope_scaling_attn_factors(float(attention) / _yarn_scale(factor, 1.0))
+
+
+def own_betas(settings: Settings, parameters: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of YARN_BETAS that the model has otherwise, as Kimi K2 does.
+
+    llama.cpp reads them from files of few architectures, and takes them as options.
+    """
+    stated = {key: _optional(settings, parameters, key) for key in YARN_BETAS}
+    return {key: value for key, value in stated.items() if value is not None and value != YARN_BETAS[key]}
 
 
 def _yarn_scale(factor: float, weight: float) -> float:
@@ -200,8 +207,9 @@ def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: 
     """What Llama 3 divides each frequency by, [rotated / 2]: 1 for high ones, `factor` for low ones."""
     keys = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     base, factor, low, high, context = (_number(settings, parameters, key) for key in keys)
-    if high <= low:
-        raise settings.refusal(f"high_freq_factor {high} of its rope parameters is not above low_freq_factor {low}")
-    wavelengths = 2 * math.pi * base ** (np.arange(0, rotated, 2) / rotated)
-    share = np.clip((context / wavelengths - low) / (high - low), 0, 1)  # of the frequency that stays
+    if high < low:
+        raise settings.refusal(f"high_freq_factor {high} of its rope parameters is below low_freq_factor {low}")
+    rotations = context * base ** (-np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
+    # The share of the frequency that stays; of Llama 4 both bounds are 1, and there is nothing between them.
+    share = np.clip((rotations - low) / (high - low), 0, 1) if high > low else (rotations > high).astype(float)
     return (1 / ((1 - share) / factor + share)).astype(np.float32)

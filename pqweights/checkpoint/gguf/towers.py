@@ -121,8 +121,8 @@ def _settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> S
         values["image_size"] = math.isqrt(settings.number(positions)) * settings.number("patch_size")
     if settings.get("pos_emb_height"):
         values["image_size"] = settings.number("pos_emb_height * patch_size")
-    if isinstance(ratio := settings.get("mlp_ratio"), float):
-        values["intermediate_size"] = int(settings.number("hidden_size") * ratio)
+    if isinstance(settings.get("mlp_ratio"), float):
+        values["intermediate_size"] = int(settings.number("hidden_size") * settings.real("mlp_ratio"))
     if (scale := _scale(settings)) is not None:
         values["scale"] = scale
     if isinstance(full := values.get("fullatt_block_indexes"), list):

@@ -78,9 +78,9 @@ GEMMA3 = Tower(
     projector="GEMMA3",
     modules={**_ENCODER, r"multi_modal_projector\.mm_input_projection_weight": "mm.input_projection.weight"},
     settings=(*_VIT, _EPS, _GELU, _SCALE),
-    defaults={"layer_norm_eps": 1e-6},
+    defaults={"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
     offset="multi_modal_projector.mm_soft_emb_norm",
-    values={"hidden_act": ("gelu_pytorch_tanh", None)},
+    values={"hidden_act": ("gelu_pytorch_tanh",)},
 )
 _QWEN = (
     *_PATCHES,
@@ -107,9 +107,11 @@ QWEN2_5_VL = replace(
     QWEN2_VL,
     projector="QWEN25VL",
     settings=(*_QWEN, *_VIT[2:4], _SILU, Setting("vision_n_wa_pattern", "full_attention_interval")),
-    defaults={**QWEN2_VL.defaults, "hidden_size": 1280, "intermediate_size": 3420, "window_size": 112},
+    defaults={
+        **QWEN2_VL.defaults, "hidden_size": 1280, "intermediate_size": 3420, "window_size": 112, "hidden_act": "silu",
+    },
     values={**QWEN2_VL.values, "hidden_act": ("silu",), "window_size": (112,)},
-)
+)  # fmt: skip
 QWEN3_VL = Tower(
     projector="QWEN3VL",
     modules={
@@ -142,6 +144,7 @@ PIXTRAL = Tower(
     interleaved=True,
     breaks=True,
 )  # fmt: skip
+MISTRAL3 = replace(PIXTRAL, defaults={**PIXTRAL.defaults, "spatial_merge_size": 2})
 GEMMA4 = Tower(
     projector="GEMMA4V",
     modules={
@@ -298,7 +301,7 @@ MINIMAX_M3 = Tower(
 # By the type of a model, or that and the type in its vision_config.
 TOWERS = {
     "gemma3": GEMMA3, "gemma4": GEMMA4, "qwen2_vl": QWEN2_VL, "qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": QWEN3_VL, "qwen3_5": QWEN3_VL, "qwen3_5_moe": QWEN3_VL, "mistral3": PIXTRAL, "llama4": LLAMA4,
+    "qwen3_vl_moe": QWEN3_VL, "qwen3_5": QWEN3_VL, "qwen3_5_moe": QWEN3_VL, "mistral3": MISTRAL3, "llama4": LLAMA4,
     "kimi_k25": KIMI_K25, "kimi_vl": KIMI_VL, "lfm2_vl": LFM2_VL, "idefics3": IDEFICS3, "smolvlm": IDEFICS3,
     "internvl": INTERNVL, "step3p7": STEP3P7, "minimax_m3_vl": MINIMAX_M3, "llava": LLAVA, "llava pixtral": PIXTRAL,
 }  # fmt: skip

@@ -47,6 +47,14 @@ def _exaone_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"is_moe_layer": [kind == "sparse" for kind in config["mlp_layer_types"]]}
 
 
+def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with full attention have sizes of their own, which transformers 5 lists layer by layer."""
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    listed = zip(config["layer_types"], map(str, range(len(config["layer_types"]))), strict=True)
+    own = next((config["per_layer_config"].get(layer) for kind, layer in listed if kind == "full_attention"), None)
+    return {names[key]: value for key, value in (own or {}).items() if key in names}
+
+
 def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
     names = {"linear_attention": "mamba", "full_attention": "attention"}
     return {"layer_types": [names.get(kind, kind) for kind in config["layer_types"]]}
@@ -110,6 +118,8 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "falcon_h1": MlxDifferences(other_head_dim=True),
     "gemma3": MlxDifferences(vocabulary=262208),
     "gemma3n_text": MlxDifferences(module="gemma3n", layout=NESTED),
+    "gemma4": MlxDifferences(vocabulary=262144),
+    "gemma4_text": MlxDifferences(computed=_gemma4),
     "glm_moe_dsa": MlxDifferences(constants=_BIASED_SIGMOID | {"moe_layer_freq": 1}),
     "gpt2": MlxDifferences(layout=UNPREFIXED),
     "gpt_neox": MlxDifferences(rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}),

@@ -142,7 +142,10 @@ _ROWS: dict[str, Row] = {
         llama_cpp=llama_cpp.GEMMA4, defaults=sizes(2304, 9216, 30, 8, 131072) | TIED | {
             "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-06, "sliding_window": 512,
             "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
         },
     ),
     "glm4": Row(

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.contents import GgufContents
+from pqweights.checkpoint.gguf.rope import YARN_BETAS
+from pqweights.checkpoint.gguf.settings import is_positive
 from pqweights.errors import GenerationError, SourceError
 from pqweights.inference.runtimes.llama_library import library, load
 from pqweights.inference.runtimes.steps import Continuation, OnToken, Stepper, TokenChoice, nan_error
@@ -36,6 +38,11 @@ class LlamaRun(Stepper):
         """
         super().__init__()
         self._path, self._exact = contents.path, exact
+        betas = {f"yarn_{key}": f"{contents.architecture}.rope.scaling.yarn_{key}" for key in YARN_BETAS}
+        # It reads them itself for few architectures.
+        self._betas = {
+            option: value for option, key in betas.items() if is_positive(value := contents.metadata.get(key))
+        }
         self._llama, self._log = library()
         self._held = _Held(self._llama, load(contents.path))
         weakref.finalize(self, self._held.free)
@@ -65,6 +72,8 @@ class LlamaRun(Stepper):
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = room, BATCH_TOKENS, BATCH_TOKENS
         parameters.n_threads = parameters.n_threads_batch = usable_cores()
         parameters.offload_kqv = parameters.op_offload = False
+        for name, value in self._betas.items():
+            setattr(parameters, name, value)
         if self._exact:
             parameters.type_k = parameters.type_v = FLOAT32
             parameters.flash_attn_type = NO_FLASH_ATTENTION

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import pickle
 import tempfile
 import time
@@ -109,16 +111,16 @@ def answer(asked: str, pickled: bytes, number: int) -> Answer:
 def _opened(pickled: bytes) -> tuple[ClusterWork, str | None]:
     """Return what the tasks that one process does have in common, and what keeps the node from doing them."""
     work: ClusterWork = pickle.loads(pickled)
+    with contextlib.suppress(OSError):  # a node without this folder may see all that it needs
+        os.chdir(work.folder)
     return work, _problem(work)
 
 
 def _problem(work: ClusterWork) -> str | None:
     """Say what a node does not see that it must, and what to do; None if it sees everything."""
     if work.shared is not None and not _appears(work.shared):
-        return (
-            f"does not see what the driver writes into {work.out}; choose a folder that all nodes share, or an "
-            "address such as s3://BUCKET/NAME"
-        )
+        elsewhere = ", or an address such as s3://BUCKET/NAME" if isinstance(work, ShardWork) else ""
+        return f"does not see what the driver writes into {work.out}; choose a folder that all nodes share{elsewhere}"
     for path, size in work.files:
         if not path.is_file() or path.stat().st_size != size:
             return (
