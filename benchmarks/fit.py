@@ -227,7 +227,7 @@ def alphas_by_kind(models: list[dict[str, Any]]) -> str:
             ordered = sorted(names, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
             shares = [alpha_cell([model["alphas"][by][name] for name in ordered]) for by in KINDS]
             rows.append([model["name"], f"`{kind}`", *shares])
-    return table(["model", "groups", "rule (first, last layer)", "random tokens", "text"], rows)
+    return table(["model", "groups", "rule (first, last layer)", "its own text", "text"], rows)
 
 
 def alpha_cell(alphas: list[float]) -> str:
