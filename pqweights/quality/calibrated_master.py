@@ -8,6 +8,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
@@ -94,21 +97,25 @@ def calibrated_codes(
             progress=asked.calibration_progress or _ignore,
         )
         encoded = calibration.encode()
-        about = {
-            "sample": sample.kind,
-            "tokens": ids.numel(),
-            "window": ids.shape[1],
-            "seed": SEED,
-            "states": states,
-            "rate": asked.rate,
-            "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-            "identity": key,
-        }
-        ready = ReadyWeights.open(encoded.folder, about=about)
+        about = _about(sample, ids, states=states, rate=asked.rate)
+        ready = ReadyWeights.open(encoded.folder, about=about | {"identity": key})
         left = _of_the_trellis(plan) - ready.weights.keys()
         yield ready.with_warnings(
             (*_missed(encoded), *_warnings(left, wanted, weights, ready), *_pooled(calibration.hardly_reached, ready))
         )
+
+
+def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str, Any]:
+    """Return what the manifest says of a calibration. ids: the tokens of the sample, [windows, tokens]"""
+    return {
+        "sample": sample.kind,
+        "tokens": ids.numel(),
+        "window": ids.shape[1],
+        "seed": SEED,
+        "states": states,
+        "rate": rate,
+        "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+    }
 
 
 def _ignore(done: int, total: int, what: str) -> None:
