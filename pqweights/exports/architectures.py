@@ -48,9 +48,15 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
         )
 
 
-def check_attention(config: Mapping[str, Any]) -> None:
-    """Raise ExportError for an encoder of a type of which mlx-lm has the decoder."""
-    if text_config(config).get("use_bidirectional_attention") is True:
+def check_computed(config: Mapping[str, Any]) -> None:
+    """Raise ExportError for a model that mlx-lm would load, and compute otherwise."""
+    text = text_config(config)
+    if text.get("model_type") == "minicpm3" and text.get("tie_word_embeddings") is True:
+        raise ExportError(
+            "config.json: mlx-lm does not scale the logits of a minicpm3 whose head is its embedding "
+            f"(tie_word_embeddings); {other_targets(MLX, config)}"
+        )
+    if text.get("use_bidirectional_attention") is True:
         raise ExportError(
             "config.json: mlx-lm's models attend to what comes before alone, and this one attends both ways "
             f"(use_bidirectional_attention); {other_targets(MLX, config)}"

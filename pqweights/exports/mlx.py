@@ -33,7 +33,7 @@ from pqweights.common.markdown import fenced
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
 from pqweights.exports.architectures import MLX as MLX_TARGET
-from pqweights.exports.architectures import check_attention, other_targets
+from pqweights.exports.architectures import check_computed, other_targets
 from pqweights.exports.assignment import (
     NOTHING,
     PLAIN,
@@ -452,7 +452,7 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     if not is_file and f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
         advice = other_targets(MLX_TARGET, config)
         raise ExportError(f"mlx-lm does not support this model ({config['model_type']!r}); {advice}")
-    check_attention(config)
+    check_computed(config)
 
 
 def _outlines(checkpoint: Checkpoint, settings: Sequence[MlxFormat]) -> list[Outline]:

@@ -42,7 +42,7 @@ from pqweights.checkpoint.models.names import tower_of
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
-from pqweights.exports.architectures import MLX, check_attention, other_targets
+from pqweights.exports.architectures import MLX, check_computed, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
@@ -310,7 +310,7 @@ def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
 def _builder(config: dict[str, Any], mlx: MlxDifferences) -> Callable[[], Any]:
     """Return a function that makes the model, without memory for its parameters."""
     model_class, arguments_class = mlx_lm_utils._get_classes(config)
-    check_attention(config)
+    check_computed(config)
     _add_computed(config, arguments_class, mlx)
     arguments = arguments_class.from_dict(config)
     return lambda: model_class(arguments)

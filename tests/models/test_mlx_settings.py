@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from pqweights.checkpoint.models import described
+from pqweights.errors import ExportError
+from pqweights.exports.architectures import check_computed
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,3 +54,11 @@ def test_settings_of_mlx_lm_are_those_of_published_files(model_type: str) -> Non
     written = {key: value for key, value in config(**published).to_dict().items() if key in keys}
     found = written | mlx.constants | mlx.computed(written)
     assert {key: found.get(key) for key in published} == published
+
+
+def test_what_mlx_lm_would_compute_otherwise_is_refused() -> None:
+    check_computed({"model_type": "minicpm3", "tie_word_embeddings": False})
+    with pytest.raises(ExportError, match="does not scale the logits of a minicpm3 whose head is its embedding"):
+        check_computed({"model_type": "minicpm3", "tie_word_embeddings": True})
+    with pytest.raises(ExportError, match="this one attends both ways"):
+        check_computed({"model_type": "gemma3_text", "use_bidirectional_attention": True})
