@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills bad-inputs docs docs-commands docs-families dist clean
+.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -286,9 +286,6 @@ bench-ray: $(READY) ## quantize on a Ray cluster of this machine beside the plai
 bench-ray-kills: $(READY) ## twenty runs on a Ray cluster of which a worker, a node or the command is killed
 	$(call BENCHMARK,ray_kills) $(WORK) $(ARGS)
 	$(REPORT)
-
-bad-inputs: $(READY) ## write docs/bad-inputs.md: the line that every bad input gets
-	$(BIN)/python tests/hostile/table.py > docs/bad-inputs.md
 
 docs-commands: $(READY) ## write docs/commands.md from the command line
 	$(BIN)/python tools/commands_page.py > $(VENV)/commands.md

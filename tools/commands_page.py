@@ -37,7 +37,7 @@ PAGES = {
     "plan": (("Which one for me", "memory.md"), ("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md")),
     "recipes": (("Recipes", "../recipes/README.md"),),
     "inspect": (("The format", "format.md"), ("KV caches", "kv-cache.md")),
-    "verify": (("The format", "format.md"), ("Bad inputs", "bad-inputs.md")),
+    "verify": (("The format", "format.md"),),
     "export": (("Exports", "exports.md"),),
     "generate": (
         ("Generating text", "generate.md"),

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import resource
 import shutil
 from collections import namedtuple
@@ -22,19 +21,13 @@ from helpers import bf16, f32, folder_bytes, gaussian, read_all, small_checkpoin
 from hostile import case as parts
 from hostile import evaluation, masters, pickles
 from hostile.case import DOWN, UP, Case, run
-from hostile.generate import CASES
+from hostile.generate import CASES, USAGE_ERRORS
 from hostile.pickles import PAYLOAD
 from pqweights_cli import output
 from typer.testing import Result
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
-PAGE = Path(__file__).parents[2] / "docs" / "bad-inputs.md"
-# The exit codes that docs/bad-inputs.md states, by case and command; that of a case which it does not have is 1.
-EXIT_CODES = {
-    (name, command): int(code)
-    for name, command, code in re.findall(r"(?m)^\| (\S+) \| `([^`]*)` \| (\d) \|", PAGE.read_text())
-}
 PAIRS = [pytest.param(case, line, id=f"{case.name}-{line.split()[0]}") for case in CASES for line in case.commands]
 
 
@@ -72,7 +65,7 @@ def test_bad_input_gives_one_clear_line_and_changes_nothing(
             assert_one_line(result)
             assert folder_bytes(tmp_path) == before
         return
-    if EXIT_CODES.get((case.name, line), 1) == 2:
+    if case.name in USAGE_ERRORS:
         assert result.exit_code == 2
         text = " ".join(result.stderr.replace("│", " ").split())
     elif line.startswith("verify") and not result.stderr:
@@ -90,7 +83,9 @@ def test_bad_input_gives_one_clear_line_and_changes_nothing(
 
 
 def test_cases_have_unique_names_and_commands() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) and all(case.commands for case in CASES)
+    names = {case.name for case in CASES}
+    assert len(names) == len(CASES) and all(case.commands for case in CASES)
+    assert names >= USAGE_ERRORS
 
 
 def test_undamaged_inputs_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,14 @@ CASES = [
         "calibrate-that-cannot-be",
         {
             VLLM + " --calibrate nowhere.txt": ("nowhere.txt", "No such file"),
+            VLLM + " --calibrate src --source src": ("src", "*.txt in the folder"),
+        },
+    ),
+    exporting(
+        "calibrate-beside-other-options",
+        {
             VLLM + " --calibrate self --ray local": ("--ray", "--calibrate"),
             VLLM + " --calibrate self --calibration-tokens 100": ("--calibration-tokens", "2048"),
-            VLLM + " --calibrate src --source src": ("src", "*.txt in the folder"),
         },
     ),
     exporting(

@@ -21,3 +21,28 @@ SUBJECTS = (
 CASES: list[Case] = [
     case for subject in " ".join(SUBJECTS).split() for case in importlib.import_module(f"hostile.{subject}").CASES
 ]
+# Cases whose commands are wrong in themselves, whatever the input: these exit with 2, all others with 1.
+WRONG_IN_THEMSELVES = """
+recipe-name-unknown recipe-name-far-from-all recipe-name-of-a-width recipe-name-of-a-file set-malformed
+bits-out-of-range bits-nan bits-infinite bits-no-number bits-a-fraction bits-too-few trellis-bits-too-few
+trellis-bits-too-many trellis-bits-nan codec-polar-bits-4 effort-unknown effort-no-number
+effort-of-a-codec-without size-no-size size-zero threads-zero target-unknown ray-no-address ray-no-port
+ray-port-too-large ray-client address-unknown-scheme address-without-bucket address-with-credentials
+output-on-the-hub output-unknown-scheme group-size-that-no-target-has bits-that-no-target-has
+option-of-another-target qparams-best-of-rows format-unknown format-of-other-bits
+rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other
+target-misspelled fold-unknown fold-beside-other-options fold-of-a-folded-master
+fold-with-moments-of-an-earlier-version eval-text-twice generate-temperature-negative generate-temperature-nan
+generate-temperature-no-number generate-top-p-zero generate-top-p-above-one generate-max-tokens-zero
+generate-seed-negative generate-system-without-chat generate-revision-of-a-folder generate-kv-cache-misspelled
+generate-kv-cache-empty generate-kv-cache-option-unknown generate-kv-cache-option-without-a-number
+generate-kv-cache-option-twice generate-kv-cache-bits-too-many generate-kv-cache-bits-nan
+generate-kv-cache-angle-of-no-width generate-kv-cache-residual-negative generate-kv-cache-method-withdrawn
+generate-kv-cache-heads-of-no-multiple generate-kv-cache-no-rope generate-kv-cache-latent-attention
+generate-kv-cache-no-attention fit-size-no-size fit-size-zero fit-size-beyond-all-files fit-bits-no-number
+fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative fit-sensitivity-without-target
+fit-recipe-with-bits memory-zero memory-no-size memory-context-negative memory-context-no-number
+memory-context-zero memory-context-beyond-numbers memory-context-alone memory-runtime-unknown
+memory-runtime-alone sensitivity-recipe-unknown calibrate-recipe-unknown calibrate-beside-other-options
+"""
+USAGE_ERRORS = frozenset(WRONG_IN_THEMSELVES.split())
