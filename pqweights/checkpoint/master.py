@@ -15,7 +15,7 @@ from typing import Any
 from pqweights import codecs
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.names import AWQ_SUFFIX, awq_name
+from pqweights.checkpoint.names import AWQ_SUFFIX, QUANT_METHOD, awq_name
 from pqweights.checkpoint.native import NativeImage, NativePart, NativeTensor, coded_specs
 from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.readers import (
@@ -37,7 +37,6 @@ from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError, SourceError
 
-QUANT_METHOD = "pqweights"
 LOGICAL_DTYPES = (*FLOAT_DTYPES, *PACKED_DTYPES)
 
 
@@ -368,7 +367,10 @@ class _Reader:
         if (codec, bits) not in self._coders:
             try:
                 tables = self._levels.get(codec, {}).get(str(exact_rate(bits)))
-                self._coders[codec, bits] = MASTER_CODECS[codec].coder_from_tables(bits, tables)
+                coder = MASTER_CODECS[codec].coder_from_tables(bits, tables)
+                if coder.tables() != MASTER_CODECS[codec].coder(bits).tables():
+                    raise ValueError(f"expected those of the format at {exact_rate(bits)} bits, found others")
+                self._coders[codec, bits] = coder
             except RecipeError as error:
                 raise _damaged(f"{where}: bits: {error}") from None
             except ValueError as error:

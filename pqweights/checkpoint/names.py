@@ -1,8 +1,9 @@
-"""The names of files, and of the scales of a weight's input channels. A codec names the other parts of a weight."""
+"""The names of files, of our method, and of the scales of a weight's input channels; a codec names the other parts."""
 
 from __future__ import annotations
 
 AWQ_SUFFIX = "_awq_scale"
+QUANT_METHOD = "pqweights"  # of a master, in its quantization_config
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

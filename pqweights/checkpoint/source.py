@@ -26,6 +26,7 @@ from pqweights.checkpoint.companions import (
     leads_outside,
     top_level_files,
 )
+from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
@@ -205,12 +206,12 @@ def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
 def read_config(folder: Path) -> dict[str, Any] | None:
     """Return the parsed config.json of a folder, or None if there is none.
 
-    Raises SourceError if it does not hold a JSON object.
+    Raises SourceError if it does not hold a JSON object with values of the right types and sizes.
     """
     if not (folder / CONFIG_FILE).is_file():
         return None
     check_links((), [CONFIG_FILE] if leads_outside(folder, folder / CONFIG_FILE) else [])
-    return read_json_object(LocalStorage(folder, only=[CONFIG_FILE]), CONFIG_FILE)
+    return model_config(LocalStorage(folder, only=[CONFIG_FILE]))
 
 
 def open_checkpoint(
@@ -228,11 +229,12 @@ def open_checkpoint(
     for name in files:
         if not is_utf8(name):
             raise SourceError(f"{name!a}: the name of this file is not UTF-8 text; rename or remove it")
-    config = read_json_object(storage, CONFIG_FILE) if CONFIG_FILE in files else None
+    config = model_config(storage)
     weight_files, index = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
     stored = stored_tensors(storage, weight_files)
     if index is not None:
         check_tensors(index, stored)
+    check_layers(config or {}, len(stored))
     is_master = config is not None and master.is_master(config)
     if config is not None and is_master:
         model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})

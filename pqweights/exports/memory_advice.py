@@ -15,7 +15,7 @@ from typing import Any
 
 from pqweights.checkpoint.config import model_dtype, quantization_settings
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
 from pqweights.codecs import UNRATED
@@ -292,10 +292,10 @@ class _Model:
         total, rises = 0, []
         for tensor in outline.tensors:
             decision = outline.decisions.get(tensor.name)
-            count = len(self.master.alike[tensor.name]) if by_layer else 1
+            first = self._source_of(tensor)
+            count = len(self.master.alike[first]) if by_layer else 1
             if isinstance(decision, Rounding):
                 total += count * stored_bytes(decision.specs(tensor.name, tensor.shape))
-                first = (*sources_of(tensor), tensor)[0].name
                 density = self.of_alike[first] if by_layer else self.densities.get(first, 0.0)
                 rises.append(density * element_count(tensor) * distortion(decision.rule))
             else:
@@ -303,3 +303,9 @@ class _Model:
                 dtype = forced or stored_dtype(tensor, model=self.dtype, dtype=outline.plain_dtype)
                 total += count * TensorSpec(tensor.name, dtype, tensor.shape).byte_count
         return total, math.fsum(rises)
+
+    def _source_of(self, tensor: LogicalTensor) -> str:
+        """Return the name of the first tensor of the master that a tensor is made of, such as a stack of experts."""
+        while tensor.name not in self.master.alike and (sources := sources_of(tensor)):
+            tensor = sources[0]
+        return tensor.name

@@ -6,19 +6,23 @@ Whether every byte is right is for rewrite/results/verify.py to tell.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pqweights.checkpoint.companions import REASONS, is_needed, outside
 from pqweights.checkpoint.digests import REMEDY, CheckedReads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
+from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError
+from pqweights.planning.plan import QUANTIZE
 from pqweights.rewrite.manifest import Manifest, find_manifest, shards_of
+from pqweights.rewrite.master_config import encodings
 
 SizeOf = Callable[[str], int | None]
 
@@ -34,8 +38,9 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
 
     The tensors of a master are checked while they are read (Checkpoint.checked).
 
-    Raises MasterError if a listed file is missing, or a file of weights has another size or another header, SourceError
-    as `open_local`. A result without a manifest is opened like any other checkpoint: nothing tells what it should hold.
+    Raises MasterError if a listed file is missing, if a file of weights has another size or another header, or if the
+    configuration describes the weights of a master otherwise than the manifest; SourceError as `open_local`. A result
+    without a manifest is opened like any other checkpoint: nothing tells what it should hold.
     """
     if manifest is None:
         return open_folder(storage)
@@ -45,7 +50,8 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
     for problem in file_problems(storage, manifest):
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
     checkpoint = open_folder(storage)
-    if checkpoint.is_master:
+    if checkpoint.config is not None and checkpoint.is_master:
+        check_config(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)
         checked_by = checked_reads(storage, checkpoint.stored, manifest)
         tensors = tuple(checked(tensor, checked_by) for tensor in checkpoint.tensors)
         checkpoint = replace(checkpoint, tensors=tensors, checked=checked_by)
@@ -58,6 +64,47 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
         companions=tuple(sorted(name for name in listed & there if is_inside(name))),
         left_out=dict(sorted(left_out.items())),
     )
+
+
+def check_config(config: Mapping[str, Any], tensors: Iterable[LogicalTensor], manifest: Manifest) -> None:
+    """Raise MasterError if the configuration of a master does not describe its weights as the manifest does.
+
+    What decodes them stands in config.json, which people edit; their hashes would not show it. The arguments are those
+    of config_problems.
+    """
+    for problem in config_problems(config, tensors, manifest):
+        raise MasterError(f"{problem}; {REMEDY}")
+
+
+def config_problems(config: Mapping[str, Any], tensors: Iterable[LogicalTensor], manifest: Manifest) -> Iterator[str]:
+    """Yield how the configuration of a master describes its weights otherwise than the manifest.
+
+    config: its quantization_config
+    tensors: the logical tensors that were found by it
+    """
+    configured = {t.name: t for t in tensors if isinstance(t, EncodedTensor)}
+    expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
+    for name in sorted(expected.keys() ^ configured.keys()):
+        yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
+    for name in sorted(expected.keys() & configured.keys()):
+        yield from _weight_problems(expected[name], configured[name])
+    if config.get("kept") != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
+        yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
+
+
+def _weight_problems(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
+    """Yield what a configuration states of a weight, and the manifest does not."""
+    coder, other, state = expected.coder, configured.coder, configured.state.to_json()
+    stated: dict[str, tuple[Any, Any]] = {
+        "shape": (expected.shape, configured.shape),
+        "dtype": (expected.dtype, configured.dtype),
+        "codec": (coder.codec, other.codec),
+        "bits": (coder.bits, other.bits),
+        **{key: (expected.state.get(key), state.get(key)) for key in expected.state.keys() | state.keys()},
+    }
+    for key, (ours, theirs) in stated.items():
+        if ours != theirs:
+            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours!r}, found {theirs!r}"
 
 
 def checked_reads(storage: Storage, stored: Iterable[StoredTensor], manifest: Manifest) -> CheckedReads:
@@ -131,7 +178,7 @@ def problems_of_sizes(size_of: SizeOf, manifest: Manifest) -> tuple[str, ...]:
         for name, record in manifest.files.items()
         if is_inside(name) and is_needed(name) and size_of(name) is None
     )
-    return (*_weight_problems(size_of, manifest), *missing)
+    return (*_file_problems(size_of, manifest), *missing)
 
 
 def _size(path: Path) -> int | None:
@@ -140,12 +187,12 @@ def _size(path: Path) -> int | None:
 
 def _loading_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Yield what keeps a model from being loaded: transformers finds weight files by the index."""
-    yield from _weight_problems(lambda name: _size(folder / name), manifest)
+    yield from _file_problems(lambda name: _size(folder / name), manifest)
     if INDEX_FILE in manifest.files and not (folder / INDEX_FILE).is_file():
         yield _missing(INDEX_FILE, manifest.files[INDEX_FILE].bytes)
 
 
-def _weight_problems(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
+def _file_problems(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
     for shard in shards_of(manifest):
         size = size_of(shard.file)
         if size is None:

@@ -181,7 +181,7 @@ CASES += [
     mlx("scales-of-integers", ".weight U32 128 16, .scales I32 128 2", f"{Q}.scales", "I32"),
     mlx("words-of-no-group", f".weight U32 128 15, {MLX_PARTS}", f"{Q}.weight", "groups of 64", "[128, 15]"),
     mlx("codes-of-a-vector", ".weight U32 16, .scales BF16 2", f"{Q}.weight", "[16]"),
-    mlx("a-list", f".weight U32 128 16, {MLX_PARTS}", Q, "group_size None", settings=[4]),
+    mlx("a-list", f".weight U32 128 16, {MLX_PARTS}", "quantization: expected keys and values", settings=[4]),
     mlx("bits-of-7", f".weight U32 128 16, {MLX_PARTS}", Q, "bits 7", settings={"group_size": 64, "bits": 7}),
     mlx("mode-a-number", f".weight U32 128 16, {MLX_PARTS}", Q, "mode 4", settings={"group_size": 64, "mode": 4}),
     mlx("groups-of-0", f".weight U32 128 16, {MLX_PARTS}", Q, "group_size 0", settings={"group_size": 0, "bits": 4}),

@@ -199,6 +199,16 @@ def consistently(file: str, damage: Damage) -> Damage:
     return both
 
 
+def without_manifest(damage: Damage) -> Damage:
+    """Damage a file of a master whose manifest is lost."""
+
+    def both(master: Path) -> None:
+        damage(master)
+        (master / MANIFEST).unlink()
+
+    return both
+
+
 def forged(damage: Damage) -> Damage:
     """Damage tensors, and make their hashes in the manifest agree: only the decoder can notice."""
 
@@ -266,10 +276,10 @@ def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> C
     return damaged(name, damage, verify=("config.json",), export=(*file, *export))
 
 
-def settings_in_manifest(name: str, *path: str | int, to: Any, verify: tuple[str, ...]) -> Case:
-    """A changed quantization_config whose hash in the manifest was changed, too."""
+def settings_in_manifest(name: str, *path: str | int, to: Any, said: tuple[str, ...]) -> Case:
+    """A changed quantization_config whose hash in the manifest was changed, too: nothing is decoded by it."""
     damage = consistently("config.json", set_json("config.json", CONFIGURED, *path, to=to))
-    return damaged(name, damage, verify=("config.json", *verify))
+    return damaged(name, damage, both=("config.json", *said))
 
 
 def manifest(name: str, *path: str | int, to: Any) -> Case:
@@ -312,8 +322,23 @@ CASES = [
     damaged(
         "master-norm-too-large",
         consistently("config.json", set_json("config.json", CONFIGURED, "overrides", GATE, "norm_exponent", to=200)),
-        verify=("config.json", GATE, "norm_exponent"),
+        both=("config.json", GATE, "norm_exponent"),
+    ),
+    damaged(
+        "master-norm-too-large-without-a-manifest",
+        without_manifest(set_json("config.json", CONFIGURED, "overrides", GATE, "norm_exponent", to=200)),
         export=(GATE, "block 0", "its norm is too large with the exponent 200"),
+    ),
+    damaged(
+        "master-levels-edited-without-a-manifest",
+        without_manifest(set_json("config.json", CONFIGURED, *LEVELS, to=lambda old: [*old[:-1], old[-1] + 0.1])),
+        export=("config.json", "levels"),
+    ),
+    settings_in_manifest(
+        "trellis-step-power-edited",
+        *("overrides", UP),
+        to=lambda old: {**(old or {}), "step_power": 0 if (old or {}).get("step_power") else 0.5},
+        said=(UP, "step_power"),
     ),
     damaged("master-header-flipped", flip(SHARD, None), verify=(SHARD, "header"), export=(SHARD,)),
     damaged(
@@ -389,7 +414,7 @@ CASES = [
         "master-codec-withdrawn", "codec", to="lloyd-max", export=("'lloyd-max'", "0.2.0", "quantize the model again")
     ),
     settings_in_manifest(
-        "master-codec-withdrawn-in-manifest", "codec", to="absmax", verify=("'absmax'", "0.2.0", "quantize the model")
+        "master-codec-withdrawn-in-manifest", "codec", to="absmax", said=("'absmax'", "0.2.0", "quantize the model")
     ),
     settings("master-codec-a-list", "codec", to=[CODEC], export=("codec",)),
     settings("master-rotation-unknown", "rotation", to="givens", export=("'givens'",)),
@@ -433,14 +458,14 @@ CASES = [
         verify=("config.json",),
         export=None,  # the flattened blocks are read as rows of 128; only verify notices
     ),
-    settings_in_manifest("master-levels-edited", *LEVELS, to=lambda o: [*o[:-1], o[-1] + 0.1], verify=("levels",)),
-    settings_in_manifest("master-shape-edited", "overrides", GATE, "shape", to=[65, 4], verify=(GATE, "shape")),
+    settings_in_manifest("master-levels-edited", *LEVELS, to=lambda o: [*o[:-1], o[-1] + 0.1], said=("levels",)),
+    settings_in_manifest("master-shape-edited", "overrides", GATE, "shape", to=[65, 4], said=(GATE, "shape")),
     settings_in_manifest(
-        "master-exponent-edited", "overrides", GATE, "norm_exponent", to=1, verify=(GATE, "norm_exponent")
+        "master-exponent-edited", "overrides", GATE, "norm_exponent", to=1, said=(GATE, "norm_exponent")
     ),
-    settings_in_manifest("master-rotation-edited", "rotation", to="signed-hadamard", verify=(UP, "rotation")),
-    settings_in_manifest("master-dtype-edited", "dtype", to="F16", verify=(UP, "dtype")),
-    settings_in_manifest("master-kept-edited", "kept", to=[], verify=("kept",)),
+    settings_in_manifest("master-rotation-edited", "rotation", to="signed-hadamard", said=("rotation",)),
+    settings_in_manifest("master-dtype-edited", "dtype", to="F16", said=("dtype",)),
+    settings_in_manifest("master-kept-edited", "kept", to=[], said=("kept",)),
     damaged(
         "trellis-erased",
         forged(overwrite(ONLY_SHARD, TRELLIS, at=28_800, data=b"\xff" * 28_800)),

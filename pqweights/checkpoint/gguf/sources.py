@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.companions import check_links, companions, top_level_files
 from pqweights.checkpoint.config import model_dtype
+from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
 from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf
@@ -31,7 +32,6 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import ByteReads, LocalStorage, check_not_interrupted
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
-from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
 from pqweights.errors import ExportError, SourceError
 from pqweights.kernels.gguf_encoding import decode_blocks
@@ -77,12 +77,12 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     storage = LocalStorage(contents.folder, only=None if path.is_dir() else [*others, *contents.files])
     check_not_interrupted(storage)
     check_links(storage.links.broken, storage.links.outside)
-    if CONFIG_FILE not in storage.files():
+    if (config := model_config(storage)) is None:
         raise SourceError(
             f"{contents.path}: a GGUF file does not say all of its model: put {CONFIG_FILE} and the tokenizer of "
             f"{_original(contents)} beside it"
         )
-    config = read_json_object(storage, CONFIG_FILE)
+    check_layers(config, len(contents.tensors))
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
     beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)

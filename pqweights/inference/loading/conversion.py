@@ -27,7 +27,7 @@ from pqweights.checkpoint.storage import LocalStorage
 from pqweights.checkpoint.weight_files import check_index
 from pqweights.errors import MasterError, SourceError
 from pqweights.inference.loading.packed import PackedTensor, bytes_per_weight, pack
-from pqweights.rewrite.listed_files import checked, checked_reads
+from pqweights.rewrite.listed_files import check_config, checked, checked_reads
 from pqweights.rewrite.manifest import Manifest
 
 CHUNK_WEIGHTS = 1 << 20  # decoded at a time, in whole blocks
@@ -66,7 +66,8 @@ class Master:
         except SourceError as error:
             raise MasterError(f"{error}; {REMEDY}") from None
         self._checks = None if manifest is None else checked_reads(storage, self._stored.values(), manifest)
-        if self._checks is not None:
+        if self._checks is not None and manifest is not None:
+            check_config(settings, tensors, manifest)
             tensors = [checked(tensor, self._checks) for tensor in tensors]
         self._plain: dict[str, StoredTensor] = {}  # those that the model uses
         self.parts = {

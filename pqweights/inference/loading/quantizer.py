@@ -16,7 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pqweights.checkpoint.config import GUARD_KEY
-from pqweights.checkpoint.master import QUANT_METHOD
+from pqweights.checkpoint.names import QUANT_METHOD
 from pqweights.errors import OutputError, PqweightsWarning, SourceError
 from pqweights.rewrite.listed_files import UNCHECKED, check_weight_files
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.config import AUTO_CLASSES
-from pqweights.checkpoint.master import QUANT_METHOD, is_master
-from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.master import is_master
+from pqweights.checkpoint.names import CONFIG_FILE, QUANT_METHOD
 from pqweights.checkpoint.source import read_config
 from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.gguf.file import is_gguf, open_gguf
-from pqweights.checkpoint.master import QUANT_METHOD
 from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, QUANT_METHOD
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.checkpoint.storage import describe_interrupted, is_interrupted, local_work_folder

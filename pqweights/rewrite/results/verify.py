@@ -12,7 +12,6 @@ from typing import Any
 from pqweights.checkpoint.companions import outside
 from pqweights.checkpoint.digests import SHA256, pieces_of
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import (
     CARD_FILE,
     CONFIG_FILE,
@@ -22,15 +21,14 @@ from pqweights.checkpoint.names import (
     WORK_FOLDER,
     is_inside,
 )
-from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_folder
 from pqweights.checkpoint.storage import LocalStorage, Storage, describe_interrupted, read_bytes, read_file
 from pqweights.common.strict_json import json_pieces
 from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
+from pqweights.rewrite.listed_files import config_problems
 from pqweights.rewrite.manifest import MOST_BYTES, Manifest, read_manifest, shards_of
-from pqweights.rewrite.master_config import encodings
 from pqweights.rewrite.results.evaluation_record import read_records
 
 Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name of the tensor
@@ -246,7 +244,7 @@ def _check_records(storage: Storage) -> Iterator[str]:
 
 
 def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
-    """Check that the configuration describes the weights as the manifest does, with the tables of their codecs."""
+    """Check that the configuration describes the weights as the manifest does."""
     try:
         checkpoint = open_folder(storage)
     except StorageError:
@@ -257,30 +255,4 @@ def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
     if not checkpoint.is_master or checkpoint.config is None:
         yield f"{CONFIG_FILE}: has no quantization_config of pqweights"
         return
-    configured = {t.name: t for t in checkpoint.tensors if isinstance(t, EncodedTensor)}
-    expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
-    for name in sorted(expected.keys() ^ configured.keys()):
-        yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
-    for name in sorted(expected.keys() & configured.keys()):
-        yield from _check_weight(expected[name], configured[name])
-    kept = checkpoint.config["quantization_config"].get("kept")
-    if kept != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
-        yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
-
-
-def _check_weight(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
-    """Check what a configuration states about a weight. expected: by the manifest. configured: by the configuration."""
-    coder, other = expected.coder, configured.coder
-    stated: dict[str, tuple[Any, Any]] = {
-        "shape": (expected.shape, configured.shape),
-        "dtype": (expected.dtype, configured.dtype),
-        "codec": (coder.codec, other.codec),
-        "bits": (coder.bits, other.bits),
-    }
-    state = configured.state.to_json()
-    stated |= {key: (value, state[key]) for key, value in expected.state.items() if key in state}
-    for key, (ours, theirs) in stated.items():
-        if ours != theirs:
-            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours!r}, found {theirs!r}"
-    if coder.codec == other.codec and other.tables() != coder.tables():
-        yield f"{CONFIG_FILE}: levels of {coder.codec} at {coder.bits} bits are not those of the codec"
+    yield from config_problems(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)
