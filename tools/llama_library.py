@@ -7,7 +7,7 @@ Compiling llama.cpp takes 4.5 minutes on two cores. The binding is made for a co
 release in the npm package, so libllama.so is a small library of our own in front of the package's. It loads the back
 end of this processor, and has the functions that the release lacks, none of which pqweights calls: they end the
 process. That structures have the layout that the binding declares is checked. A library that llama-cpp-python built
-itself stays as it is.
+itself stays as it is; where this one is not to be had, the exit status says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -74,11 +76,13 @@ def main() -> None:
     folder = binding / "lib"
     if (folder / LIBRARY).exists():
         return
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64") or not shutil.which("npm"):
+        sys.exit("no built library is to be had without npm, or for this system: llama-cpp-python compiles its own")
     unpack(folder)
     link(folder, lacking(binding, folder))
     wrong = wrong_layouts(ctypes.CDLL(str(folder / LIBRARY)))
     if wrong:
-        (folder / LIBRARY).unlink()
+        shutil.rmtree(folder)
         sys.exit(f"{PACKAGE} is not of the llama.cpp that llama-cpp-python declares: {', '.join(wrong)}")
 
 

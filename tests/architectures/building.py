@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+import torch
+import transformers
+from closeness import assert_near
 from helpers import Array
 from known_architectures import Architecture
 from safetensors.torch import load_file, save_file
@@ -17,8 +19,6 @@ import pqweights
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 # Settings that a model reads although the class of its configuration does not name them.
 READ_BY_MODEL = ("position_buckets", "rope_theta")
 # transformers cuts or joins some of their weights as it loads them; these are decoded where others stay packed.
@@ -97,12 +97,6 @@ def computed(about: Architecture, model: Any) -> Array:
     return values
 
 
-def distance(found: Array, expected: Array) -> float:
-    """The norm of the difference, relative to that of `expected`."""
-    assert found.shape == expected.shape
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
 def open_master(folder: Path, **options: Any) -> Any:
     """Load a master with the only implementation of experts that packed weights have."""
     return pqweights.load_model(folder, experts_implementation="eager", **options).eval()
@@ -135,7 +129,7 @@ def check_packed(about: Architecture, folder: Path, decoded: Any, expected: Arra
     packed = open_master(folder, dtype="float32", packed=True)
     in_codes, plain = memory(packed)
     # The matrices are the same, but torch may add up products in another order for fewer rows.
-    assert np.abs(computed(about, packed) - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert_near(computed(about, packed), expected, "torch")
     if about.config in REARRANGED:
         assert packed.hf_quantizer.decoded_weights != () and in_codes < stored_bytes(folder)
         return

@@ -137,9 +137,6 @@ def test_recipe_section_lists_rules_and_calibration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    if target == "mlx":
-        pytest.importorskip("mlx_lm")
     folder = Path(shutil.copytree(exported(base, "llama", target), tmp_path / "export"))
     set_model(folder, BASE)
     card = write_card(folder, "someone/out")
@@ -162,7 +159,6 @@ def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path
 
 
 def test_card_of_a_rotated_export_of_an_earlier_version_is_refused(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "vllm"), tmp_path / "export"))
     path = folder / "pqweights.json"
     text = path.read_text()
@@ -172,7 +168,6 @@ def test_card_of_a_rotated_export_of_an_earlier_version_is_refused(base: Path, t
 
 
 def test_export_states_what_is_known_of_its_master(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "vllm"), tmp_path / "export"))
     recipe = read_manifest(master_of(base, "llama")).made_by["recipe"]
 
@@ -210,7 +205,6 @@ def test_card_says_if_options_changed_a_recipe(options: tuple[str, ...], says: s
 
 
 def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     change_manifest(folder, lambda data: data.update(left_out={"mtp.a": "no head | there", "mtp.b": "no head | there"}))
     assert "Left out: 2 tensors of the master (no head &#124; there): `mtp.a`, `mtp.b`" in make_card(folder).text
@@ -231,7 +225,6 @@ def evaluate_and_record(folder: Path, text: str, name: str = "the text", **optio
 
 def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 100)
-    pytest.importorskip("transformers")
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
     text = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
     evaluate_and_record(folder, text, "a|b.txt", window=64)
@@ -270,7 +263,6 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", 10)
-    pytest.importorskip("transformers")
     folder = Path(shutil.copytree(exported(base, "llama", "bf16"), tmp_path / "export"))
     text = " ".join(f"w{number}" for number in range(200))
     perplexity = evaluate_and_record(folder, text, window=64).perplexity
@@ -286,7 +278,6 @@ def test_evaluation_of_an_export_without_a_reference_shows_perplexity_alone(
 def test_quick_evaluations_are_recorded_but_not_in_the_card(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers")
     folder = Path(shutil.copytree(master_of(base, "llama"), tmp_path / "m"))
     (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in range(200)))
     before = make_card(folder, "a/b").text

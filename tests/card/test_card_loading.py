@@ -17,8 +17,6 @@ from snippets import run_snippet
 
 @pytest.mark.parametrize("kind", ["master", "bf16", "vllm", "mlx"])
 def test_load_commands_run(kind: str, base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip({"vllm": "compressed_tensors", "mlx": "mlx_lm"}.get(kind, "torch"))
     folder = master_of(base, "llama") if kind == "master" else exported(base, "llama", kind)
     commands = blocks(make_card(folder, str(folder)).text, "python")
     assert len(commands) == (2 if kind == "master" else 1)
@@ -43,7 +41,6 @@ COMMANDS = {
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_commands_name_the_branch(kind: str, base: Path) -> None:
-    pytest.importorskip("transformers")
     folder = master_of(base, "llama") if kind == "master" else exported(base, "llama", kind)
     text = make_card(folder, "a/b", revision="x/y").text
     assert "It is on the branch `x/y`, which the commands name." in text
@@ -61,7 +58,6 @@ def test_commands_name_the_branch(kind: str, base: Path) -> None:
 
 
 def test_mlx_lm_takes_a_revision_in_python_but_not_on_the_command_line() -> None:
-    pytest.importorskip("mlx_lm")
     import inspect as python
 
     from mlx_lm import generate, load

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from calls import export, quantize
 from commands import answer, done
 from packed_cases import (
@@ -30,8 +31,6 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.verify import verify
-
-torch = pytest.importorskip("torch")
 
 AFFINE = [(bits, group) for bits in (1, 2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 SHORT_FLOATS = {"mxfp4": (4, 32, "MXFP4"), "mxfp8": (8, 32, "F8_E4M3"), "nvfp4": (4, 16, "NVFP4")}
@@ -72,7 +71,8 @@ def test_a_module_of_mlx_may_have_settings_of_its_own(own: dict[str, Any], tmp_p
 
 
 def torchao_configs() -> dict[str, Any]:
-    quantization = pytest.importorskip("torchao.quantization")
+    from torchao import quantization
+
     rows = quantization.PerRow()
     return {
         "int8": quantization.Int8WeightOnlyConfig(version=2, granularity=rows),

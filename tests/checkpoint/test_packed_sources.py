@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from calls import export, quantize
 from commands import done
 from packed_cases import (
@@ -34,9 +35,6 @@ from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.verify import verify
-
-torch = pytest.importorskip("torch")
-
 
 # --- compressed-tensors ---
 

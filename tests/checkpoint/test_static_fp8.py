@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from calls import export, quantize
 from commands import answer, done
 from helpers import f32, read_all, write_checkpoint
@@ -18,9 +20,6 @@ from pqweights.checkpoint.source import open_local
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 FLOAT_8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 COMPRESSED = {

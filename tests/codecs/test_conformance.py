@@ -322,7 +322,8 @@ def test_enlarged_weights_have_the_product_of_the_weights(name: str, bits: float
 
 @each
 def test_decoding_to_a_torch_device_gives_the_same_values(coder: Coder) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     state = coder.first_state()
     parts, _ = encoded(coder, gaussian_blocks(coder, 4), state=state)
     found = coder.decode_torch([torch.from_numpy(part) for part in parts], state)
@@ -340,7 +341,8 @@ BLOCKS = 37
 @each
 def test_norm_that_no_encoder_writes_is_found(coder: Coder) -> None:
     """In every dtype, and by torch."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     state = coder.first_state()
     parts, _ = encoded(coder, gaussian_blocks(coder, BLOCKS), state=state)
     for place in (place for place, part in enumerate(coder.parts) if part.dtype == "F16"):

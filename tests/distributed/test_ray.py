@@ -29,7 +29,6 @@ from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.task import RewriteTask, RunOptions
 from pqweights.storage import open_store
 
-pytest.importorskip("ray")
 LAYERS, SHARD = 8, 45_000  # a shard for each layer
 
 

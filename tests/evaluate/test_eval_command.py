@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from calls import evaluate, export, quantize
 from commands import invoke
 from families import ATTENTION, Family, build
@@ -26,9 +27,6 @@ from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.protocol import Windows, compare
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("torch")
 
 CONTEXT, VOCABULARY = 128, 512
 LLAMA = {
@@ -234,11 +232,8 @@ def test_encoders_are_refused(architecture, tmp_path):
             evaluate([model], TEXT, window=64, stride=16)
 
 
-def test_cuda_without_a_gpu_is_refused(work):
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+def test_cuda_without_a_gpu_is_refused(work, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(DeviceError, match="finds no GPU"):
         evaluate([work / "source"], TEXT, device="cuda")
     assert evaluate([work / "source"], TEXT, device="auto").settings.device == "cpu"
@@ -252,7 +247,6 @@ def test_device_option_is_refused_for_mlx(copy, monkeypatch):
     change_config(folder, quantization={"bits": 4, "group_size": 64})
     with pytest.raises(EvaluationError, match="mlx-lm chooses its device itself; leave out `device` cuda"):
         evaluate([folder], TEXT, device="cuda")
-    pytest.importorskip("mlx_lm")
     report = evaluate([folder], TEXT, device="auto")
     assert (report.settings.device, report.rows[0].runtime) == ("cpu", "mlx-lm")
 

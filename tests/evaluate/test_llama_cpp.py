@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closeness import assert_near
 from commands import answer, done, refused
-from external_runtimes import need
 from helpers import f32, gaussian, write_checkpoint
 from language_models import END, SPEECH, TEMPLATE, continued, llama_config, speaker, tokenizer_files
 from tiny_gguf import llama_gguf
@@ -25,9 +25,6 @@ from pqweights.inference.runtimes.folders import LLAMA_CPP, size
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.steps import Continuation
 from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
-
-need("llama.cpp")
-pytest.importorskip("transformers")
 
 IDS = np.random.default_rng(0).integers(0, 256, 100)
 HARD = "Zé€😀\t1 <s>hello  world\n\n </s> 漢字 1234 \x00é"
@@ -91,7 +88,7 @@ def test_logits_are_those_of_transformers(models):
     expected, found = (model.logits(IDS, 64) for model in models)
     assert found.shape == (64, 384) and found.dtype == np.float32
     assert np.abs(expected).max() > 5
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+    assert_near(found, expected, "llama.cpp")
     assert models[1].runtime == LLAMA_CPP and models[1].net is None
 
 
@@ -99,7 +96,7 @@ def test_logits_are_those_of_transformers(models):
 def test_logits_do_not_depend_on_batches_nor_on_calls_before(models, last, monkeypatch, work):
     expected = models[1].logits(IDS, 100)[-last:]
     monkeypatch.setattr(llama_cpp, "BATCH_TOKENS", 24)
-    np.testing.assert_allclose(open_model(work / "source.gguf").logits(IDS, last), expected, rtol=0, atol=1e-4)
+    assert_near(open_model(work / "source.gguf").logits(IDS, last), expected, "llama.cpp")
 
 
 def test_split_files_are_one_model(work, models):

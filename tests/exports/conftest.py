@@ -13,7 +13,6 @@ from integer_exports import KINDS, several_layers, work
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which models, masters and exports of the families are made once."""
-    pytest.importorskip("transformers")
     return tmp_path_factory.getbasetemp()
 
 

@@ -106,7 +106,7 @@ def test_what_the_source_keeps_plain_stays_plain_in_its_format(
 @pytest.mark.parametrize(("name", "target"), [("mxfp4a16", "vllm"), ("mxfp4a16", "mlx"), ("fp8-deepseek", "vllm")])
 def test_codes_of_deepseek_v4_are_taken_over(name: str, target: str, base: Path, tmp_path: Path) -> None:
     """FP4 in I8 and FP8, with scales in E8M0 that are called `.scale`."""
-    torch = pytest.importorskip("torch")
+    import torch
     from safetensors.torch import load_file, save_file
 
     source = Path(shutil.copytree(source_of(base, name), tmp_path / "source"))
@@ -178,7 +178,8 @@ def test_scales_of_tiles_in_float32_are_taken_where_bfloat16_holds_them(
 def test_blocks_of_gguf_hold_the_numbers_of_the_source(
     name: str, options: dict[str, Any], kind: str, base: Path, tmp_path: Path
 ) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     copied = Path(shutil.copytree(source_of(base, name, **options), tmp_path / "source"))
     source = language_models.with_tokenizer(copied)
     out, shown = exported(tmp_path, source, "--target", "gguf", "--type", "Q8_0", "--set", f"blk.*={kind}")
@@ -206,8 +207,8 @@ def test_blocks_of_gguf_hold_the_numbers_of_the_source(
 def test_mlx_decodes_the_numbers_of_the_source(
     name: str, options: dict[str, Any], asked: tuple[str, ...], how: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
-    mx = pytest.importorskip("mlx.core")
-    pytest.importorskip("mlx_lm")
+    import mlx.core as mx
+
     source = source_of(base, name, **options)
     out, shown = exported(tmp_path, source, "--target", "mlx", *asked)
     numbers = numbers_of(source)
@@ -234,9 +235,8 @@ def test_only_codes_of_a_source_are_called_identical(tmp_path: Path) -> None:
 
 def test_experts_of_gpt_oss_are_the_same_numbers_split_and_transposed(base: Path, tmp_path: Path) -> None:
     """The source has gate and up in alternating rows, and matrices that the model holds transposed."""
-    mx = pytest.importorskip("mlx.core")
-    pytest.importorskip("mlx_lm")
-    torch = pytest.importorskip("torch")
+    import mlx.core as mx
+    import torch
     from safetensors.torch import load_file, save_file
 
     source = Path(shutil.copytree(families.model(base, "gpt_oss"), tmp_path / "source"))

@@ -193,7 +193,6 @@ def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_path: Path) -> None:
     """mlx stacks Mixtral's experts, and cuts and transposes those of gpt-oss."""
-    pytest.importorskip("mlx_lm")
     known = random_inputs(
         families.model(base, name),
         transposed=lambda tensor: name == "gpt_oss" and ".experts." in tensor,
@@ -219,7 +218,6 @@ def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_pa
 
 
 def test_embeddings_and_floats_are_rounded_plainly(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlx_lm")
     known = random_inputs(families.model(base, "llama"))
     asked = {"export": str(families.master(base, "llama")), "target": "mlx", "rounding": "gptq"}
     report = run_command({**asked, "inputs": known}, tmp_path / "out")

@@ -28,8 +28,6 @@ from pqweights.quality import sampled_inputs
 from pqweights.rewrite import jobs, listed_files
 from pqweights.rewrite.manifest import find_manifest
 
-pytest.importorskip("transformers")
-
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 GROUPS = {"group_size": 32}

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from folding_models import rewritten
 from helpers import Array, Tensor, as_float32, bf16, read_all, run_command
 
 from pqweights.inference.runtimes.models import open_model
 from pqweights.rewrite.results.verify import verify
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 IDS = np.random.default_rng(0).integers(3, 128, 48)
@@ -53,7 +52,8 @@ def with_outliers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with outlier channels, its master, and its folded master."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     folder = tmp_path_factory.mktemp("folded")
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS}
@@ -97,8 +97,6 @@ def export(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 def test_outlier_channels_do_little_harm(
     target: str, master: str, source: bool, folder: Path, export: Callable[..., Path]
 ) -> None:
-    if target == "mlx":
-        pytest.importorskip("mlx_lm")
     fold = {"fold": "equalize"} if master == "master" else {}
     out = export(target, master, source=source, **fold)
     assert verify(out, threads=1).ok

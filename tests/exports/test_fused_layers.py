@@ -69,7 +69,8 @@ def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
 
 def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(tmp_path: Path) -> None:
     """As its should_ignore_layer does: of the parts of a layer, `ignore` matches all or none."""
-    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
+    from compressed_tensors.utils.match import match_name
+
     modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo") + tuple(f"{MLP}.{n}_proj" for n in ("gate", "up", "down"))
     exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "vllm")
     ignore = quantization(tmp_path / "out")["ignore"]
@@ -95,7 +96,6 @@ def test_experts_that_stay_plain_are_left_to_vllm(base: Path, tmp_path: Path) ->
 
 
 def test_mlx_keeps_a_stack_of_experts_plain_if_the_master_keeps_one(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlx_lm")
     shown = done("export", kept_expert(base, tmp_path), tmp_path / "out", "-t", "mlx")
     stack = "model.layers.1.mlp.switch_mlp.down_proj.weight"
     (tensor,) = [tensor for tensor in read_manifest(tmp_path / "out").tensors if tensor.name == stack]

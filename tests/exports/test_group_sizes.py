@@ -44,8 +44,9 @@ def groups(folder: Path) -> dict[int, list[str]]:
 def test_every_layer_is_rounded_in_vllm_int4(
     hidden: int, intermediate: int, expected: dict[str, int], tmp_path: Path
 ) -> None:
-    match_targets = pytest.importorskip("compressed_tensors.utils.match").match_targets
-    torch = pytest.importorskip("torch")
+    import torch
+    from compressed_tensors.utils.match import match_targets
+
     out = tmp_path / "out"
     shown = done("export", llama_master(tmp_path, hidden, intermediate), out, "-t", "vllm")
     assert codecs(out) == expected
@@ -62,8 +63,9 @@ def test_every_layer_is_rounded_in_vllm_int4(
 
 
 def test_torchao_reads_the_sizes_of_the_configuration(tmp_path: Path) -> None:
-    config_from_dict = pytest.importorskip("torchao.core.config").config_from_dict
-    torchao = pytest.importorskip("torchao.quantization")
+    import torchao.quantization as torchao
+    from torchao.core.config import config_from_dict
+
     done("export", llama_master(tmp_path, 320, 864), tmp_path / "out", "-t", "torchao", "--packing", "plain")
     assert codecs(tmp_path / "out") == {"affine-g64": 6, "affine-g32": 1}
     config = config_from_dict(quantization(tmp_path / "out")["quant_type"]["default"])
@@ -95,8 +97,9 @@ def test_model_that_uses_weights_early_has_the_size_of_most_weights(tmp_path: Pa
 
 def test_sizes_of_experts_come_first_in_the_configuration(tmp_path: Path) -> None:
     """transformers takes the first size whose expressions name experts, which those of a shared expert do, too."""
-    scheme = pytest.importorskip("transformers.integrations.compressed_tensors").get_experts_scheme
-    config_class = pytest.importorskip("compressed_tensors.quantization").QuantizationConfig
+    from compressed_tensors.quantization import QuantizationConfig as config_class
+    from transformers.integrations.compressed_tensors import get_experts_scheme as scheme
+
     columns = {f"{LAYER}.mlp.experts.{e}.{n}_proj.weight": 128 for e in range(2) for n in ("gate", "up", "down")}
     columns |= {f"{LAYER}.mlp.shared_experts.{n}_proj.weight": 192 for n in ("gate", "up", "down")}
     done("export", linear_master(tmp_path, columns, model_type="deepseek_v3"), tmp_path / "out", "-t", "vllm")
@@ -106,7 +109,8 @@ def test_sizes_of_experts_come_first_in_the_configuration(tmp_path: Path) -> Non
 
 
 def test_mlx_rounds_rows_that_its_size_does_not_divide(tmp_path: Path) -> None:
-    mlx_lm = pytest.importorskip("mlx_lm")
+    import mlx_lm
+
     settings = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 32}
     families.build(families.causal("Llama", **settings), tmp_path / "model")
     run_command({"quantize": str(tmp_path / "model"), "recipe": "q6"}, tmp_path / "master")

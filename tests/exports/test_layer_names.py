@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from compressed_tensors.utils import is_match
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.exports.linear import patterns
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-is_match = pytest.importorskip("compressed_tensors.utils").is_match
 
 
 def test_expression_of_fused_experts_matches_only_them() -> None:

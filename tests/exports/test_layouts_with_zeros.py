@@ -70,7 +70,7 @@ def test_packed_zeros_are_those_of_the_rule(rows: int, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_compressed_tensors_decodes_the_same_numbers(bits: int) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -92,7 +92,7 @@ def test_awq_is_decoded_as_the_rule_does(rows: int) -> None:
 
 
 def test_compressed_tensors_converts_awq_to_the_same_codes() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     from compressed_tensors.entrypoints.convert import AutoAWQConverter
 
     tensors, decoded = stored(rounding("awq", 4), weights(72))

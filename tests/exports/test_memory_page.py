@@ -49,12 +49,6 @@ def write_headers(
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _packages() -> None:
-    pytest.importorskip("gguf")
-    pytest.importorskip("mlx_lm")
-
-
 def test_the_example_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_headers(tmp_path / "MODEL", layers=32, width=4096, inner=14336, heads=32, shared=8, vocabulary=128256)
     monkeypatch.chdir(tmp_path)

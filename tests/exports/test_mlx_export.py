@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import families
+import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from commands import done, refused
@@ -28,10 +30,6 @@ from weight_errors import mlx_weights
 from pqweights.rewrite import jobs
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
-
-mx: Any = pytest.importorskip("mlx.core")
-mlx_lm: Any = pytest.importorskip("mlx_lm")
-pytest.importorskip("transformers")
 
 # Keys that mlx-lm needs to build the model, and that transformers 5 no longer writes.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -53,7 +53,6 @@ def answers(*arguments: object) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_refuses_what_export_refuses_in_the_same_words(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     source, master = MODELS[name](tmp_path / "model"), tmp_path / "master"
     planned = answers("plan", source)
     assert list(planned) == list(EXPORTS)
@@ -109,7 +108,6 @@ def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: p
 
 
 def test_mlx_is_asked_for_its_types_without_an_import(tmp_path: Path) -> None:
-    pytest.importorskip("mlx_lm")
     assert answers("plan", wide_llama(tmp_path / "model"))["mlx"]["possible"] is True
     assert answers("plan", wide_llama(tmp_path / "mapped", model_type="kimi_k2"))["mlx"]["possible"] is True
     found = answers("plan", wide_llama(tmp_path / "unknown", model_type="no_such_type"))["mlx"]

@@ -25,8 +25,8 @@ PACKINGS = {"tile_packed_to_4d": "Int4TilePackedTo4dTensor", "plain": "Int4Tenso
 
 def loaded_integers(folder: Path, name: str, packing: str) -> dict[str, Array]:
     """The parameters that torchao holds as integers after from_pretrained, decoded from memory."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("torchao")
+    import torch
+
     result = {}
     for parameter_name, parameter in families.load(folder, FAMILIES[name], "bfloat16").named_parameters():
         kind = type(parameter.data).__name__
@@ -86,7 +86,9 @@ def test_torchao_int4_metadata_lists_every_name_that_transformers_uses(
 
 def rounded_by_torchao(weights: Array) -> Array:
     """Weights in groups of 128, rounded and decoded by torchao's own functions; it takes BF16."""
-    torch, primitives = pytest.importorskip("torch"), pytest.importorskip("torchao.quantization.quant_primitives")
+    import torch
+    import torchao.quantization.quant_primitives as primitives
+
     values, block, how = torch.from_numpy(weights).bfloat16(), (1, 128), (torch.int32, 0, 15)
     of_numbers = dict.fromkeys(("scale_dtype", "zero_point_dtype"), torch.bfloat16)
     asymmetric = primitives.MappingType.ASYMMETRIC
@@ -161,7 +163,9 @@ OF_ROWS = {"int8": ("Int8Tensor", 1e-3), "int8-dynamic": ("Int8Tensor", 1e-3), "
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_eight_bits_load_and_compute_on_a_cpu(name: str, base: Path) -> None:
     """The tensors are those that torchao's own configuration makes, and decode to the rounded weights."""
-    torch, quantization = pytest.importorskip("torch"), pytest.importorskip("torchao.quantization")
+    import torch
+    import torchao.quantization as quantization
+
     exported = families.exported(base, "llama", "torchao", format=name)
     loaded, decoded = families.load(exported, FAMILIES["llama"], "bfloat16"), 0
     plain = master_weights(families.master(base, "llama"))

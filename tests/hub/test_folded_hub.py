@@ -14,7 +14,6 @@ from loopback_hub import LoopbackHub
 
 from pqweights.checkpoint.names import FACTORS_FILE, WORK_FOLDER
 
-pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

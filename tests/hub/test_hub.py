@@ -30,7 +30,6 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.rewrite.jobs import Sink
 from pqweights.rewrite.quantizing import EncodeJob
 
-pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

@@ -19,7 +19,6 @@ from hub_cases import Client, files_of, the_line
 from loopback_faults import Corrupt, Drop, Fault, Status
 from loopback_hub import Content, LoopbackHub
 
-pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 SOURCE, MASTER = "evil/source", "evil/master"
@@ -392,8 +391,8 @@ AUTO_MAP = {
 def test_code_in_a_repository_is_never_run(
     kind: str, hub: LoopbackHub, client: Client, sandbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     import torch
+    import transformers
 
     import pqweights
 

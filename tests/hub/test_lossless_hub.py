@@ -11,7 +11,6 @@ from helpers import folder_bytes
 from hub_cases import SOURCE, Client, files_of
 from loopback_hub import LoopbackHub
 
-pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

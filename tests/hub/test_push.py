@@ -18,7 +18,6 @@ from loopback_hub import LoopbackHub
 
 from pqweights.rewrite.results.verify import Verification, verify
 
-pytest.importorskip("huggingface_hub")
 # The official client's upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
+import huggingface_hub
 import pytest
 from hub_cases import Client
 
 from pqweights.errors import HubError
 from pqweights.storage.hub.client import UNLIMITED, Hub
-
-huggingface_hub = pytest.importorskip("huggingface_hub")
-httpx2 = pytest.importorskip("httpx2")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ compiled for GPUs in any case.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import subprocess
@@ -31,8 +30,8 @@ from pqweights.kernels.reference import decode_blocks
 
 no_gpu = not torch.cuda.is_available()
 on_gpu = pytest.mark.skipif(no_gpu, reason="needs an NVIDIA GPU and a CUDA build of torch")
-interpreted = pytest.mark.skipif(not no_gpu, reason="Triton compiles its kernels here, because there is a GPU")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+# Triton interprets its kernels or, where there is a GPU, compiles them.
+DEVICES = [pytest.param("cuda", marks=on_gpu), *(["cpu"] if no_gpu else [])]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What an output may be off by, as a share of its standard deviation over random codes: inputs and levels were rounded
@@ -40,7 +39,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HALF_ERROR, FLOAT_ERROR = 2.0**-9, 2.0**-19
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=on_gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 

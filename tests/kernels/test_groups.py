@@ -281,7 +281,8 @@ def rounded_as(runtime: str, values: Floats, bits: int, scale_dtype: str = "BF16
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_the_rule_of_mlx_is_that_of_mlx(size: int, bits: int) -> None:
     """mx.quantize of BF16 weights, and its packing."""
-    mx = pytest.importorskip("mlx.core")
+    import mlx.core as mx
+
     for name, values in bf16_families(size).items():
         weights = mx.array((values.view(np.uint32) >> 16).astype(np.uint16)).view(mx.bfloat16)
         words, scales, biases = mx.quantize(weights, group_size=size, bits=bits, stream=mx.cpu)
@@ -294,7 +295,8 @@ def test_the_rule_of_mlx_is_that_of_mlx(size: int, bits: int) -> None:
 @pytest.mark.parametrize(("kind", "bits", "size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
 def test_the_floating_modes_of_mlx_are_those_of_mlx(kind: str, bits: int, size: int) -> None:
     """Codes, scale bytes and decoded weights match within the range of the mode; beyond it mlx overflows."""
-    mx = pytest.importorskip("mlx.core")
+    import mlx.core as mx
+
     rule, reach = FloatRule(kind, bits, size), 448 * 6 if kind == "nvfp4" else 1e30
     for name, values in bf16_families(size).items():
         most = np.abs(values).max(axis=1)
@@ -319,13 +321,16 @@ def torchao_primitives() -> Any:
     """The functions of torchao that the rule repeats."""
     for noisy in ("torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    return pytest.importorskip("torchao.quantization.quant_primitives")
+    from torchao.quantization import quant_primitives
+
+    return quant_primitives
 
 
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 def test_the_rule_of_torchao_is_that_of_torchao(size: int, torchao_primitives: Any) -> None:
     """The functions behind its tinygemm layout, on BF16 weights. Where a range overflows, both results overflow."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     how = (torch.int32, 0, 15)
     for name, values in bf16_families(size).items():
         weights = torch.from_numpy(values).bfloat16()
@@ -354,7 +359,8 @@ def test_the_rules_of_compressed_tensors_are_those_of_compressed_tensors(
     size: int, bits: int, runtime: str, dtype: str
 ) -> None:
     """Of weights in BF16 or F16, whose dtype scales get. Of F16, where no range overflows."""
-    torch, quantization = pytest.importorskip("torch"), pytest.importorskip("compressed_tensors.quantization")
+    import compressed_tensors.quantization as quantization
+    import torch
     from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -481,7 +487,8 @@ def test_arrays_that_cannot_be_rotated_or_packed_are_refused() -> None:
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None:
     """PyTorch's 4-bit product on the CPU, which packs codes in its own order, with our codes, scales and zeros."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     rows, columns = 64, 512
     weights, x = helpers.gaussian(rows, columns, seed=1), helpers.gaussian(32, columns, seed=2, scale=1)
     x = nearest_bf16(x)

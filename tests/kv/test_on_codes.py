@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from caches import causal, ids, model, one_by_one, read
+from closeness import assert_near, deviation
 from torch import Tensor
 
 from pqweights.errors import OptionError
@@ -17,7 +18,6 @@ from pqweights.inference.kv.on_codes import NAME, PAST
 
 PROMPT, NEXT = 180, 4
 # Entries of the look-up tables of polar-rope are integers; the other products are in float32.
-NEAR, NEAR_OF_TABLES = 1e-5, 1e-3
 SPECS = (
     "hadamard:3",
     "hadamard:4,centred=0",
@@ -45,10 +45,6 @@ def caches(net: Any, spec: str, prompt: Tensor, mask: Tensor | None = None) -> t
     return before, after
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def check_alike(
     net: Any, spec: str, before: KVCache, after: KVCache, *, batch: int = 1, mask: Tensor | None = None
 ) -> None:
@@ -57,7 +53,8 @@ def check_alike(
     whole = None if mask is None else torch.nn.functional.pad(mask, (0, NEXT), value=1)
     expected, found = (one_by_one(net, cache, following, whole) for cache in (before, after))
     assert all(layer._past is not None and layer._past.used for layer in after.packed_layers)
-    assert 0 < difference(found, expected) <= (NEAR_OF_TABLES if "polar-rope" in spec else NEAR)
+    assert deviation(found, expected)
+    assert_near(found, expected, "attention on codes, tables" if "polar-rope" in spec else "attention on codes")
 
 
 def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
@@ -122,7 +119,8 @@ def test_a_model_in_bfloat16_attends_on_codes():
     net = causal().to(torch.bfloat16)
     before, after = caches(net, "hadamard:4", ids(PROMPT))
     found, expected = (one_by_one(net, cache, ids(NEXT)) for cache in (after, before))
-    assert found.dtype == torch.bfloat16 and difference(found.float(), expected.float()) < 0.05
+    assert found.dtype == torch.bfloat16
+    assert_near(found.float(), expected.float(), "torch, BF16")
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -227,7 +225,7 @@ def test_sinks_and_masks_of_heads_restore(llama, monkeypatch):
         keys, values = (states.decoded() for states in layer.states)
         last = [torch.cat([old[:, :, :100], new], dim=2) for old, new in ((keys, key), (values, value))]
         expected = torch.nn.functional.scaled_dot_product_attention(query, *last, enable_gqa=True).transpose(1, 2)
-        assert torch.allclose(found, expected, atol=1e-5)
+        assert_near(found, expected, "attention on codes")
     assert not calls
 
 
@@ -240,7 +238,7 @@ def test_an_attention_that_is_set_later_restores():
     assert net.config._attn_implementation != NAME
     one_by_one(net, before, ids(2, 1, seed=7))
     following = ids(NEXT)
-    assert difference(one_by_one(net, after, following), one_by_one(net, before, following)) < NEAR
+    assert_near(one_by_one(net, after, following), one_by_one(net, before, following), "attention on codes")
 
 
 # --- the agreement between cache and attention ---

@@ -22,7 +22,6 @@ from helpers import Tensor, bf16, f32, gaussian, read_all, run_command, safetens
 import pqweights
 from pqweights.errors import MasterError, PqweightsWarning
 
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 import torch  # noqa: E402

@@ -10,7 +10,6 @@ from commands import done
 
 import pqweights
 
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 import torch  # noqa: E402

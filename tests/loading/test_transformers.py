@@ -24,7 +24,6 @@ from pqweights.checkpoint.config import GUARD, GUARD_KEY
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError, MissingDependencyError, SourceError
 
-pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.usefixtures("narrow_layers_packed"),
@@ -137,7 +136,6 @@ def test_weights_are_rounded_once_to_the_requested_dtype(dtype, base):
 
 
 def test_device_map_is_supported_but_not_offloading_to_disk(base):
-    pytest.importorskip("accelerate")
     folder = families.master(base, "qwen3_moe")
     for device_map in ("cpu", "auto", {"": "cpu"}):
         assert_same(load(folder, device_map=device_map).to("cpu"), load(folder))
@@ -318,7 +316,6 @@ pqweights.load_model(sys.argv[1])
     ],
 )
 def test_load_model_of_an_export_names_the_missing_package(target, needs, base, monkeypatch):
-    pytest.importorskip("torchao" if target == "torchao" else "compressed_tensors")
     folder = families.exported(base, "llama", target)
     assert pqweights.load_model(folder).config.architectures == ["LlamaForCausalLM"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

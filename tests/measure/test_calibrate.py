@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 from commands import done, refused
 from helpers import read_all
-from typer.testing import Result
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from safetensors.numpy import load_file
+from typer.testing import Result
 
 from pqweights.inference.runtimes.models import open_model
 from pqweights.quality.protocol import Windows, compare

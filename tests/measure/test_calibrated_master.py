@@ -13,14 +13,10 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+import torch
 from commands import done, refused
 from helpers import as_float32, folder_bytes, master_weights, read_all, write_checkpoint
 from tasks_here import use_tasks_here
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import torch
 
 import pqweights
 from pqweights.checkpoint import writer

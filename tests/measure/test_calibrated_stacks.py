@@ -13,15 +13,11 @@ import families
 import language_models
 import numpy as np
 import pytest
+import torch
 from commands import done
 from gguf_files import all_values, converted
 from helpers import as_float32, bf16, folder_bytes, read_all
 from independent_reader import to_bytes
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import torch
 
 import pqweights
 from pqweights.checkpoint.readers import ColumnTensor

@@ -11,12 +11,8 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from helpers import as_float32, read_all, write_checkpoint
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import torch
+from helpers import as_float32, read_all, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs.column_encoding import DAMPINGS

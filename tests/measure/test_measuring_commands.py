@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 from commands import refused
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from pqweights.errors import MissingDependencyError, SourceChangedError
 from pqweights.inference.runtimes import packages
 from pqweights.planning.recipe import parse_recipe

@@ -11,13 +11,9 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+import torch
 from folding_models import columns_of, folded_values, kept, rewritten, uneven
 from helpers import Array, as_float32, f32, folder_bytes, read_all
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import torch
 
 import pqweights
 from pqweights.checkpoint.models import text_model

@@ -13,13 +13,9 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+import torch
 from commands import answer, done, refused
 from helpers import folder_bytes
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-import torch
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import RecipeError, SourceError

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 
 from pqweights.checkpoint.models import described
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import check_computed
-
-transformers = pytest.importorskip("transformers")
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinearConfig", {

@@ -37,7 +37,8 @@ KINDS = (
 
 def configuration(name: str) -> tuple[Any, dict[str, Any]]:
     """The configuration of a tiny model, and what its config.json says."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     about = ARCHITECTURES[name]
     config = getattr(transformers, about.config)(**about.settings)
     return config, json.loads(config.to_json_string()) | {"architectures": [about.model]}
@@ -45,7 +46,9 @@ def configuration(name: str) -> tuple[Any, dict[str, Any]]:
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """The tensors of a cache, each once."""
-    torch, found, left = pytest.importorskip("torch"), {}, [value]
+    import torch
+
+    found, left = {}, [value]
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
@@ -62,7 +65,9 @@ def tensors_in(value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("name", KINDS)
 def test_counted_values_are_those_in_the_cache_of_transformers(name: str) -> None:
     config, stated = configuration(name)
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     about = ARCHITECTURES[name]
     model = getattr(transformers, about.model)(config).eval()
     ids = torch.randint(3, 60, (1, TOKENS))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from external_runtimes import need
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -102,8 +101,6 @@ def write_zeros(path: Path, width: int, inner: int, heads: int, shared: int, voc
 def test_buffers_of_llama_cpp_are_at_most_what_is_counted_and_hardly_less(
     shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    need("llama.cpp")
-    pytest.importorskip("gguf")
     config = write_zeros(tmp_path / "zeros.gguf", *shape[:-1])
     context, runtime = shape[-1], RUNTIME_MEMORY["llama.cpp"]
     command = [sys.executable, "-c", SCRIPT, tmp_path / "zeros.gguf", str(context)]

@@ -27,9 +27,6 @@ from pqweights.quality.report import make_record
 from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
 from pqweights.rewrite.results.verify import verify
 
-pytest.importorskip("transformers")
-pytest.importorskip("torch")
-
 FILE = "pqweights-eval.json"
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
 LLAMA = {

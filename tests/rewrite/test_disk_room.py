@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import folder_bytes, run_command
@@ -61,9 +62,13 @@ def test_needs_on_one_disk_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_room([one, other])
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second disk")
 def test_needs_on_two_disks_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second disk")
+    stat, second = os.stat, tmp_path / "second"
+    second.mkdir()
+
+    def with_a_second_disk(path: Path, **options: bool) -> SimpleNamespace:
+        return SimpleNamespace(st_dev=stat(path, **options).st_dev + (path == second))
+
     with_free(monkeypatch, tmp_path, 600)
-    check_room([need(tmp_path, 600, "one"), need(Path("/dev/shm/pqweights"), 500, "other")])
+    monkeypatch.setattr(os, "stat", with_a_second_disk)
+    check_room([need(tmp_path, 600, "one"), need(second / "new", 500, "other")])

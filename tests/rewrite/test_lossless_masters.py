@@ -11,6 +11,7 @@ import families
 import helpers
 import numpy as np
 import pytest
+import torch
 from calls import export
 from commands import done, refused
 from native_decoder import decode
@@ -39,8 +40,6 @@ from pqweights.rewrite import lossless
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
-
-torch = pytest.importorskip("torch")
 
 
 def plain_source(folder: Path) -> Path:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from pqweights.common.strict_json import json_bytes
@@ -46,7 +45,8 @@ def set_model(folder: Path, about: dict[str, Any]) -> None:
 
 def facts(text: str) -> dict[str, Any]:
     """The front matter of a card, as huggingface_hub reads it."""
-    hub = pytest.importorskip("huggingface_hub")
+    import huggingface_hub as hub
+
     found: dict[str, Any] = hub.ModelCard(text, ignore_metadata_errors=False).data.to_dict()
     assert found == yaml.safe_load(text.split("---\n")[1])
     return found

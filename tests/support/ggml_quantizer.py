@@ -9,7 +9,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import numpy.typing as npt
-from external_runtimes import need
 
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -18,7 +17,6 @@ Floats = npt.NDArray[np.float32]
 
 def ggml() -> ctypes.CDLL:
     """The library."""
-    need("llama.cpp")
     package = importlib.util.find_spec("llama_cpp")  # not imported: that leaves files open
     assert package is not None and package.origin is not None
     return ctypes.CDLL(str(next((Path(package.origin).parent / "lib").glob("*ggml-base.*"))))

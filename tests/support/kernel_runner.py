@@ -123,15 +123,15 @@ def emulated_command(emulator: str, folder: Path) -> list[str]:
     return [emulator, str(program)]
 
 
-def sanitized_command() -> list[str] | None:
+def sanitized_command() -> list[str]:
     """The same for the best level of this processor, with the sanitizer of addresses, of which g++ brings the library.
 
-    What C++ leaves undefined (indices of arrays, conversions, shifts, ...) ends the program as well. None without g++.
+    What C++ leaves undefined (indices of arrays, conversions, shifts, ...) ends the program as well.
     The program stays beside the objects of the kernels until a source changes.
     """
     linker, own = shutil.which("g++"), build_kernels.own_target()
     if linker is None:
-        return None
+        raise SystemExit("error: g++ is not installed, whose library of the sanitizer is linked")
     compiler = build_kernels.Compiler(own)
     kinds = "undefined,float-cast-overflow,local-bounds"
     sanitizing = [f"-fsanitize={kinds}", f"-fsanitize-trap={kinds}", "-fsanitize=address", "-O1"]

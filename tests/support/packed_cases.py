@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+import torch
 from safetensors.torch import save_file
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
-
-torch = pytest.importorskip("torch")
 
 UP = "model.layers.0.mlp.up_proj.weight"
 GATE = "model.layers.0.mlp.gate.weight"
@@ -69,7 +67,7 @@ def settings_of(*groups: dict[str, Any], layout: str | None = None) -> dict[str,
 
 def compress(shape: tuple[int, ...], group: dict[str, Any], dtype: Any = None) -> tuple[dict[str, Any], Any]:
     """Random codes in a format of the library, by local names, and the weight that the library decodes."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors import compressors
     from compressed_tensors.quantization import QuantizationScheme
 
     generator = torch.Generator().manual_seed(3)
@@ -183,7 +181,8 @@ Made = tuple[dict[str, Any], dict[str, Any], Any]  # tensors by local names, wha
 
 def mlx(mode: str, bits: int, group: int, shape: tuple[int, int] = (40, 384), dtype: str = "bfloat16") -> Made:
     """What mlx.core rounds a weight to, and what it decodes that to with scales in float32."""
-    mx = pytest.importorskip("mlx.core")
+    import mlx.core as mx
+
     values = mx.array(np.random.default_rng(bits).standard_normal(shape).astype(np.float32)).astype(getattr(mx, dtype))
     made = dict(zip(("weight", "scales", "biases"), mx.quantize(values, group, bits, mode=mode), strict=False))
     exact = {

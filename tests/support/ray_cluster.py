@@ -170,8 +170,6 @@ def running_cluster(count: int, **system: Any) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="session")
 def session_cluster() -> Iterator[RayCluster]:
-    pytest.importorskip("ray")
-    pytest.importorskip("psutil")
     with running_cluster(0, **NOTICED_SOON) as cluster:
         yield cluster
 

@@ -85,10 +85,10 @@ def application(served: Any, state: dict[str, ObjectServer]) -> Any:
 
 @pytest.fixture(scope="session")
 def running_server() -> Iterator[ObjectServer]:
-    pytest.importorskip("s3fs")
-    moto_server = pytest.importorskip("moto.moto_server.werkzeug_app")
-    boto3 = pytest.importorskip("boto3")
-    serving = pytest.importorskip("werkzeug.serving")
+    import boto3
+    import moto.moto_server.werkzeug_app as moto_server
+    from werkzeug import serving
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     state: dict[str, ObjectServer] = {}
     app = application(moto_server.DomainDispatcherApplication(moto_server.create_backend_app), state)

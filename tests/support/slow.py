@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+RUNTIMES = "computes in llama.cpp or an emulator, which `make test` installs"
 MODELS = "runs models in transformers, torchao or MLX"
 PROCESSES = "starts processes that import large packages"
 KILLS = "kills runs at hundreds of points"
@@ -44,6 +45,29 @@ SLOW = {
     "architectures/test_packed_architectures.py": MODELS,
     "loading/test_transformers.py": MODELS,
     "kv/test_on_codes.py": MODELS,
+    "evaluate/test_bos.py::test_llama_cpp_reads_the_same_windows": RUNTIMES,
+    "exports/test_gguf_export.py::test_stacks_and_hybrids_compute_what_the_master_does": RUNTIMES,
+    "gguf/test_gguf_drafts.py::test_draft_layers_are_blocks_behind_the_last_one": RUNTIMES,
+    "gguf/test_gguf_encoders.py": RUNTIMES,
+    "gguf/test_gguf_logits.py": RUNTIMES,
+    "gguf/test_gguf_sentences.py::test_vectors_are_pooled_as_sentence_transformers_pools_them": RUNTIMES,
+    "gguf/test_gguf_sentences.py::test_dense_layers_follow_the_pooling_of_embedding_gemma": RUNTIMES,
+    "gguf/test_gguf_sentences.py::test_models_that_predict_text_give_vectors_if_their_files_say_so": RUNTIMES,
+    "gguf/test_gguf_sentences.py::test_the_model_of_the_demo_embeds_as_sentence_transformers_does": RUNTIMES,
+    "gguf/test_gguf_sources.py::test_a_file_is_calibrated_and_exported_from_as_the_model": RUNTIMES,
+    "gguf/test_gguf_towers.py::test_llama_cpp_makes_of_an_image_what_transformers_does": RUNTIMES,
+    "gguf/test_gguf_vocabulary.py::test_llama_cpp_makes_the_tokens_that_transformers_makes": RUNTIMES,
+    "gguf/test_gguf_vocabulary.py::test_text_that_is_not_normalized_makes_other_tokens_with_a_normalizer": RUNTIMES,
+    "gguf/test_gguf_vocabulary.py::test_special_tokens_take_spaces_behind_them_by_the_name_of_the_model": RUNTIMES,
+    "gguf/test_gguf_vocabulary.py::test_all_tokens_that_end_a_generation_are_named": RUNTIMES,
+    "gguf/test_gguf_vocabulary.py::test_the_ends_of_llama_3_1_have_their_meanings": RUNTIMES,
+    "gguf/test_gguf_vocabulary.py::test_llama_cpp_knows_the_ends_that_it_is_taken_to_know": RUNTIMES,
+    "gguf/test_mixes.py::test_types_are_those_of_llama_cpp": RUNTIMES,
+    "gguf/test_mixes.py::test_types_in_layers_of_several_kinds_are_those_of_llama_cpp": RUNTIMES,
+    "kernels/test_gguf_blocks.py::test_blocks_are_decoded_as_by_llama_cpp": RUNTIMES,
+    "kernels/test_gguf_blocks.py::test_error_is_below_that_of_llama_cpp": RUNTIMES,
+    "kernels/test_native.py::test_an_emulated_aarch64_computes_the_golden_bytes": RUNTIMES,
+    "planning/test_runtime_memory.py::test_buffers_of_llama_cpp_are_at_most_what_is_counted_and_hardly_less": RUNTIMES,
     "kernels/test_gpu_products.py::test_kernels_are_compiled_for_gpus": COMPILES,
     "kernels/test_groups.py::test_every_family_has_finite_numbers_and_true_errors": EXHAUSTIVE,
     "kernels/test_kernels.py::test_a_special_block_does_not_change_the_others_of_its_group": EXHAUSTIVE,

@@ -1,0 +1,122 @@
+"""How near computed numbers must be to those of another program: every tolerance of the tests is stated here.
+
+`deviation` is the largest difference in units of the largest expected magnitude (of all logits of a text, say), so that
+it does not depend on the scale of a model. What is allowed is one of three things:
+
+- Where two programs compute the same in float32, in another order, ten times the largest deviation of its kind that was
+  measured: over the instruction sets that torch can be told to use, 1 to 3 threads, and all tests of the kind.
+- Where one of them rounds what it computes with to few bits, twice that: processors hardly differ in it.
+- Where it is known how often a number was rounded to a type: `rounding(dtype, count)`.
+
+To measure again, with each setting (`ATEN_CPU_CAPABILITY=default` and `avx2`, `ONEDNN_MAX_CPU_ISA=AVX2`):
+
+    PQWEIGHTS_DEVIATIONS=FILE OMP_NUM_THREADS=2 .venv/bin/python -m pytest -n 0 TESTS
+    .venv/bin/python tests/support/closeness.py FILE ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# What computes, and in which way it differs from what is expected -> the largest deviation measured.
+REORDERED = {
+    "torch": 4.5e-6,  # the same weights packed or not, in other chunks, in windows read together
+    "torch, folded": 1e-5,  # scales moved from one weight to another
+    "torch, cached": 1e-5,  # texts of several lengths read together, by quantized caches
+    "torch, KL": 1e-6,
+    "attention on codes": 1e-6,
+    "attention on codes, tables": 1e-4,  # whose entries are integers
+    "mlx": 1e-5,
+    "llama.cpp": 2e-6,
+    "llama.cpp, KL": 1e-5,
+    "llama.cpp, gelu": 1e-3,  # a table of half-precision numbers: where two are as near, it may take the other
+    "llama.cpp, states": 2e-5,  # of DeltaNet and Mamba, added up in chunks of another size
+}
+ROUNDED = {
+    "torch, BF16": 0.05,
+    "8-bit weights": 0.1,
+    "mlx, BF16": 0.1,  # it accumulates products in BF16
+    "llama.cpp, thresholds": 0.05,  # of Gemma 3n, where the activations above a bound count only
+    "llama.cpp, F16": 0.01,  # it rounds the inputs of matrices to the type of the matrix
+    "llama.cpp, BF16": 0.07,
+    "llama.cpp, blocks": 0.05,  # and to 8 bits where that is made of blocks
+    "clip.cpp, F16": 0.01,
+    # In units of log probabilities. INT4 makes those of a token differ by 0.25 on average.
+    "vLLM, BF16": 0.06,
+    "vLLM, BF16 on average": 0.01,
+    "vLLM, int8": 0.12,  # here and below it rounds what layers read, too
+    "vLLM, int8 on average": 0.02,
+    "vLLM, fp8": 0.24,
+    "vLLM, fp8 on average": 0.04,
+    "vLLM, nvfp4": 0.6,
+    "vLLM, nvfp4 on average": 0.1,
+}
+# Half the distance of neighbouring numbers, relative to them.
+ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "F16": 2.0**-11, "BF16": 2.0**-8}
+_RECORD = "PQWEIGHTS_DEVIATIONS"
+
+
+def deviation(found: Any, expected: Any) -> float:
+    """Return the largest difference in units of the largest expected magnitude; of arrays, tensors or numbers."""
+    ours, theirs = _numbers(found), _numbers(expected)
+    assert ours.shape == theirs.shape and ours.size
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def distance(found: Any, expected: Any) -> float:
+    """Return the norm of the difference, relative to that of the expected numbers."""
+    assert found.shape == expected.shape
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def bound(kind: str) -> float:
+    """Return the largest deviation that a kind of computation may have."""
+    return 10 * REORDERED[kind] if kind in REORDERED else 2 * ROUNDED[kind]
+
+
+def assert_near(found: Any, expected: Any, kind: str) -> None:
+    """Compare numbers with those of another program. kind: of REORDERED or ROUNDED"""
+    assert_within(deviation(found, expected), kind)
+
+
+def assert_within(measured: float, kind: str) -> None:
+    """Compare another measure of the difference than the largest deviation with what its kind may have."""
+    if _RECORD in os.environ:
+        with Path(os.environ[_RECORD]).open("a") as file:
+            print(kind, measured, os.environ.get("PYTEST_CURRENT_TEST", ""), sep="\t", file=file)
+    assert measured <= bound(kind), f"{kind}: a deviation of {measured:.3g}, where {bound(kind):.3g} is allowed"
+
+
+def rounding(dtype: str, count: int) -> float:
+    """Return how far numbers may be off, relative to them or to their sum, after so many roundings to a type."""
+    return count * ROUNDING[dtype]
+
+
+def each_near(found: Any, expected: Any, relative: float, absolute: float = 0.0) -> bool:
+    """Return whether each number is near the expected one, relative to that. relative, absolute: of rounding()"""
+    ours, theirs = _numbers(found), _numbers(expected)
+    return ours.shape == theirs.shape and bool((np.abs(ours - theirs) <= relative * np.abs(theirs) + absolute).all())
+
+
+def _numbers(values: Any) -> Any:
+    return np.asarray(values.detach().double() if hasattr(values, "detach") else values, dtype=np.float64)
+
+
+def main(files: list[str]) -> None:
+    """Print the largest deviation of each kind in recorded files, and which test had it."""
+    rows: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for line in (line for file in files for line in Path(file).read_text().splitlines()):
+        kind, measured, test = line.split("\t")
+        rows[kind].append((float(measured), test))
+    for kind, measured in sorted(rows.items()):
+        print(f"{kind:24} {len(measured):5} {max(measured)[0]:.3g} of {bound(kind):.3g} in {max(measured)[1]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
