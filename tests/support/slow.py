@@ -35,6 +35,7 @@ SLOW = {
     "exports/test_vllm_runs.py": PROCESSES,
     "exports/test_folded_exports.py": MODELS,
     "folding/test_folded_runs.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
+    "test_frozen_bytes.py::test_bytes_are_those_that_were_frozen": EXHAUSTIVE,
     "generation/test_generate_caches.py": MODELS,
     "generation/test_generate_command.py": PROCESSES,
     "generation/test_generator.py": MODELS,
