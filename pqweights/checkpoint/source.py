@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ from pqweights.errors import SourceError
 
 # A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096
+# What follows the name in those of GGUF files.
+GGUF_PARTS = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 # How many are read at once: where the files are elsewhere, each waits for a reply.
 SAMPLES_AT_ONCE = 8
 
@@ -263,26 +266,36 @@ def open_checkpoint(
 def needed_files(storage: Storage) -> tuple[str, ...]:
     """Return what must be fetched of a checkpoint that lies elsewhere: configuration, companions and weights.
 
-    Of a result of pqweights, the companions are the files that its manifest lists.
+    Of a result of pqweights, the companions are the files that its manifest lists. Its weights may be GGUF files.
 
     Raises SourceError if there are no weights that can be read.
     """
     files = storage.files()
+    listed, gguf = _listed_files(storage) if MANIFEST_FILE in files else (None, ())
+    if gguf and listed is not None:
+        return tuple(name for name in (MANIFEST_FILE, *listed, *gguf) if name in files)
     weight_files, index = find_weight_files(storage, allow_pickle=False, single_file=False)
     others = (CONFIG_FILE, MANIFEST_FILE, *([index.file] if index is not None else []))
-    listed = _listed_files(storage) if MANIFEST_FILE in files else None
     copied = companions(files, weight_files).copied if listed is None else listed
     wanted = [name for name in dict.fromkeys((*others, *copied)) if name in files and name not in weight_files]
     return (*wanted, *weight_files)
 
 
-def _listed_files(storage: Storage) -> tuple[str, ...] | None:
-    """Return the files without tensors that a manifest lists; None for one that cannot be read."""
+def _listed_files(storage: Storage) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the files without tensors that a manifest lists, with the manifests beside it, and its GGUF files.
+
+    There is None in place of the former for one that cannot be read.
+    """
     try:
-        listed = read_json_object(storage, MANIFEST_FILE).get("files")
+        manifest = read_json_object(storage, MANIFEST_FILE)
     except SourceError:
-        return None
-    return tuple(listed) if isinstance(listed, dict) else None
+        return None, ()
+    listed, container = manifest.get("files"), manifest.get("container")
+    files = [name for name in storage.files() if "/" not in name]
+    stems = [container.get(key) for key in ("name", "tower")] if isinstance(container, dict) else []
+    gguf = tuple(name for name in files if GGUF_PARTS.sub("", name) in stems and name.lower().endswith(".gguf"))
+    beside = [name for name in files if name.endswith(f".{MANIFEST_FILE}")]
+    return (*listed, *beside) if isinstance(listed, dict) else None, gguf
 
 
 def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pqweights.checkpoint.companions import is_weight_file
 from pqweights.checkpoint.config import MAX_CARD_BYTES
-from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
+from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
+from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
 from pqweights.errors import HubError, MasterError
+from pqweights.exports import target_name
 from pqweights.publish.card import MAIN, card_text, check_branch
-from pqweights.rewrite.manifest import parse_manifest, shards_of
+from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
+from pqweights.rewrite.transform import EXPORT
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.repository import Repository, is_repository_id
 from pqweights.storage.hub.transfers import read_whole
@@ -91,24 +95,54 @@ def check_private(remote: Repository, private: bool) -> None:
         )
 
 
-def files_of_earlier_push(hub: Hub, remote: Repository) -> Set[str]:
-    """Return the files of an earlier push: those that are what the manifest in the repository says of them.
+class Pushed(NamedTuple):
+    """A result that an earlier push brought.
 
-    There are none without a manifest that can be read. It is not trusted, because anybody may have written it.
+    manifest_file: the name of its manifest in the repository
+    content: of that
+    manifest: what it says
+    files: those of the repository that are what it says, itself and its evaluations included
     """
-    file = remote.files.get(MANIFEST_FILE)
-    if file is None or file.byte_count > MAX_MANIFEST_BYTES:
-        return frozenset()
-    try:
-        manifest = parse_manifest(read_whole(hub, remote, file))
-        shards = shards_of(manifest)
-    except (MasterError, ValueError, TypeError, OverflowError, RecursionError):
-        return frozenset()
+
+    manifest_file: str
+    content: bytes
+    manifest: Manifest
+    files: Set[str]
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it has a configuration, of which a repository has one; a GGUF file needs nothing beside it."""
+        return not self.manifest.identity.container
+
+
+def earlier_pushes(hub: Hub, remote: Repository) -> list[Pushed]:
+    """Return the results in a repository, as far as their manifests can be read. Raises HubError.
+
+    The manifests are not trusted, because anybody may have written them.
+    """
+    names = [name for name in remote.files if name == MANIFEST_FILE or name.endswith(f".{MANIFEST_FILE}")]
+    found = []
+    for file in (remote.files[name] for name in names if "/" not in name):
+        if file.byte_count > MAX_MANIFEST_BYTES:
+            continue
+        content = read_whole(hub, remote, file)
+        try:
+            manifest = parse_manifest(content)
+            files = _files_of(manifest, file.name, remote)
+        except (MasterError, ValueError, TypeError, OverflowError, RecursionError):
+            continue
+        if file.name in (MANIFEST_FILE, manifest_beside(manifest)):
+            found.append(Pushed(file.name, content, manifest, files))
+    return found
+
+
+def _files_of(manifest: Manifest, manifest_file: str, remote: Repository) -> set[str]:
+    """Return the files of a repository that are what a manifest in it says of them."""
     listed: dict[str, tuple[int, str | None]] = {
         **{name: (record.bytes, record.sha256) for name, record in manifest.files.items()},
-        **{shard.file: (shard.file_bytes, None) for shard in shards},
+        **{shard.file: (shard.file_bytes, None) for shard in shards_of(manifest)},
     }
-    pushed = {MANIFEST_FILE, EVALUATION_FILE} & remote.files.keys()
+    pushed = {manifest_file, evaluations_of(manifest_file)} & remote.files.keys()
     for name, (byte_count, sha256) in listed.items():
         there = remote.files.get(name)
         if there is None or there.byte_count != byte_count:
@@ -119,14 +153,36 @@ def files_of_earlier_push(hub: Hub, remote: Repository) -> Set[str]:
     return {name for name in pushed if name != CARD_FILE and not any(part.startswith(".") for part in name.split("/"))}
 
 
-def check_weights(remote: Repository, ours: Set[str]) -> None:
-    """Refuse a repository with weights that pqweights did not push, because a loader might take those.
+def export_of(manifest: Manifest) -> tuple[str, str, str]:
+    """Return what two pushes of one export have in common: its kind, the target, and the name of GGUF files."""
+    target = manifest.made_by.get("target", "") if manifest.kind == EXPORT else ""
+    return manifest.kind, target_name(target) or str(target), str(manifest.identity.container.get("name", ""))
 
-    ours: the files of an earlier push, and those that this push replaces
+
+def check_room_for(ours: Manifest, others: Sequence[Pushed], remote: Repository) -> None:
+    """Refuse a repository that holds another result in safetensors: its configuration would be that of this one.
+
+    others: the results in the repository, without earlier pushes of the same export
 
     Raises HubError.
     """
-    foreign = sorted({name for name in remote.files if is_weight_file(name)} - ours)
+    folder = next((pushed for pushed in others if pushed.is_folder), None)
+    if folder is not None and not ours.identity.container:
+        kind, target, _ = export_of(folder.manifest)
+        raise HubError(
+            f"{remote.id}: holds {f'an export for {target[:40]}' if target else f'a {kind}'}, which this one would "
+            f"overwrite in part ({min(folder.files)!a}): choose another repository or branch, or delete its files there"
+        )
+
+
+def check_weights(remote: Repository, ours: Set[str]) -> None:
+    """Refuse a repository with weights that pqweights did not push, because a loader might take those.
+
+    ours: the files of earlier pushes, and those that this push replaces
+
+    Raises HubError.
+    """
+    foreign = sorted({name for name in remote.files if is_weight_file(name) and not name.endswith(GGUF_SUFFIX)} - ours)
     if foreign:
         raise HubError(
             f"{remote.id}: holds {foreign[0]!a}, which pqweights did not push ({counted(len(foreign), 'such file')}): "

@@ -1,15 +1,15 @@
 """Push: verify a finished folder, make its card, and bring both to a repository on the Hub in one commit.
 
 What the repository has already is not sent again, and neither are large files that were sent before a commit failed:
-the same command continues where it stopped. Of the files in the repository, only those of an earlier push are replaced
-or deleted. Nothing is written to the folder.
+the same command continues where it stopped. Of the files in the repository, only those of an earlier push of the same
+export are deleted; those of other exports stay, and so do their manifests. Nothing is written to the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,25 @@ from pqweights.errors import HubError, HubUnavailableError, MasterError
 from pqweights.publish.card import Card, make_card, read_card
 from pqweights.publish.destination import (
     Destination,
+    Pushed,
     card_on_hub,
     check_private,
+    check_room_for,
     check_weights,
     checked_branch,
+    earlier_pushes,
     empty_repository,
-    files_of_earlier_push,
+    export_of,
     find_destination,
 )
 from pqweights.publish.options import CardOptions, PushOptions
-from pqweights.rewrite.manifest import read_manifest, shards_of
+from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
 from pqweights.rewrite.results.verify import verify
 from pqweights.rewrite.task import usable_cores
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.repository import Repository, pieces_of
 from pqweights.storage.hub.sources import Access
-from pqweights.storage.hub.transfers import Upload, upload
+from pqweights.storage.hub.transfers import Upload, read_whole, upload
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 UNKNOWN = "unknown"  # of a file that could not be compared with the repository
@@ -129,15 +132,21 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
         to = Destination(branch=branch, remote=empty_repository(repository), exists=None, has_branch=None)
         not_checked = str(error)
     _check_folder(folder, options)
+    manifest, pushed = read_manifest(folder), earlier_pushes(hub, to.remote)
+    same = [one for one in pushed if export_of(one.manifest) == export_of(manifest)]
+    others = [one for one in pushed if one not in same]
+    check_room_for(manifest, others, to.remote)
+    if not manifest.identity.container:
+        check_weights(to.remote, {name for one in pushed for name in one.files} | stamps.keys())
     asked = CardOptions(repository=to.remote.id, revision=to.card_branch, base_model=options.base_model)
-    earlier = files_of_earlier_push(hub, to.remote)
-    check_weights(to.remote, earlier | stamps.keys())
-    card = make_card(folder, asked, old=old_card, pushed=card_on_hub(hub, to.remote))
-    local = _Local(folder, stamps, card)
+    beside = [one.manifest for one in others]
+    card = make_card(folder, asked, old=old_card, pushed=card_on_hub(hub, to.remote), beside=beside)
+    files = _files(hub, to.remote, folder, manifest, card=card, same=same, others=others)
+    local = _Local(folder, stamps, dict(sorted(files.items())))
     report = PushReport(
         destination=to,
         url=f"{hub.endpoint}/{to.remote.id}",
-        changes=_find_changes(local, to.remote, earlier, options),
+        changes=_find_changes(local, to.remote, _left_behind(to.remote, same, others), options),
         card=card,
         not_checked=not_checked,
     )
@@ -177,26 +186,79 @@ def _stamp(path: Path) -> Stamp:
     return status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
+def _files(
+    hub: Hub,
+    remote: Repository,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    card: Card,
+    same: Sequence[Pushed],
+    others: Sequence[Pushed],
+) -> dict[str, Path | bytes]:
+    """Return what is pushed by its name in the repository: paths, or the content itself.
+
+    same: the earlier pushes of this export
+    others: those of other exports. One in safetensors keeps its manifest and its card; the manifest of GGUF files gets
+        another name beside the new one.
+
+    Raises HubError.
+    """
+    listed = (*(shard.file for shard in shards_of(manifest)), *manifest.files)
+    files: dict[str, Path | bytes] = {name: folder / name for name in listed}
+    own = manifest_beside(manifest) if any(other.is_folder for other in others) else MANIFEST_FILE
+    files[own], evaluations = folder / MANIFEST_FILE, folder / EVALUATION_FILE
+    if evaluations.is_file():
+        files[evaluations_of(own)] = evaluations
+    moved = {one.manifest_file: (one, manifest_beside(one.manifest)) for one in others if not one.is_folder}
+    content = (folder / MANIFEST_FILE).read_bytes()
+    moved |= {one.manifest_file: (one, own) for one in same if one.content == content}
+    for one, name in moved.values():
+        there = remote.files.get(evaluations_of(one.manifest_file))
+        if one.manifest_file != name and name not in files:
+            files[name] = one.content
+        if one.manifest_file != name and there is not None and evaluations_of(name) not in files:
+            files[evaluations_of(name)] = read_whole(hub, remote, there)
+    return files | ({CARD_FILE: card.text.encode()} if own == MANIFEST_FILE else {})
+
+
+def _left_behind(remote: Repository, same: Sequence[Pushed], others: Sequence[Pushed]) -> Set[str]:
+    """Return the files of earlier pushes of an export that no other export in the repository needs.
+
+    With the manifest of GGUF files, their evaluations get another name, too.
+    """
+    kept = {name for one in others for name in one.files}
+    if any(one.manifest_file == MANIFEST_FILE and not one.is_folder for one in others):
+        kept -= {EVALUATION_FILE}
+        return {name for one in same for name in one.files} - kept | ({EVALUATION_FILE} & remote.files.keys())
+    return {name for one in same for name in one.files} - kept
+
+
 @dataclass(frozen=True)
 class _Local:
-    """What is pushed: the files of a verified folder as they were before, the card, and recorded evaluations."""
+    """What is pushed: the files of a verified folder as they were before, and what is pushed, see `_files`."""
 
     folder: Path
     stamps: dict[str, Stamp]
-    card: Card
+    files: Mapping[str, Path | bytes]
+
+    @property
+    def manifest_file(self) -> str:
+        """What the manifest of the folder is called in the repository."""
+        return next(name for name, content in self.files.items() if content == self.folder / MANIFEST_FILE)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the files by name, in bytes."""
-        sizes = {name: stamp[0] for name, stamp in self.stamps.items() if stamp is not None}
-        evaluations = self.folder / EVALUATION_FILE
-        if evaluations.is_file():
-            sizes[EVALUATION_FILE] = evaluations.stat().st_size
-        return dict(sorted((sizes | {CARD_FILE: len(self.card.text.encode())}).items()))
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
+        }
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """Yield the content of a file, piece by piece."""
-        return iter([self.card.text.encode()]) if name == CARD_FILE else pieces_of(self.folder / name)
+        content = self.files[name]
+        return iter([content]) if isinstance(content, bytes) else pieces_of(content)
 
     def check_unchanged(self) -> None:
         """Check that the files are those that were verified. Raises MasterError."""
@@ -208,10 +270,10 @@ class _Local:
                 )
 
 
-def _find_changes(local: _Local, remote: Repository, earlier: Set[str], options: PushOptions) -> tuple[Change, ...]:
+def _find_changes(local: _Local, remote: Repository, left: Set[str], options: PushOptions) -> tuple[Change, ...]:
     """Return what happens to each file that is pushed, and to the files of an earlier push that are not.
 
-    earlier: the files of the repository that an earlier push put there
+    left: the files of the repository that go unless they are pushed again, see `_left_behind`
     """
     compared = {
         name: there
@@ -233,7 +295,7 @@ def _find_changes(local: _Local, remote: Repository, earlier: Set[str], options:
         for name, byte_count in local.sizes.items()
     ]
     # While the manifest stays, so does everything that it lists, and so do the evaluations of it.
-    deleted = [] if MANIFEST_FILE in same else sorted(earlier - local.sizes.keys())
+    deleted = [] if local.manifest_file in same else sorted(left - local.sizes.keys())
     return (*changes, *(Change(name, DELETED, 0) for name in deleted))
 
 
@@ -269,6 +331,8 @@ def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> 
     to, repository = report.destination, report.repository
     remote = to.remote
     local.check_unchanged()
+    if deleted := [change.name for change in report.changes if change.change == DELETED]:
+        hub.tell(f"{repository}: removing what an earlier push of this export left: {', '.join(deleted)}")
     if not to.exists:
         hub.call(repository, lambda: hub.api.create_repo(repository, private=options.private, exist_ok=True))
         remote = hub.repository(repository)
@@ -311,8 +375,8 @@ def _operations(hub: Hub, local: _Local, report: PushReport, options: PushOption
             operations.append(hub.official.library.CommitOperationDelete(path_in_repo=change.name))
         elif change.change != SAME:
             options.progress(done, report.sent_bytes, change.name)
-            content = local.card.text.encode() if change.name == CARD_FILE else str(local.folder / change.name)
-            file = Upload(change.name, content)
+            content = local.files[change.name]
+            file = Upload(change.name, content if isinstance(content, bytes) else str(content))
             operations.append(upload(hub, to.remote, file, branch=to.branch))
             done += change.byte_count
             options.progress(done, report.sent_bytes, change.name)

@@ -20,11 +20,11 @@ from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
-from pqweights.checkpoint.names import MANIFEST_FILE, is_inside
+from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
-from pqweights.errors import MasterError
+from pqweights.errors import MasterError, SourceError
 from pqweights.planning.plan import DEFAULT_METADATA, FileHeader, GgufFiles, Safetensors, ShardPlan, TensorPlan
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
@@ -199,6 +199,28 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
         return container.shards(identity.tensors, identity.max_shard_bytes)
     except ValueError:
         raise damaged(f"container: expected as many headers as files, found {len(container.headers)}") from None
+
+
+def manifest_beside(manifest: Manifest) -> str:
+    """Return the name of the manifest of GGUF files in a repository in which pqweights.json is another's."""
+    return f"{manifest.identity.container.get('name', '')}.{MANIFEST_FILE}"
+
+
+def manifests_beside(storage: Storage) -> Iterator[tuple[str, ...]]:
+    """Yield the files of each export that was pushed beside another, as far as their manifests can be read."""
+    for name in storage.files():
+        if name.endswith(f".{MANIFEST_FILE}") and "/" not in name:
+            try:
+                manifest = parse_manifest(read_file(storage, name, limit=MOST_BYTES))
+                files = (*(shard.file for shard in shards_of(manifest)), *manifest.files)
+            except (MasterError, SourceError):
+                continue
+            yield (name, evaluations_of(name), *files)
+
+
+def evaluations_of(manifest_file: str) -> str:
+    """Return the name of the recorded evaluations that belong to a manifest of a repository."""
+    return manifest_file.removesuffix(MANIFEST_FILE) + EVALUATION_FILE
 
 
 def version_of(identity: RunIdentity) -> int:

@@ -455,14 +455,13 @@ def test_hostile_manifest_on_the_hub(
     assert hub.repositories[TARGET].read("pqweights.json") == (master / "pqweights.json").read_bytes()
 
 
-def test_evaluations_on_the_hub_are_deleted_with_their_manifest(
-    hub: LoopbackHub, client: Client, master: Path, made: Path
-) -> None:
+def test_evaluations_on_the_hub_are_deleted_with_their_manifest(hub: LoopbackHub, client: Client, master: Path) -> None:
     client.well("push", master, TARGET)
     hub.commit(TARGET, {"pqweights-eval.json": b"{}"})
     note_here(client, master, "Mine.\n")
     assert deleted(client, master) == set()
-    assert deleted(client, Path(shutil.copytree(made / "export", master.parent / "export"))) == {"pqweights-eval.json"}
+    run_command({"quantize": str(write_source(master.parent / "source")), "overwrite": True, "recipe": "q4"}, master)
+    assert deleted(client, master) == {"pqweights-eval.json"}
 
 
 # --- Interrupted pushes -----------------------------------------------------------------------------------------------

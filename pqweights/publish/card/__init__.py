@@ -80,12 +80,18 @@ class _Names:
 
 
 def make_card(
-    folder: Path, options: CardOptions = CardOptions(), *, old: str | None = None, pushed: str | None = None
+    folder: Path,
+    options: CardOptions = CardOptions(),
+    *,
+    old: str | None = None,
+    pushed: str | None = None,
+    beside: Sequence[Manifest] = (),
 ) -> Card:
     """Generate the card of a finished folder.
 
     old: the card that is there, whose notes and own front matter are kept
     pushed: the card on the Hub, of which they are kept if `old` has neither
+    beside: the manifests of other exports in the repository
 
     Raises MasterError if pqweights did not write or finish the folder, SourceError if its config.json cannot be read,
     OutputError if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
@@ -116,6 +122,7 @@ def make_card(
         "Evaluation": figures.evaluation(shown, manifest),
         "Method": text.method(manifest),
         "Files and hashes": text.files(manifest, sha256, bool(records)),
+        "Other exports in this repository": text.others(beside),
     }
     parts = [
         _head(

@@ -6,7 +6,7 @@ A manifest promises no types for what it says of a recipe, so all of that is tak
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
@@ -22,7 +22,7 @@ from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.publish.card.figures import is_lossless
-from pqweights.rewrite.manifest import Manifest, shards_of
+from pqweights.rewrite.manifest import Manifest, manifest_beside, shards_of
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.storage.hub.repository import is_repository_id
 
@@ -249,3 +249,13 @@ def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[s
         )
     rows = [[code(shard.file), str(shard.file_bytes)] for shard in shards_of(manifest)]
     return [about, "\n".join(f"- {fact}" for fact in facts), table(["file", "bytes"], rows, [1])]
+
+
+def others(manifests: Sequence[Manifest]) -> list[str]:
+    """Return the section on the other exports in the repository; nothing if there are none."""
+    rows = [
+        [code(shard.file), str(shard.file_bytes), code(manifest_beside(manifest))]
+        for manifest in manifests
+        for shard in shards_of(manifest)
+    ]
+    return [table(["file", "bytes", "manifest"], sorted(rows), [1])] if rows else []

@@ -28,7 +28,7 @@ from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.rewrite.listed_files import config_problems
-from pqweights.rewrite.manifest import MOST_BYTES, Manifest, read_manifest, shards_of
+from pqweights.rewrite.manifest import MOST_BYTES, Manifest, manifests_beside, read_manifest, shards_of
 from pqweights.rewrite.results.evaluation_record import read_records
 
 Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name of the tensor
@@ -228,8 +228,12 @@ def _sha256(storage: Storage, name: str, size: int) -> str:
 def _unlisted(
     storage: Storage, manifest: Manifest, *, shards: tuple[ShardPlan, ...], beside: Sequence[str]
 ) -> Iterator[str]:
-    """Yield files that are not listed. A card and figures may be added; hidden files belong to version control."""
+    """Yield files that are not listed, here or by the manifests of other exports that were pushed beside this one.
+
+    A card and figures may be added; hidden files belong to version control.
+    """
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
+    known |= {name for other in manifests_beside(storage) for name in other}
     for name in sorted({*storage.files(), *storage.links.outside, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
             yield name
