@@ -80,7 +80,8 @@ def parse_header(
     does.
     """
     header, data_start = _read_json(file, file_bytes, read)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # the safetensors library takes null for none, too
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(file, "__metadata__: expected an object of strings")
     tensors = _parse_entries(file, header, data_start)

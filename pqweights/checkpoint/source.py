@@ -49,6 +49,8 @@ SAMPLE_BYTES = 4096
 GGUF_PARTS = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 # How many are read at once: where the files are elsewhere, each waits for a reply.
 SAMPLES_AT_ONCE = 8
+# Two tensors with the same name are compared so many bytes at a time.
+COMPARED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -233,10 +235,10 @@ def open_checkpoint(
         if not is_utf8(name):
             raise SourceError(f"{name!a}: the name of this file is not UTF-8 text; rename or remove it")
     config = model_config(storage)
-    weight_files, index = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
-    stored = stored_tensors(storage, weight_files)
-    if index is not None:
-        check_tensors(index, stored)
+    weights = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
+    weight_files = weights.names
+    stored, copies = stored_tensors(storage, weight_files)
+    misplaced = {} if weights.index is None else check_tensors(weights.index, stored)
     check_layers(config or {}, len(stored))
     is_master = config is not None and master.is_master(config)
     if config is not None and is_master:
@@ -257,7 +259,7 @@ def open_checkpoint(
         tensors=tuple(sorted(model.tensors, key=place)),
         weight_files=weight_files,
         companions=beside.copied,
-        left_out=beside.left_out,
+        left_out=beside.left_out | weights.unlike | misplaced | copies,
         is_master=is_master,
         left_out_tensors=model.left_out,
     )
@@ -274,8 +276,9 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
     listed, gguf = _listed_files(storage) if MANIFEST_FILE in files else (None, ())
     if gguf and listed is not None:
         return tuple(name for name in (MANIFEST_FILE, *listed, *gguf) if name in files)
-    weight_files, index = find_weight_files(storage, allow_pickle=False, single_file=False)
-    others = (CONFIG_FILE, MANIFEST_FILE, *([index.file] if index is not None else []))
+    weights = find_weight_files(storage, allow_pickle=False, single_file=False)
+    weight_files = weights.names
+    others = (CONFIG_FILE, MANIFEST_FILE, *([weights.index.file] if weights.index is not None else []))
     copied = companions(files, weight_files).copied if listed is None else listed
     wanted = [name for name in dict.fromkeys((*others, *copied)) if name in files and name not in weight_files]
     return (*wanted, *weight_files)
@@ -298,23 +301,42 @@ def _listed_files(storage: Storage) -> tuple[tuple[str, ...] | None, tuple[str, 
     return (*listed, *beside) if isinstance(listed, dict) else None, gguf
 
 
-def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> dict[str, StoredTensor]:
-    """Return the tensors that the weight files hold, by name.
+def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors that the weight files hold, by name, and the copies of them that other files hold, as text.
 
-    Raises SourceError for a damaged file, and for a name that is there twice.
+    Raises SourceError for a damaged file, and for a name that two different tensors have.
     """
     stored: dict[str, StoredTensor] = {}
+    copies = {}
     storage.expect(weight_files)
     for file in weight_files:
         is_pickle = file.endswith(PICKLE_SUFFIXES)
         tensors = pickled_tensors(storage, file) if is_pickle else read_header(storage, file)[0]
         for tensor in tensors:
             first = stored.setdefault(tensor.name, tensor)
-            if first is not tensor:
-                raise SourceError(f"tensor {tensor.name!r} is there twice, in {first.file} and {file}")
+            if first is tensor:
+                continue
+            if not _are_equal(storage, first, tensor):
+                raise SourceError(
+                    f"tensor {tensor.name!r} is there twice, in {first.file} and {file}, with other values; remove the "
+                    "file that is not meant, or fetch both again"
+                )
+            copies[f"{tensor.name} in {file}"] = f"it is the same as in {first.file}"
     if not stored:
         raise SourceError(f"{weight_files[0]}: expected tensors, found none")
-    return stored
+    return stored, copies
+
+
+def _are_equal(storage: Storage, one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    for start in range(0, one.byte_count, COMPARED_BYTES):
+        count = min(COMPARED_BYTES, one.byte_count - start)
+        pieces = (read_bytes(storage, of.file, of.offset + start, count) for of in (one, other))
+        if len(set(pieces)) > 1:
+            return False
+    return True
 
 
 def read_header(storage: Storage, file: str) -> tuple[list[StoredTensor], dict[str, str]]:

@@ -1,20 +1,23 @@
 """Which files of a folder hold the weights, the index that places tensors in them, and the tensors of pickled files.
 
-As in transformers, the weights are in model.safetensors, or else in the files that the index names. Pickles are read
-only on request: torch's weights_only unpickler gives the layout, we read the bytes. It runs with fake tensors, so
-nothing is loaded; torch notes for each storage where it lies in the zip file. The zip file itself is checked first,
-because torch's loader does not check that its records are plain bytes.
+As in transformers, the weights are in model.safetensors, or else in the files that the index names. Without an index
+that fits, they are in the one set of files whose names say that it is complete. Pickles are read only on request:
+torch's weights_only unpickler gives the layout, we read the bytes. It runs with fake tensors, so nothing is loaded;
+torch notes for each storage where it lies in the zip file. The zip file itself is checked first, because torch's loader
+does not check that its records are plain bytes.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 import warnings
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
 from pqweights.checkpoint.header import StoredTensor, gguf_refused
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 
 PICKLE_FILE = "pytorch_model.bin"
 PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
+# A part of a set of files, as transformers and others number them.
+PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>\.[a-z]+)")
+# The stems of files that hold a model in the names of transformers; files with others, such as consolidated, may not.
+STEMS = ("model", "model.safetensors", "pytorch_model")
 # What torch's loader raises for a broken or hostile file.
 REFUSALS = (
     *(pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError),
@@ -61,10 +68,22 @@ class Index:
     weight_map: dict[str, str]
 
 
-def find_weight_files(
-    storage: Storage, *, allow_pickle: bool, single_file: bool
-) -> tuple[tuple[str, ...], Index | None]:
-    """Return the files that hold the weights, and the index that names them, if one does."""
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files that hold the weights.
+
+    names: of these files
+    index: the index that names them, if one does
+    unlike: what lies beside them and does not fit them, each with the reason
+    """
+
+    names: tuple[str, ...]
+    index: Index | None = None
+    unlike: dict[str, str] = field(default_factory=dict)
+
+
+def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool) -> WeightFiles:
+    """Return the files that hold the weights. Raises SourceError if there are none, or if it is not clear which."""
     files = storage.files()
     if single_file:
         (only,) = files
@@ -72,35 +91,28 @@ def find_weight_files(
             raise SourceError(f"{only}: expected a folder, or a safetensors file; give the folder")
         if only.endswith(PICKLE_SUFFIXES) and not allow_pickle:
             raise _pickle_refused(only)
-        return (only,), None
+        return WeightFiles((only,))
     if SINGLE_FILE in files:
-        return (SINGLE_FILE,), None
+        return WeightFiles((SINGLE_FILE,))
     if INDEX_FILE in files:
-        return indexed_files(storage, INDEX_FILE, (".safetensors",))
+        return _named_files(storage, INDEX_FILE, (".safetensors",))
     here = [name for name in files if "/" not in name]
     safetensors = [name for name in here if name.endswith(".safetensors")]
-    if len(safetensors) == 1:
-        return (safetensors[0],), None
     if safetensors:
-        raise SourceError(
-            f"{INDEX_FILE}: missing, although there are {len(safetensors)} safetensors files "
-            f"({safetensors[0]}, ...); fetch the index, or give one file"
-        )
+        return _complete_files(safetensors, INDEX_FILE)
     gguf = [name for name in here if name.endswith(".gguf")]
     if gguf:
         raise gguf_refused(gguf[0])
     pickles = [name for name in here if name.endswith(PICKLE_SUFFIXES)]
-    if pickles and not allow_pickle:
-        raise _pickle_refused(pickles[0])
-    if PICKLE_INDEX_FILE in files:
-        return indexed_files(storage, PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
-    if PICKLE_FILE not in pickles and len(pickles) > 1:
-        raise SourceError(
-            f"expected {PICKLE_INDEX_FILE} or {PICKLE_FILE}, found {', '.join(pickles[:4])}: give one file"
-        )
     if not pickles:
         raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
-    return (PICKLE_FILE if PICKLE_FILE in pickles else pickles[0],), None
+    if not allow_pickle:
+        raise _pickle_refused(pickles[0])
+    if PICKLE_FILE in pickles and PICKLE_INDEX_FILE not in files:
+        return WeightFiles((PICKLE_FILE,))
+    if PICKLE_INDEX_FILE in files:
+        return _named_files(storage, PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
+    return _complete_files(pickles, PICKLE_INDEX_FILE)
 
 
 def _pickle_refused(file: str) -> SourceError:
@@ -110,8 +122,111 @@ def _pickle_refused(file: str) -> SourceError:
     )
 
 
+def _named_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> WeightFiles:
+    """Return the files that an index names; if some of these are not there, the one complete set of files.
+
+    Raises SourceError if there is no such set, or more than one.
+    """
+    files, read = read_index(storage, index, suffixes)
+    absent = [name for name in files if name not in storage.files()]
+    if not absent:
+        return WeightFiles(files, read)
+    here = [name for name in storage.files() if "/" not in name and name.endswith(suffixes)]
+    complete = [of for of in numbered_sets(here) if of.is_of_model and of.absent is None]
+    if not complete:
+        tensor = next(name for name, file in read.weight_map.items() if file == absent[0])
+        raise SourceError(f"{absent[0]}: missing; {index} places {tensor!r} in it: fetch it")
+    only = _only(complete, index)
+    stale = f"it names {absent[0]}, which is not there; read were all {len(only.files)} parts of {only.name}"
+    return WeightFiles(only.files, unlike={index: stale})
+
+
+def _complete_files(names: list[str], index: str) -> WeightFiles:
+    """Return those files, without an index, that are a whole model by their names.
+
+    Raises SourceError if parts are missing, and if there is more than one such set or file.
+    """
+    sets = numbered_sets(names)
+    numbered = {name for of in sets for name in of.files}
+    complete = [of for of in sets if of.is_of_model and of.absent is None]
+    if not complete:
+        for of in sets:
+            if of.absent is not None and (of.is_of_model or len(sets) == 1):
+                raise SourceError(f"{of.absent}: missing, while {of.files[0]} is there: fetch it, or give one file")
+        alone = [NumberedSet(name, (name,), None) for name in names if name not in numbered]
+        complete = [of for of in (*sets, *alone) if of.absent is None]
+        complete = [of for of in complete if not of.name.startswith("consolidated")] or complete
+    only = _only(complete, index)
+    if len(only.files) == 1:
+        return WeightFiles(only.files)
+    return WeightFiles(only.files, unlike={index: f"there is none; read were all parts of {only.name}"})
+
+
+class NumberedSet(NamedTuple):
+    """Files that are the parts of one checkpoint by their names.
+
+    name: the name of each, with a star for its number
+    files: those that are there
+    absent: the name of one that is not there; None if all are
+    """
+
+    name: str
+    files: tuple[str, ...]
+    absent: str | None
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it has the name that transformers gives to the files of a model."""
+        return self.name.rpartition("-*-of-")[0] in STEMS
+
+
+def numbered_sets(names: Iterable[str]) -> list[NumberedSet]:
+    """Return the sets of files whose names number them, from 1 or from 0 on."""
+    sets: dict[str, dict[int, str]] = {}
+    for name in sorted(names):
+        part = PART.fullmatch(name)
+        if part is not None:
+            of = sets.setdefault("{stem}-*-of-{count}{suffix}".format(**part.groupdict()), {})
+            of[int(part["number"])] = name
+    return [NumberedSet(name, tuple(files.values()), _absent(files)) for name, files in sets.items()]
+
+
+def _absent(files: dict[int, str]) -> str | None:
+    """Return the name of a part that is not there."""
+    first = files[min(files)]
+    part = PART.fullmatch(first)
+    assert part is not None
+    start, count = min(1, min(files)), int(part["count"])
+    number = next((n for n in range(start, start + min(count, len(files) + 1)) if n not in files), None)
+    if number is None:
+        return None
+    at = part.start("number")
+    return f"{first[:at]}{number:0{len(part['number'])}d}{first[part.end('number') :]}"
+
+
+def _only(sets: list[NumberedSet], index: str) -> NumberedSet:
+    """Return the only set. Raises SourceError if there is another one."""
+    if len(sets) == 1:
+        return sets[0]
+    found = ", ".join(of.name for of in sets[:4])
+    raise SourceError(
+        f"expected {index}, or files of one model alone, found {found}: fetch the index, remove those that are not "
+        "meant, or give one file"
+    )
+
+
 def indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
     """Read an index, and return the weight files that it names; they must exist and have one of the suffixes."""
+    files, read = read_index(storage, index, suffixes)
+    for name in files:
+        if name not in storage.files():
+            tensor = next(tensor for tensor, file in read.weight_map.items() if file == name)
+            raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
+    return files, read
+
+
+def read_index(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
+    """Read an index, and return the weight files that it names; they must have one of the suffixes."""
     weight_map = read_json_object(storage, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: expected a weight_map of tensor names to files, found none")
@@ -125,8 +240,6 @@ def indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tu
             )
         first_tensors[name] = tensor
     for name, tensor in first_tensors.items():
-        if name not in storage.files():
-            raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
         if not name.endswith(suffixes):
             raise SourceError(f"{index}: tensor {tensor!r} is placed in {name!r}; expected a {suffixes[0]} file")
     return tuple(sorted(first_tensors)), Index(index, weight_map)
@@ -143,16 +256,22 @@ def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
         check_tensors(indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
 
 
-def check_tensors(index: Index, stored: dict[str, StoredTensor]) -> None:
-    """Raise SourceError if a tensor is not in the file where the index places it."""
+def check_tensors(index: Index, stored: dict[str, StoredTensor]) -> dict[str, str]:
+    """Return the index with the reason if it places a tensor in another file than that which holds it, else nothing.
+
+    Raises SourceError if it names a tensor that is in none of its files.
+    """
+    misplaced = ""
     for name, file in index.weight_map.items():
         tensor = stored.get(name)
         if tensor is None:
             raise SourceError(
-                f"{file}: expected the tensor {name!r}, which {index.file} places there, found no such tensor"
+                f"{file}: expected the tensor {name!r}, which {index.file} places there, found no such tensor in any "
+                f"file that it names; fetch them again, or remove {index.file} if the files are a whole model"
             )
         if tensor.file != file:
-            raise SourceError(f"tensor {name!r}: {index.file} places it in {file}, found it in {tensor.file}")
+            misplaced = misplaced or f"it places {name!r} in {file}, and {tensor.file} holds it; read was what is there"
+    return {index.file: misplaced} if misplaced else {}
 
 
 def read_json_object(storage: Storage, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pqweights.checkpoint.config import model_dtype
+from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.models.description import ModelDescription
@@ -234,7 +234,7 @@ def _plain_warnings(outline: Outline, master: Checkpoint) -> tuple[str, ...]:
     if not rounded:
         return ()
     integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in outline.rounded)
-    weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in ("BF16", "F16", "F32"))
+    weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in CONFIG_DTYPES)
     model = model_dtype(outline.config, outline.tensors)
     plain_bytes = sum(
         TensorSpec(tensor.name, stored_dtype(tensor, model=model, dtype=outline.plain_dtype), tensor.shape).byte_count

@@ -87,7 +87,7 @@ def test_a_master_of_manifest_version_1_is_checked(tmp_path):
     name = next(name for name in stored_in(old) if name.endswith("_codes"))
     place = flip(old, name)
     storage = LocalStorage(old)
-    stored = stored_tensors(storage, tuple(path.name for path in sorted(old.glob("*.safetensors"))))
+    stored, _ = stored_tensors(storage, tuple(path.name for path in sorted(old.glob("*.safetensors"))))
     checks = checked_reads(storage, stored.values(), read_manifest(old))
     checks.check(tensor for tensor in stored.values() if tensor.name != name)
     with pytest.raises(MasterError, match=re.escape(place) + ": sha256: expected"):

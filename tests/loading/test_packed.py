@@ -383,6 +383,37 @@ def test_from_pretrained_takes_packed(base, tmp_path):
     assert not isinstance(pqweights.load_model(folder, config=config).lm_head.weight, PackedTensor)
 
 
+@pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential", "cpu", {"": "cpu"}])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
+def test_every_device_map_loads_packed_weights(family: str, device_map: Any, base: Path) -> None:
+    """transformers measures parts of the model, whose parameters it names within the part."""
+    pytest.importorskip("accelerate")
+    folder, ids = families.master(base, family), torch.tensor(families.IDS)
+    loaded = pqweights.load_model(folder, packed=True, device_map=device_map)
+    with torch.inference_mode():
+        assert torch.equal(loaded(ids).logits, pqweights.load_model(folder, packed=True)(ids).logits)
+
+
+def test_weights_stay_packed_when_they_are_loaded_or_moved_in_inference_mode(base: Path) -> None:
+    with torch.inference_mode():
+        packed = pqweights.load_model(families.master(base, "llama"), packed=True)
+        assert isinstance(packed.lm_head.weight, PackedTensor)
+        assert isinstance(packed.to(torch.float32).lm_head.weight, PackedTensor)
+        assert packed.lm_head.weight.dtype == torch.float32
+
+
+def test_device_map_counts_packed_weights_as_they_are_stored(base: Path) -> None:
+    """Room for what is packed, and not for what is decoded, suffices for all of it."""
+    pytest.importorskip("accelerate")
+    folder = families.master(base, "llama")
+    packed = pqweights.load_model(folder, packed=True)
+    stored = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in packed.parameters())
+    decoded = sum(p.numel() * p.dtype.itemsize for p in packed.parameters())
+    room = {"cpu": (stored + decoded) // 2}
+    loaded = pqweights.load_model(folder, packed=True, device_map="sequential", max_memory=room)
+    assert "disk" not in getattr(loaded, "hf_device_map", {}).values()
+
+
 def test_configurations_of_other_models_may_have_an_attribute_of_that_name():
     from transformers import LlamaConfig
 

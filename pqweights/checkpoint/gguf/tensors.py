@@ -41,6 +41,7 @@ from pqweights.checkpoint.models.names import predicts_further, tower_of
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MovedTensor
+from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError
 
 SUFFIXES = (".weight", ".bias", ".scale")
@@ -51,6 +52,8 @@ NEVER_CENTRED = frozenset({"SSM_NORM"})
 # Tensors that old checkpoints hold, and that follow from the configuration.
 COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attn.bias", ".masked_bias")
 HEAD = "lm_head.weight"
+# The type of tables of whole numbers ends so.
+NUMBERS = "TID2EID"
 # What LayerNorm.weight and LayerNorm.bias were called at first.
 OLD_NORMS = {".gamma": ".weight", ".beta": ".bias"}
 # Names of tensors in layers, which encoders and decoders may have a stack of each.
@@ -168,8 +171,13 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
     architecture, reads = settings.architecture, tensor.reads
     if architecture.first_position and tensor_type == "POS_EMBD":
         reads = rows_from(unused_positions(settings), reads)
-    if reads.dtype == "I64":
+    if reads.dtype == "I64" and tensor_type.endswith(NUMBERS):
         return NumbersTensor.of(name, reads)
+    if reads.plain_dtype not in FLOAT_DTYPES:
+        raise ExportError(
+            f"tensor {reads.name!r}: expected floats, which llama.cpp computes with here, found {reads.plain_dtype}; "
+            "give the original checkpoint"
+        )
     _check_shape(reads, tensor_type, settings)
     if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
         reads = RenamedTensor.of(name, reads, shape=shape)

@@ -9,6 +9,7 @@ Nothing is fetched in advance, and the loader, which would only log errors, catc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,7 @@ class Master:
         """
         storage = _files_of(files)
         self.folder, self.is_checked = storage.root, manifest is not None
-        self._stored = stored_tensors(storage, tuple(Path(file).name for file in files))
+        self._stored, _ = stored_tensors(storage, tuple(Path(file).name for file in files))
         tensors = logical_tensors(storage, self._stored, {"quantization_config": settings})
         try:
             check_index(storage.root, self._stored)
@@ -151,15 +152,22 @@ class Master:
         value = self._model.get_submodule(path)._parameters.get(name)
         return value is not None and value.ndim in (2, 3)
 
-    def packed_bytes_per_weight(self, parameter: str) -> float | None:
+    def packed_bytes_per_weight(self, value: Tensor) -> float | None:
         """Return the memory of a packed weight per element; None if it is decoded.
+
+        value: a parameter or buffer of the model, of which transformers gives the name in some part of it
 
         It is an estimate, because names may change in loading: that of the weight with this name, else of any weight.
         """
-        if not self.parts or not self.can_stay_packed(parameter):
+        parameter = self._parameter_names.get(id(value))
+        if not self.parts or parameter is None or value.ndim not in (2, 3):
             return None
         by_weight = {tensor.name: tensor for tensor in self.parts.values()}
         return bytes_per_weight(by_weight.get(parameter) or next(iter(self.parts.values())))
+
+    @functools.cached_property
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(value): name for name, value in self._model.named_parameters()}
 
     def close(self) -> None:
         """Release the checkpoint and the threads."""

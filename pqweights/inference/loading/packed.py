@@ -171,6 +171,10 @@ class PackedTensor(torch.Tensor):
             device = kwargs.get("device")
             device = None if device is None else torch.empty(0, device=device).device
             return args[0].copied(kwargs.get("dtype"), device)
+        if torch.is_inference_mode_enabled():  # in this mode, torch asks for `to` as it is, and not for what it calls
+            done = func.decompose(*args, **kwargs)
+            if done is not NotImplemented:
+                return done
         if func._schema.is_mutable:
             raise PqweightsError(f"{func}: packed weights cannot be changed; load the model without packed=True")
         args, kwargs = tree_map_only(PackedTensor, lambda packed: packed.decode(), (tuple(args), kwargs))

@@ -126,7 +126,7 @@ class PqweightsQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes per weight in memory, for device maps."""
-        size = self._master.packed_bytes_per_weight(param_name) if self.packed else None
+        size = self._master.packed_bytes_per_weight(param) if self.packed else None
         return float(param.element_size()) if size is None else size
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
