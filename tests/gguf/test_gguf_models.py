@@ -154,7 +154,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "distilbert": {"layer_norm_eps": 1e-12},
     "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
     "step3p5": {"norm_expert_weight": True, "num_experts": 288},
-    "deepseek_v4": {"partial_rotary_factor": 0.125},
     "minimax_m3_vl_text": {"norm_topk_prob": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "umt5": {"max_position_embeddings": 512, "decoder_start_token_id": None},
@@ -167,9 +166,7 @@ KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
     "block_ffn_dim_multiplier",
     "no_rope_layer_interval",
     "num_hidden_layers",
-    "original_max_position_embeddings",
     "query_pre_attn_scalar",
-    "rotary_dim",
     "tie_word_embeddings",
 }
 
@@ -206,15 +203,9 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
         for key in KEYS | keys_of(architecture)
     }
     expected |= FIXED.get(model_type, {})
-    base = known.default_theta
-    expected["rope_theta"] = base["global"] if isinstance(base, dict) else base
-    expected["rope_local_base_freq"] = base["local"] if isinstance(base, dict) else None
-    rope = getattr(known(), "rope_parameters", None) or {}  # set after the fields are
-    partial = rope.get("partial_rotary_factor")
-    expected |= {} if partial in (None, 1.0) else {"partial_rotary_factor": partial}
-    if any(of.get("rope_type") != "default" for of in rope.values() if isinstance(of, dict)):
-        expected["rope_parameters"] = rope
-    found = {"rope_theta": 1e4} | MODELS[model_type].defaults
+    # tests/checkpoint/test_positions.py compares these
+    expected |= dict.fromkeys(("sliding_window",), MODELS[model_type].defaults.get("sliding_window"))
+    found = MODELS[model_type].defaults
     assert found == {key: value for key, value in expected.items() if value is not None}
 
 

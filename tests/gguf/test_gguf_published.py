@@ -105,7 +105,7 @@ INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
         }},
     ),
     "mimo v2": (
-        ("layer_types", "mlp_layer_types", "sliding_window", "rope_parameters", "rms_norm_eps", "n_shared_experts"),
+        ("layer_types", "mlp_layer_types", "sliding_window", "rms_norm_eps", "n_shared_experts"),
         {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "sliding_window": 32,
          "sliding_window_size": 32, "rope_theta": 500000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.5,
          "layernorm_epsilon": 1e-5, "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_head_dim": 32,

@@ -7,6 +7,8 @@ from typing import Any
 
 from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION, SLIDING
+from pqweights.checkpoint.models.rotary import DEFAULT_WINDOWS
+from pqweights.checkpoint.positions import model_type_of, rope_parameters
 
 # The letters of hybrid_override_pattern.
 BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}
@@ -22,6 +24,7 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     values = {**config, **text_config(config)}
     if config.get("tie_word_embeddings") is not None:  # the model around the text model has the head
         values["tie_word_embeddings"] = config["tie_word_embeddings"]
+    _restate_positions(values, config)
     _restate_layers(values)
     if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # of EXAONE 4: LLLG
         values["sliding_window_pattern"] = 1 + pattern.index("G")
@@ -64,6 +67,15 @@ def first_class(config: Mapping[str, Any]) -> str:
     """Return the first of the classes that config.json names; "" if it names none."""
     named = config.get("architectures")
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def _restate_positions(values: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """State rotary embeddings as transformers 5 does, and nothing else of them; the window that a type takes itself."""
+    for key in ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
+        values.pop(key, None)
+    values["rope_parameters"] = rope_parameters(config)
+    if (window := DEFAULT_WINDOWS.get(model_type_of(config))) is not None:
+        values.setdefault("sliding_window", window)
 
 
 def _restate_t5(values: dict[str, Any], width: int) -> None:
@@ -150,8 +162,6 @@ def _restate_mimo(values: dict[str, Any]) -> None:
         values.setdefault("swa_num_key_value_heads", 2 * heads)
     if isinstance(window := values.get("sliding_window_size"), int):  # without the token itself
         values["sliding_window"] = 1 + window
-    if "swa_rope_theta" in values:
-        values["rope_local_base_freq"] = values["swa_rope_theta"]
 
 
 def _restate_step(values: dict[str, Any]) -> None:
@@ -160,9 +170,8 @@ def _restate_step(values: dict[str, Any]) -> None:
     layers = min(layers, 512) if isinstance(layers, int) else 0
     types = values.get("layer_types")
     values["draft_layer_types"] = values.get("mtp_layer_types") or (types[layers:] if isinstance(types, list) else None)
-    for key in ("layer_types", "rope_theta", "partial_rotary_factors"):
-        if isinstance(listed := values.get(key), list):
-            values[key] = listed[:layers]
+    if isinstance(types, list):
+        values["layer_types"] = types[:layers]
     sparse = experts.split(",") if isinstance(experts, str) else experts or range(3, layers)
     if isinstance(sparse, list | range):
         numbers = {str(number).strip() for number in sparse}
@@ -171,17 +180,6 @@ def _restate_step(values: dict[str, Any]) -> None:
     heads = other.get("num_attention_heads") if isinstance(other, dict) else None
     if values.get("num_sliding_attention_heads") is None:
         values["num_sliding_attention_heads"] = heads or values.get("num_attention_heads", 64)
-    types, bases = values.get("layer_types"), values.pop("rope_theta", 10000.0)
-    bases = bases if isinstance(bases, list) else [bases] * layers
-    shares = values.get("partial_rotary_factors") or [1.0] * layers
-    if isinstance(types, list) and isinstance(shares, list) and len(types) == len(bases) == len(shares):
-        of_kind = dict(zip(map(str, types), zip(bases, shares, strict=True), strict=True))
-        stated = values.pop("rope_scaling", None)
-        scaled = {FULL: stated if isinstance(stated, dict) else {}}
-        values.setdefault("rope_parameters", {
-            kind: {"rope_theta": base, "partial_rotary_factor": share, **scaled.get(kind, {})}
-            for kind, (base, share) in of_kind.items()
-        })  # fmt: skip
 
 
 def _restate_minimax_m3(values: dict[str, Any]) -> None:
@@ -217,14 +215,11 @@ def _restate_deepseek_v4(values: dict[str, Any]) -> None:
     if isinstance(experts, list) and experts[:hashed] == ["hash_moe"] * hashed:
         del values["mlp_layer_types"]
     values["swiglu_limits"] = [values.get("swiglu_limit", 10.0)] * layers
-    size, head = values.get("qk_rope_head_dim"), values.get("head_dim", 512)
-    if isinstance(size, int) and isinstance(head, int) and head > 0:
-        values["partial_rotary_factor"] = size / head
-    rope = values.pop("rope_scaling", None) or values.get("rope_parameters")
-    scaled = rope.get("compress", rope) if isinstance(rope, dict) else None
-    if isinstance(scaled, dict):
-        others = ("rope_theta", "partial_rotary_factor", "attention_factor")
-        values["rope_parameters"] = {key: value for key, value in scaled.items() if key not in others}
+    rope = values["rope_parameters"]
+    values["compress_rope_theta"] = rope["compress"]["rope_theta"]
+    # llama.cpp does not scale queries and keys by the factor of YaRN, as the model does not.
+    scaled = {key: value for key, value in rope["compress"].items() if key != "attention_factor"}
+    values["rope_parameters"] = scaled | {"rope_theta": rope["main"]["rope_theta"]}
 
 
 _BY_TYPE = {"mimo_v2_flash": _restate_mimo, "step3p5": _restate_step, "step3p7": _restate_step}

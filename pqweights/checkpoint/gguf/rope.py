@@ -6,7 +6,6 @@ llama-context.cpp.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,8 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import Settings, is_positive, windowed_layers
 from pqweights.checkpoint.models.llama_cpp import FULL, SLIDING
+from pqweights.checkpoint.positions import attention_factor, llama3_divisors, yarn_scale
 
-DEFAULT_BASE = 10000.0
-# Names that older configurations have.
-OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
 # The numbers of rotations between which llama.cpp turns from interpolation to extrapolation, unless it is told others.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
 
@@ -27,27 +24,13 @@ Factors = dict[str, npt.NDArray[np.float32]]
 
 
 def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
-    """Return the parameters of a kind of layers as transformers 5 writes them: rope_type, rope_theta and so on.
+    """Return the parameters of a kind of layers as transformers has them: rope_type, rope_theta and so on.
 
     layers: FULL or SLIDING, for models in which these differ
     """
-    stated = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    stated = (stated.get(layers, stated) if isinstance(stated, dict) else stated) or {}
-    if not isinstance(stated, dict):
-        raise settings.refusal(f"expected an object as its rope parameters, found {stated!r}")
-    parameters = dict(stated)
-    rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default").lower()
-    parameters["rope_type"] = OLD_KINDS.get(rope_type, rope_type)
-    for key, default in (("rope_theta", DEFAULT_BASE), ("partial_rotary_factor", 1.0)):
-        if parameters.get(key) is None:
-            value = settings.get(key)
-            parameters[key] = default if value is None else value
-    if settings.get("rotary_dim"):  # of MiniMax M2
-        parameters["partial_rotary_factor"] = settings.number("rotary_dim") / settings.number("head_dim")
-    outer = settings.get("original_max_position_embeddings")
-    inner = parameters.get("original_max_position_embeddings")
-    parameters["original_max_position_embeddings"] = outer or inner or settings.get("max_position_embeddings")
-    return parameters
+    stated = settings.get("rope_parameters")
+    own = stated if "rope_type" in stated else stated.get(layers) or next(iter(stated.values()))
+    return {"partial_rotary_factor": 1.0, **own}
 
 
 def add_rope(settings: Settings, writer: Any) -> Factors:
@@ -126,14 +109,12 @@ def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> fl
 
 def _add_windowed(settings: Settings, writer: Any) -> None:
     """The embeddings of layers with a sliding window, which are never scaled."""
-    local = settings.get("rope_local_base_freq")
-    if local is None or SLIDING in (settings.get("rope_parameters") or {}):
-        parameters = rope_parameters(settings, SLIDING)
-        if parameters["rope_type"] != "default" and not settings.architecture.window_scaled:
-            raise settings.refusal(
-                f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
-            )
-        local = _number(settings, parameters, "rope_theta")
+    parameters = rope_parameters(settings, SLIDING)
+    if parameters["rope_type"] != "default" and not settings.architecture.window_scaled:
+        raise settings.refusal(
+            f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
+        )
+    local = _number(settings, parameters, "rope_theta")
     base = rope_parameters(settings)["rope_theta"]
     if local != base and not settings.architecture.window_base:
         raise settings.refusal(
@@ -166,9 +147,9 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
         writer.add_rope_scaling_yarn_log_mul(0.1 * every)  # a tenth, as in the files of DeepSeek V2
         return
     if attention is None and own and every:
-        attention = _yarn_scale(factor, own) / _yarn_scale(factor, every)
+        attention = yarn_scale(factor, own) / yarn_scale(factor, every)
     if attention is not None:
-        writer.add_rope_scaling_attn_factors(float(attention) / _yarn_scale(factor, 1.0))
+        writer.add_rope_scaling_attn_factors(float(attention) / yarn_scale(factor))
 
 
 def own_betas(settings: Settings, parameters: Mapping[str, Any]) -> dict[str, float]:
@@ -180,36 +161,29 @@ def own_betas(settings: Settings, parameters: Mapping[str, Any]) -> dict[str, fl
     return {key: value for key, value in stated.items() if value is not None and value != YARN_BETAS[key]}
 
 
-def _yarn_scale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
 def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any, *, rotated: int) -> Factors:
     """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
     original = _number(settings, parameters, "original_max_position_embeddings")
-    factor = _optional(settings, parameters, "factor") or settings.number("max_position_embeddings") / original
-    attention = _optional(settings, parameters, "attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    numbers = {key: _optional(settings, parameters, key) for key in ("factor", "attention_factor")}
+    known = {"rope_type": "longrope", "original_max_position_embeddings": original} | numbers
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(int(original))
-    writer.add_rope_scaling_attn_factors(float(attention))
+    writer.add_rope_scaling_attn_factors(attention_factor(known, settings.number("max_position_embeddings")))
     factors = {}
     for name in ("long", "short"):
-        numbers = parameters.get(f"{name}_factor")
-        if not isinstance(numbers, list) or len(numbers) != rotated // 2 or not all(map(is_positive, numbers)):
+        listed = parameters.get(f"{name}_factor")
+        if not isinstance(listed, list) or len(listed) != rotated // 2 or not all(map(is_positive, listed)):
             raise settings.refusal(f"expected {rotated // 2} numbers as {name}_factor of its rope parameters")
-        factors[f"rope_factors_{name}.weight"] = np.array(numbers, dtype=np.float32)
+        factors[f"rope_factors_{name}.weight"] = np.array(listed, dtype=np.float32)
     return factors
 
 
 def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: int) -> npt.NDArray[np.float32]:
     """What Llama 3 divides each frequency by, [rotated / 2]: 1 for high ones, `factor` for low ones."""
     keys = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    base, factor, low, high, context = (_number(settings, parameters, key) for key in keys)
+    numbers = {key: _number(settings, parameters, key) for key in keys}
+    low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
     if high < low:
         raise settings.refusal(f"high_freq_factor {high} of its rope parameters is below low_freq_factor {low}")
-    rotations = context * base ** (-np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
-    # The share of the frequency that stays; of Llama 4 both bounds are 1, and there is nothing between them.
-    share = np.clip((rotations - low) / (high - low), 0, 1) if high > low else (rotations > high).astype(float)
-    return (1 / ((1 - share) / factor + share)).astype(np.float32)
+    plain = numbers["rope_theta"] ** (-np.arange(0, rotated, 2) / rotated)
+    return llama3_divisors(numbers, plain).astype(np.float32)

@@ -30,8 +30,6 @@ OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "num_attention_heads": ("n_head", "num_heads", "n_heads"),
     "head_dim": ("d_kv",),
-    "rope_theta": ("rotary_emb_base", "global_rope_theta"),
-    "rope_local_base_freq": ("local_rope_theta",),
     "sliding_window": ("local_attention",),
 }
 OTHERWISE = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result if llama.cpp has this architecture"
@@ -236,9 +234,6 @@ def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:
     tied = settings.get("tie_word_embeddings")
     if not isinstance(tied, bool | None):
         raise settings.refusal(f"expected true or false as tie_word_embeddings, found {tied!r}")
-    for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
-        if settings.get(key) is not None:
-            settings.real(key)
     for key in ("sliding_window", "sliding_window_pattern", "no_rope_layer_interval"):
         if settings.get(key) not in (None, 0):
             settings.number(key)

@@ -20,7 +20,7 @@ _QWEN = LLAMA | {"use_sliding_window": False}
 _SPARSE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _GEMMA = TIED | {"rms_norm_eps": 1e-6, "head_dim": 256}
 _LATER_GEMMA = _GEMMA | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"}
-_LATER_GEMMA |= {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+_LATER_GEMMA |= {"query_pre_attn_scalar": 256}
 _COHERE = TIED | SILU | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _OLMO = LLAMA | {"rms_norm_eps": 1e-5}
@@ -29,31 +29,31 @@ _ZERO_CENTRED = frozenset({Trait.ZERO_CENTRED_NORMS})
 _GEMMA3 = Row(
     flow=layers.GEMMA2, llama_cpp=llama_cpp_encoders.GEMMA3, traits=_ZERO_CENTRED,
     defaults=sizes(2304, 9216, 26, 8, 131072) | _LATER_GEMMA | {
-        "use_bidirectional_attention": False, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "use_bidirectional_attention": False,
     },
 )  # fmt: skip
 _QWEN2_VL = Row(
     llama_cpp=llama_cpp.QWEN2_VL, defaults=sizes(8192, 29568, 80, 64, 32768) | {
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "hidden_act": "silu",
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "hidden_act": "silu",
         "use_sliding_window": False,
     },
 )  # fmt: skip
 _QWEN3_VL = Row(
     llama_cpp=llama_cpp.QWEN3_VL, defaults=sizes(4096, 22016, 32, 32, 128000) | {
-        "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-06, "rope_theta": 500000.0,
+        "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-06,
         "hidden_act": "silu",
     },
 )  # fmt: skip
 _QWEN3_VL_MOE = Row(
     llama_cpp=llama_cpp.QWEN3_VL_MOE, defaults=sizes(2048, 5632, 24, 16, 128000) | TIED | SILU | {
-        "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 500000.0, "num_experts": 60,
+        "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "num_experts": 60,
         "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
     },
 )  # fmt: skip
 
 _PHI4_MULTIMODAL = Row(
     llama_cpp=llama_cpp.PHI4_MULTIMODAL, defaults=sizes(3072, 8192, 32, 32, 131072) | LLAMA | {
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
     },
 )  # fmt: skip
 _ROBERTA = Row(
@@ -81,10 +81,10 @@ _ROWS: dict[str, Row] = {
     ),
     "camembert": _ROBERTA,
     "cohere": Row(llama_cpp=llama_cpp.COHERE, defaults=sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
-        "use_qk_norm": False, "rope_theta": 5e5,
+        "use_qk_norm": False,
     }),
     "cohere2": Row(llama_cpp=llama_cpp.COHERE2, defaults=sizes(8192, 22528, 40, 64, 8192) | _COHERE | {
-        "sliding_window": 4096,
+
     }),
     "distilbert": Row(
         llama_cpp=llama_cpp_encoders.DISTILBERT, defaults=sizes(768, 3072, 6, 12, 512) | TIED | {
@@ -93,7 +93,7 @@ _ROWS: dict[str, Row] = {
     ),
     "ernie4_5": Row(
         llama_cpp=llama_cpp.ERNIE4_5, defaults=sizes(1024, 3072, 18, 16, 131072) | TIED | SILU | {
-            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-05,
             "use_bias": False,
         },
     ),
@@ -104,7 +104,7 @@ _ROWS: dict[str, Row] = {
     ),
     "exaone4": Row(
         llama_cpp=llama_cpp.EXAONE4, defaults=sizes(4096, 16384, 32, 32, 2048) | LLAMA | {
-            "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "sliding_window": 4096,
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
         },
     ),
     "falcon_h1": Row(
@@ -132,25 +132,22 @@ _ROWS: dict[str, Row] = {
     "gemma3_text": _GEMMA3,
     "gemma3n_text": Row(
         llama_cpp=llama_cpp.GEMMA3N, defaults=sizes(2048, 16384, 35, 8, 32768) | TIED | {
-            "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-06, "sliding_window": 512,
+            "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-06,
             "hidden_size_per_layer_input": 256, "hidden_activation": "gelu_pytorch_tanh",
             "final_logit_softcapping": 30.0, "laurel_rank": 64, "altup_num_inputs": 4, "altup_active_idx": 0,
-            "altup_correct_scale": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "altup_correct_scale": True,
         },
     ),
     "gemma4_text": Row(
         llama_cpp=llama_cpp.GEMMA4, defaults=sizes(2304, 9216, 30, 8, 131072) | TIED | {
-            "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-06, "sliding_window": 512,
+            "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-06,
             "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256,
-            "hidden_activation": "gelu_pytorch_tanh", "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
+            "hidden_activation": "gelu_pytorch_tanh",
         },
     ),
     "glm4": Row(
         llama_cpp=llama_cpp.GLM4, defaults=sizes(4096, 13696, 40, 32, 131072) | LLAMA | {
-            "partial_rotary_factor": 0.5, "num_key_value_heads": 2, "head_dim": 128,
+            "num_key_value_heads": 2, "head_dim": 128,
             "rms_norm_eps": 1.5625e-07,
         },
     ),
@@ -173,7 +170,7 @@ _ROWS: dict[str, Row] = {
     ),
     "jina_embeddings_v3": Row(
         llama_cpp=llama_cpp_encoders.JINA_BERT_V3, defaults=sizes(1024, 4096, 24, 16, 8194) | TIED | {
-            "hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20000.0,
+            "hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1,
         },
     ),
     "jamba": Row(
@@ -194,13 +191,13 @@ _ROWS: dict[str, Row] = {
     "lfm2": Row(
         llama_cpp=llama_cpp_hybrids.LFM2, defaults=sizes(2560, 12288, 32, 32, 128000) | TIED | {
             "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_auto_adjust_ff_dim": True,
-            "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "conv_L_cache": 3,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "conv_L_cache": 3,
             "conv_bias": False,
         },
     ),
     "lfm2_moe": Row(
         llama_cpp=llama_cpp_hybrids.LFM2_MOE, defaults=sizes(2048, 7168, 32, 32, 128000) | TIED | {
-            "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "conv_L_cache": 3,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "conv_L_cache": 3,
             "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792,
             "num_dense_layers": 2, "conv_bias": False, "use_expert_bias": True, "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
@@ -215,18 +212,18 @@ _ROWS: dict[str, Row] = {
     ),
     "mistral": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.MISTRAL,
-        defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {"num_key_value_heads": 8 },
     ),
     "mixtral": Row(
         flow=layers.MIXTRAL, llama_cpp=llama_cpp.MIXTRAL,
         defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {
-            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "num_experts": 8,
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts": 8,
             "num_experts_per_tok": 2,
         },
     ),
     "modernbert": Row(
         llama_cpp=llama_cpp_encoders.MODERN_BERT, defaults=sizes(768, 1152, 22, 12, 8192) | TIED | {
-            "hidden_activation": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 160000.0, "rope_local_base_freq": 1e4,
+            "hidden_activation": "gelu", "layer_norm_eps": 1e-5,
             "sliding_window": 128, "classifier_pooling": "cls",
         },
     ),
@@ -244,17 +241,17 @@ _ROWS: dict[str, Row] = {
     ),
     "nomic_bert": Row(
         llama_cpp=llama_cpp_encoders.NOMIC_BERT, defaults=sizes(768, 3072, 12, 12, 2048) | {
-            "hidden_act": "silu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0,
+            "hidden_act": "silu", "layer_norm_eps": 1e-12, "type_vocab_size": 2,
         },
     ),
     "olmo2": Row(llama_cpp=llama_cpp.OLMO2, defaults=sizes(4096, 11008, 32, 32, 2048) | _OLMO),
     "olmo3": Row(llama_cpp=llama_cpp.OLMO3, defaults=sizes(4096, 11008, 32, 32, 2048) | _OLMO | {
-        "sliding_window": 4096, "rope_theta": 5e5,
+
     }),
     "phi3": Row(
         flow=layers.PHI3, llama_cpp=llama_cpp.PHI3,
         defaults=sizes(3072, 8192, 32, 32, 4096) | LLAMA | {
-            "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "phi4_multimodal": _PHI4_MULTIMODAL,
@@ -283,7 +280,7 @@ _ROWS: dict[str, Row] = {
         flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
         llama_cpp=llama_cpp_hybrids.QWEN3_5_MOE, defaults=LLAMA | {
             "num_hidden_layers": 40, "num_attention_heads": 16, "max_position_embeddings": 32768,
-            "hidden_size": 2048, "partial_rotary_factor": 0.25, "num_key_value_heads": 2, "head_dim": 256,
+            "hidden_size": 2048, "num_key_value_heads": 2, "head_dim": 256,
             "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
             "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
@@ -293,7 +290,7 @@ _ROWS: dict[str, Row] = {
     "qwen3_5_text": Row(
         flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
         llama_cpp=llama_cpp_hybrids.QWEN3_5, defaults=sizes(4096, 12288, 32, 16, 32768) | LLAMA | {
-            "partial_rotary_factor": 0.25, "num_key_value_heads": 4, "head_dim": 256,
+            "num_key_value_heads": 4, "head_dim": 256,
             "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
             "linear_num_value_heads": 32, "linear_value_head_dim": 128, "attention_bias": False,
         },
@@ -307,7 +304,7 @@ _ROWS: dict[str, Row] = {
     "qwen3_next": Row(
         flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
         llama_cpp=llama_cpp_hybrids.QWEN3_NEXT, defaults=sizes(2048, 5632, 48, 16, 32768) | LLAMA | {
-            "partial_rotary_factor": 0.25, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+            "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
             "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
             "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
             "linear_num_value_heads": 32, "linear_value_head_dim": 128, "decoder_sparse_step": 1,
@@ -325,10 +322,10 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "smollm3": Row(llama_cpp=llama_cpp.SMOLLM3, defaults=sizes(2048, 11008, 36, 16, 32768) | _QWEN | TIED | {
-        "num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4,
+        "num_key_value_heads": 4, "no_rope_layer_interval": 4,
     }),
     "stablelm": Row(llama_cpp=llama_cpp.STABLELM, defaults=sizes(2560, 6912, 32, 32, 4096) | OWN_HEAD | SILU | {
-        "layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25,
+        "layer_norm_eps": 1e-5, "num_key_value_heads": 32,
         "use_parallel_residual": False, "qk_layernorm": False,
     }),
     "starcoder2": Row(llama_cpp=llama_cpp.STARCODER2, defaults=sizes(3072, 12288, 30, 24, 4096) | TIED | {

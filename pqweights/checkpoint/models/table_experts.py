@@ -21,9 +21,9 @@ _STEP = Row(
 _MINIMAX_M3 = Row(
     traits=frozenset({Trait.ZERO_CENTRED_NORMS}),
     llama_cpp=llama_cpp_experts.MINIMAX_M3, defaults=sizes(6144, 3072, 60, 64, 524288) | LLAMA | {
-        "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 5000000.0, "num_experts": 128,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 4, "dense_intermediate_size": 12288, "shared_intermediate_size": 3072,
-        "rotary_dim": 64, "routed_scaling_factor": 2.0, "norm_topk_prob": True, "swiglu_alpha": 1.702,
+        "routed_scaling_factor": 2.0, "norm_topk_prob": True, "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0, "index_n_heads": 4, "index_head_dim": 128, "index_block_size": 128,
         "index_topk_blocks": 16, "index_local_blocks": 1,
     },
@@ -63,7 +63,7 @@ ROWS: dict[str, Row] = {
             "routed_scaling_factor": 1.5, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
             "sliding_window": 128, "compress_rope_theta": 160000.0, "o_groups": 8, "o_lora_rank": 1024, "hc_mult": 4,
             "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
-            "partial_rotary_factor": 0.125, "attention_bias": False,
+            "attention_bias": False,
         },
     ),
     "dots1": Row(
@@ -74,14 +74,14 @@ ROWS: dict[str, Row] = {
     ),
     "ernie4_5_moe": Row(
         llama_cpp=llama_cpp_experts.ERNIE4_5_MOE, defaults=sizes(2560, 12288, 28, 20, 131072) | TIED | SILU | {
-            "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "num_experts": 64,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "num_experts": 64,
             "num_experts_per_tok": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1, "moe_layer_interval": 1, "use_bias": False,
         },
     ),
     "exaone_moe": Row(
         llama_cpp=llama_cpp_experts.EXAONE_MOE, defaults=sizes(4096, 16384, 32, 32, 2048) | LLAMA | {
-            "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "sliding_window": 4096, "num_experts": 64,
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "num_experts": 64,
             "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 1024,
             "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
             "num_shared_experts": 1,
@@ -89,7 +89,7 @@ ROWS: dict[str, Row] = {
     ),
     "glm4_moe": Row(
         llama_cpp=llama_cpp_experts.GLM4_MOE, defaults=sizes(4096, 10944, 46, 96, 131072) | LLAMA | {
-            "partial_rotary_factor": 0.5, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
             "num_experts": 128, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
             "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_shared_experts": 1,
             "routed_scaling_factor": 1.0, "norm_topk_prob": True,
@@ -117,8 +117,8 @@ ROWS: dict[str, Row] = {
     "gpt_oss": Row(
         flow=layers.GPT_OSS, traits=TURNED_EXPERTS,
         llama_cpp=llama_cpp_experts.GPT_OSS, defaults=sizes(2880, 2880, 36, 64, 131072) | LLAMA | {
-            "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 150000.0,
-            "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+            "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05,
+            "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
             "swiglu_alpha": 1.702,
         },
     ),
@@ -143,7 +143,7 @@ ROWS: dict[str, Row] = {
     "kimi_k2": Row(llama_cpp=llama_cpp_experts.DEEPSEEK2, defaults=OWN_HEAD | SILU | {"rope_interleave": True}),
     "hy_v3": Row(
         llama_cpp=llama_cpp_experts.HY_V3, defaults=sizes(4096, 13312, 80, 64, 131072) | LLAMA | {
-            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0,
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
             "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
             "router_scaling_factor": 2.826, "route_norm": True, "first_k_dense_replace": 1, "attention_bias": False,
             "mlp_bias": False,
@@ -153,14 +153,14 @@ ROWS: dict[str, Row] = {
         traits=TURNED_EXPERTS,
         llama_cpp=llama_cpp_experts.LLAMA4, defaults=sizes(5120, 8192, 48, 40, 131072) | LLAMA | {
             "no_rope_layer_interval": 4, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-05,
-            "rope_theta": 500000.0, "num_experts": 16, "num_experts_per_tok": 1,
+            "num_experts": 16, "num_experts_per_tok": 1,
             "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1, "attention_chunk_size": 8192,
             "use_qk_norm": True, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
         },
     ),
     "mimo_v2_flash": Row(
         llama_cpp=llama_cpp_experts.MIMO2, defaults=sizes(4096, 16384, 48, 64, 131072) | LLAMA | {
-            "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "num_experts": 256,
+            "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "num_experts": 256,
             "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 2048,
             "rms_norm_eps": 1e-5, "attention_value_scale": 0.707, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
             "attention_bias": False,
@@ -168,7 +168,7 @@ ROWS: dict[str, Row] = {
     ),
     "minimax_m2": Row(
         llama_cpp=llama_cpp_experts.MINIMAX_M2, defaults=sizes(3072, 1536, 62, 48, 196608) | LLAMA | {
-            "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0, "num_experts": 256,
+            "num_key_value_heads": 8, "head_dim": 128, "num_experts": 256,
             "num_experts_per_tok": 8,
         },
     ),
@@ -176,7 +176,7 @@ ROWS: dict[str, Row] = {
     "minimax_m3_vl_text": _MINIMAX_M3,
     "mistral4": Row(
         llama_cpp=llama_cpp_experts.MISTRAL4, defaults=sizes(4096, 12288, 36, 32, 1048576) | LLAMA | {
-            "partial_rotary_factor": 0.5, "num_key_value_heads": 32, "q_lora_rank": 1024,
+            "num_key_value_heads": 32, "q_lora_rank": 1024,
             "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128,
             "num_experts": 128, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
             "moe_intermediate_size": 2048, "first_k_dense_replace": 0, "n_shared_experts": 1,
