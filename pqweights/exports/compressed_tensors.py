@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pqweights.checkpoint.gguf.pooling import MODULES
 from pqweights.checkpoint.models import described, text_model
 from pqweights.checkpoint.models.names import renamed, tower_of
 from pqweights.checkpoint.source import Checkpoint
@@ -39,11 +40,17 @@ def quantization_config(checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) ->
         },
         "ignore": _ignored(checkpoint, layers, chosen),
     }
-    if uses_weights_early(checkpoint.config):
+    if decodes_at_once(checkpoint):
         # Read by transformers alone, which then decodes each weight as it loads it. By default it keeps all of them
-        # packed until the first call, and such a model asks for them before.
+        # packed until the first call. Such a model asks for them before, and sentence-transformers calls modules in
+        # the model that transformers does not see called.
         quantization["dequantize"] = True
     return quantization
+
+
+def decodes_at_once(checkpoint: Checkpoint) -> bool:
+    """Whether transformers, or sentence-transformers with it, must decode weights as it loads them."""
+    return uses_weights_early(checkpoint.config) or MODULES in checkpoint.companions
 
 
 def linear_layers(checkpoint: Checkpoint) -> list[str]:

@@ -15,9 +15,9 @@ from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import first_names
 from pqweights.errors import ExportError, OptionError
-from pqweights.exports.architectures import uses_weights_early
 from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.bf16 import role_of
+from pqweights.exports.compressed_tensors import decodes_at_once
 from pqweights.exports.dialects import configuration, small_files
 from pqweights.exports.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
 from pqweights.exports.integers import Outline
@@ -99,7 +99,7 @@ class VllmFormat:
             ladder=_ladder(self.name),
             assignment=self.assignment,
             # transformers decodes all layers in one group size, if it decodes them as it loads them
-            one_size=self.scheme.has_one_size or uses_weights_early(checkpoint.config),
+            one_size=self.scheme.has_one_size or decodes_at_once(checkpoint),
             stacks=stacks,
         )
         linear = linear_weights(checkpoint, rules)

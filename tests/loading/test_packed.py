@@ -402,6 +402,22 @@ def test_weights_stay_packed_when_they_are_loaded_or_moved_in_inference_mode(bas
         assert packed.lm_head.weight.dtype == torch.float32
 
 
+def test_state_is_taken_from_packed_weights_and_never_into_them_from_plain_ones(base: Path) -> None:
+    folder = families.master(base, "llama")
+    packed, other, decoded = (pqweights.load_model(folder, packed=one) for one in (True, True, False))
+    other.lm_head.weight.mul_(2)
+    other.load_state_dict(packed.state_dict())
+    assert torch.equal(output(other), output(packed))
+    assert isinstance(other.lm_head.weight, PackedTensor)
+    plain = pqweights.load_model(folder)
+    with torch.no_grad():
+        plain.lm_head.weight.zero_()
+    plain.load_state_dict(packed.state_dict())
+    assert torch.equal(output(plain), output(decoded))
+    with pytest.raises(RuntimeError, match="packed weights cannot be changed"):
+        packed.load_state_dict(decoded.state_dict())
+
+
 def test_device_map_counts_packed_weights_as_they_are_stored(base: Path) -> None:
     """Room for what is packed, and not for what is decoded, suffices for all of it."""
     pytest.importorskip("accelerate")

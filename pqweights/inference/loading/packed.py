@@ -147,6 +147,13 @@ class PackedTensor(torch.Tensor):
         matrices = tuple(tuple(rows.copied(device or self.device) for rows in matrix) for matrix in self.matrices)
         return PackedTensor(matrices, self.stacked, dtype or self.dtype)
 
+    def become(self, other: PackedTensor) -> PackedTensor:
+        """Become a copy of a weight of the same shape, but for the dtype."""
+        if self.shape != other.shape:
+            raise PqweightsError(f"expected a packed weight of shape {list(self.shape)}, found {list(other.shape)}")
+        self.matrices = other.copied(device=self.device).matrices
+        return self
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -175,10 +182,20 @@ class PackedTensor(torch.Tensor):
             done = func.decompose(*args, **kwargs)
             if done is not NotImplemented:
                 return done
-        if func._schema.is_mutable:
+        if func is torch.ops.aten.copy_.default and all(isinstance(value, PackedTensor) for value in args[:2]):
+            return args[0].become(args[1])
+        if any(isinstance(value, PackedTensor) for value in _written(func, args, kwargs)):
             raise PqweightsError(f"{func}: packed weights cannot be changed; load the model without packed=True")
         args, kwargs = tree_map_only(PackedTensor, lambda packed: packed.decode(), (tuple(args), kwargs))
         return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+    """Return what an operator writes to."""
+    changed = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | options
+    return [given.get(argument.name) for argument in changed]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -291,6 +308,8 @@ def _no_storage(*_: Any, **__: Any) -> Any:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.share_memory_: _no_storage,
     torch.Tensor.untyped_storage: _no_storage,
+    torch.Tensor.storage: _no_storage,
+    torch.Tensor.data_ptr: _no_storage,
     nn.functional.linear: _linear,
     nn.functional.embedding: _embedding,
     torch.Tensor.__getitem__: _getitem,
